@@ -26,7 +26,7 @@ class SlotBuffers:
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         problem = slot_shortcoming(buffers)
         require(problem is None, str(problem))
-        self.rows, self.capacity = buffers[0].shape[:2]
+        self.capacity = buffers[0].shape[1]
         self.device = buffers[0].device
         sizes = [math.prod(buffer.shape[2:]) * buffer.element_size() // _WORD for buffer in buffers]
         self.largest = max(sizes)

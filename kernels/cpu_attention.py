@@ -70,7 +70,8 @@ def _attend(
     sums, part = np.empty(value_dim * STRIDE, np.float32), np.empty(value_dim * STRIDE, np.float32)
     peaks, totals, fades = np.empty(STRIDE, np.float32), np.empty(STRIDE, np.float32), np.empty(STRIDE, np.float32)
     block = np.empty(BLOCK * max(dim, value_dim), np.float32)
-    hidden, firsts = np.empty(width * STRIDE, np.float32), np.empty(STRIDE, np.int64)
+    # Columns beside the queries are computed with whatever mask stands there, and never stored.
+    hidden, firsts = np.zeros(width * STRIDE, np.float32), np.empty(STRIDE, np.int64)
     for row in range(rows):
         length, packed = lengths[row], nodes[row] * groups
         for begin in range(0, packed, COLUMNS):
@@ -117,9 +118,6 @@ def _build_mask(depths, words, length, nodes, begin, columns, groups, window, ch
         for other in range(nodes):
             sees = (words[node, other >> 6] >> (other & 63)) & 1 and length + depths[other] >= first
             hidden[other * STRIDE + column] = 0.0 if sees else -np.inf
-    for column in range(columns, (columns + LANES - 1) // LANES * LANES):
-        for other in range(nodes):
-            hidden[other * STRIDE + column] = 0.0
 
 
 @jit_part

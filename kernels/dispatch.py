@@ -67,14 +67,12 @@ class Verdict(NamedTuple):
 
     def is_faster(self, slots: int, nodes: int) -> bool:
         """Whether the kernel was no slower where sizes were most like these."""
+        if not self.gains:
+            return True
+        nearest = min(self.gains, key=lambda timed: abs(math.log2(slots / timed[0])) + abs(math.log2(nodes / timed[1])))
+        return nearest[2] >= 1.0
 
-        def distance(timed: tuple[int, int, float]) -> float:
-            return abs(math.log2(slots / timed[0])) + abs(math.log2(nodes / timed[1]))
 
-        return not self.gains or min(self.gains, key=distance)[2] >= 1.0
-
-
-NO_OPTIONS: Mapping[str, Any] = {}
 wanted: dict[KernelVariant, None] = {}
 """Variants that passes asked for and that were not tested: `lookahead.models.kernel_trial` does it after the pass."""
 verdicts: dict[KernelVariant, Verdict] = {}
@@ -92,7 +90,7 @@ def attention_for(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    options: Mapping[str, Any] = NO_OPTIONS,
+    options: Mapping[str, Any],
     is_eager: bool = False,
     later: frozenset[str] = frozenset(),
 ) -> Callable[..., Tensor] | None:
@@ -110,17 +108,14 @@ def attention_for(
             the kernel only where the test found that it is no slower than torch's attention.
         later: Options that later calls will have, so that their variant is tested with this one.
     """
-    bound: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "window", "chunk")}
     if query.device.type == "cpu":
+        bound: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "window", "chunk")}
         return partial(cpu_attention.tree_attention, **bound) if _pays_on_a_cpu(query, keys, values) else None
     if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
         return None
     from lookahead.kernels.tree_attention import bind
 
-    groups, has_sinks = query.shape[1] // keys.shape[2], options.get("sinks") is not None
-    given = {name for name in ("softcap", "window", "chunk") if bound[name] is not None}
-    given |= {"sinks"} if has_sinks else set()
-    variant = KernelVariant(query.device, query.dtype, keys.shape[3], values.shape[3], groups, frozenset(given))
+    variant = variant_of(query, keys, values, options)
     longer = variant._replace(options=variant.options | later)
     compaction = KernelVariant(query.device, kernel=COMPACTION)
     wanted.update(dict.fromkeys(each for each in (variant, longer, compaction) if each not in verdicts))
@@ -130,7 +125,14 @@ def attention_for(
     if is_eager and not verdict.is_faster(keys.shape[1], query.shape[2]):
         return None
     served.add(variant)
-    return bind(query, keys, values, **bound, has_sinks=has_sinks)
+    return bind(query, keys, values, options)
+
+
+def variant_of(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> KernelVariant:
+    """The variant of tree attention for arguments of `attention_for`."""
+    given = frozenset(name for name in ("softcap", "window", "chunk", "sinks") if options.get(name) is not None)
+    sizes = keys.shape[3], values.shape[3], query.shape[1] // keys.shape[2]
+    return KernelVariant(query.device, query.dtype, *sizes, given)
 
 
 def _pays_on_a_cpu(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -267,11 +269,9 @@ def check_tree(
     check_tensor("nodes", nodes, (rows,), torch.int32, device)
     check_tensor("depths", depths, (rows, width), torch.int32, device)
     check_tensor("words", words, (rows, width, math.ceil(width / 64)), torch.int64, device)
-    if sinks is None:
-        return
-    wanted = f"sinks must be a contiguous floating-point tensor of shape ({heads},) on {device}"
-    right = sinks.shape == (heads,) and sinks.device == device and sinks.is_contiguous()
-    require(right and sinks.is_floating_point(), f"{wanted}, got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}")
+    if sinks is not None:
+        check_tensor("sinks", sinks, (heads,), sinks.dtype, device)
+        require(sinks.is_floating_point(), f"sinks must be floating-point numbers, got {sinks.dtype}")
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels import dispatch, reference
@@ -36,15 +36,14 @@ def verdict_of(variant: KernelVariant) -> Verdict:
     from lookahead.kernels.compaction import SlotBuffers, compact
     from lookahead.kernels.tree_attention import tree_attention
 
-    if variant.kernel == COMPACTION:
-        return Verdict(problem_of(compaction_error(variant.device, compact, SlotBuffers), 0.0))
-    problem = problem_of(attention_error(variant, tree_attention), _TOLERANCE[variant.dtype])
-    return Verdict(problem, () if problem else gains_of(variant))
-
-
-def problem_of(error: float, most: float) -> str:
-    """What to say about an error; empty up to `most`."""
-    return "" if error <= most else f"it differs by {error:.2g} from the reference"  # NaN is an error too
+    is_attention = variant.kernel != COMPACTION
+    if is_attention:
+        error, most = attention_error(variant, tree_attention), _TOLERANCE[variant.dtype]
+    else:
+        error, most = compaction_error(variant.device, compact, SlotBuffers), 0.0
+    if not error <= most:  # NaN is an error too
+        return Verdict(f"it differs by {error:.2g} from the reference")
+    return Verdict(gains=gains_of(variant) if is_attention else ())
 
 
 def attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> float:
@@ -54,45 +53,35 @@ def attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> fl
         options["sinks"] = torch.linspace(-1, 1, 2 * variant.groups, device=variant.device).to(variant.dtype)
     errors = []
     for slots, split in _SLOTS.items():
-        inputs = _random_trees(variant, slots)
+        inputs = _inputs(variant, 2, slots, (slots - _WIDTH, slots // 3), (_WIDTH, 9))
         got, want = attend(**inputs, **options, split=split).double(), reference.tree_attention(**inputs, **options)
         errors.append(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-3)).flatten())
     return float(torch.cat(errors).max())  # NaN if one is NaN
 
 
-def _random_trees(variant: KernelVariant, slots: int) -> dict[str, Any]:
-    """Arguments of `tree_attention`: a row that ends with the last slot, and a shorter one that NaN follows."""
-    rng = np.random.default_rng(0)
-    nodes = np.array([_WIDTH, 9], np.int32)
-    lengths = np.array([slots - _WIDTH, slots // 3], np.int32)
-    shapes = {
-        "query": (2 * variant.groups, _WIDTH, variant.dim),
-        "keys": (slots, 2, variant.dim),
-        "values": (slots, 2, variant.value_dim),
+def _inputs(
+    variant: KernelVariant, kv_heads: int, slots: int, lengths: Sequence[int], nodes: Sequence[int]
+) -> dict[str, Any]:
+    """Arguments of `tree_attention`: random numbers and trees, and NaN after the last node of each row."""
+    rng, source = np.random.default_rng(1), torch.Generator(variant.device).manual_seed(0)
+    rows, width, kv = len(nodes), max(nodes), (slots, kv_heads)
+    shapes = {"query": (kv_heads * variant.groups, width, variant.dim)}
+    shapes |= {"keys": (*kv, variant.dim), "values": (*kv, variant.value_dim)}
+    inputs = {
+        name: torch.empty(rows, *shape, device=variant.device, dtype=variant.dtype).normal_(generator=source)
+        for name, shape in shapes.items()
     }
-    drawn = {name: rng.standard_normal((len(nodes), *shape), np.float32) for name, shape in shapes.items()}
-    for row, end in enumerate(lengths + nodes):
-        drawn["keys"][row, end:] = drawn["values"][row, end:] = np.nan
-    states = {name: torch.from_numpy(each).to(variant.device, variant.dtype) for name, each in drawn.items()}
-    return states | _trees(lengths, nodes, variant.device)
-
-
-def _trees(lengths: NDArray[np.int32], nodes: NDArray[np.int32], device: torch.device) -> dict[str, Tensor]:
-    """Random trees as `tree_attention` takes them."""
-    rng, width = np.random.default_rng(1), int(nodes.max())
-    depths, sees = (
-        np.zeros((len(nodes), width), np.int32),
-        np.zeros((len(nodes), width, -(-width // 64) * 64), np.uint8),
-    )
-    for row, count in enumerate(nodes):
+    depths, sees = np.zeros((rows, width), np.int32), np.zeros((rows, width, -(-width // 64) * 64), np.uint8)
+    for row, (length, count) in enumerate(zip(lengths, nodes, strict=True)):
+        inputs["keys"][row, length + count :] = inputs["values"][row, length + count :] = torch.nan
         sees[row, 0, 0] = 1
         for node in range(1, count):
             parent = int(rng.integers(max(0, node - 4), node))
             depths[row, node], sees[row, node] = depths[row, parent] + 1, sees[row, parent]
             sees[row, node, node] = 1
-    words = np.ascontiguousarray(np.packbits(sees, axis=-1, bitorder="little").view(np.int64))
-    tree = {"lengths": lengths, "nodes": nodes, "depths": depths, "words": words}
-    return {name: torch.from_numpy(each).to(device) for name, each in tree.items()}
+    words, sizes = np.packbits(sees, axis=-1, bitorder="little").view(np.int64), np.array((lengths, nodes), np.int32)
+    tree = {"lengths": sizes[0], "nodes": sizes[1], "depths": depths, "words": words}
+    return inputs | {name: torch.from_numpy(each).to(variant.device) for name, each in tree.items()}
 
 
 def gains_of(
@@ -102,23 +91,18 @@ def gains_of(
     from lookahead.kernels.tree_attention import bind
 
     device, dtype, gains = variant.device, variant.dtype, []
-    source = torch.Generator(device).manual_seed(0)
     heads = _TIMED_KV_HEADS * variant.groups
     sinks = torch.zeros(heads, device=device, dtype=dtype) if "sinks" in variant.options else None
     for slots, nodes in sizes:
         # As if a window or a chunk held all slots, where the kernel gains least.
         limits: dict[str, Any] = {name: slots if name in variant.options else None for name in ("window", "chunk")}
         limits["softcap"] = _LIMITS["softcap"] if "softcap" in variant.options else None
-        shapes = (heads, nodes, variant.dim), (slots, _TIMED_KV_HEADS, variant.dim)
-        query, keys, values = (
-            torch.empty(1, *shape, device=device, dtype=dtype).normal_(generator=source)
-            for shape in (*shapes, (slots, _TIMED_KV_HEADS, variant.value_dim))
-        )
-        tree = _trees(np.array([slots - nodes], np.int32), np.array([nodes], np.int32), device)
+        tree = _inputs(variant, _TIMED_KV_HEADS, slots, (slots - nodes,), (nodes,))
+        query, keys, values = (tree.pop(name) for name in ("query", "keys", "values"))
         sees = reference.tree_mask(slots, **tree, window=limits["window"], chunk=limits["chunk"])
         mask = torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill(~sees, -torch.inf)
         mask = mask.repeat_interleave(variant.groups, 1)[:, None]
-        kernel = bind(query, keys, values, scaling=None, **limits, has_sinks=sinks is not None)
+        kernel = bind(query, keys, values, {**limits, "sinks": sinks})
         ways = (
             partial(kernel, query, keys, values, **tree, sinks=sinks),
             partial(
@@ -133,18 +117,14 @@ def gains_of(
 
 def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds of some calls, as an eager pass makes them, after one that compiles."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock()
+
     work()
-    taken = []
-    for _ in range(3):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = clock()
-        for _ in range(_CALLS):
-            work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(clock() - begin)
-    return min(taken)
+    return min(timeit.repeat(work, timer=now, repeat=3, number=_CALLS))
 
 
 def compaction_error(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> float:

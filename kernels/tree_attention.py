@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from lookahead.kernels.attend import attend, merge
-from lookahead.kernels.dispatch import check_tree, require, shortcoming
-
-Precision = Literal["tf32x3", "ieee"]
+from lookahead.kernels.dispatch import KernelVariant, check_tree, require, shortcoming, variant_of
 
 TRITON_VERSION: str = triton.__version__
 _LOG2E = 1.4426950408889634
@@ -28,29 +26,21 @@ OPTIONS = {"enable_fp_fusion": False}
 ATTEND_OPTIONS = OPTIONS | {"maxnreg": 255}
 
 
-class Blocks(NamedTuple):
-    """How one program of `attend` works."""
+def blocks_for(dtype: torch.dtype, block_dim: int, major: int, *, is_padded: bool) -> tuple[int, int, int, int]:
+    """Packed queries of one program of `attend`, slots it reads at once, warps, and blocks of slots in flight.
 
-    rows: int  # of packed queries
-    keys: int  # slots read at once; a divisor of 64, the width of a word of ancestor bits
-    warps: int
-    stages: int  # blocks of keys in flight
-
-
-def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: int, *, is_padded: bool) -> Blocks:
-    """Block sizes without register spills and within shared memory, as tests/test_kernels.py checks.
-
-    They do not depend on the number of nodes, so a node's result does not either. `block_dim` is the larger head size,
-    padded to a power of two. GPUs of the major compute capabilities 9 and 10 multiply 64 rows by 4 warps, and have more
-    shared memory than all others. With `is_padded` a head size is no power of two, and its loads take masks.
+    Without register spills and within shared memory, as tests/test_kernels.py checks. They do not depend on the number
+    of nodes, so a node's result does not either. `block_dim` is the larger head size, padded to a power of two. GPUs of
+    the major compute capabilities 9 and 10 multiply 64 rows by 4 warps, and have more shared memory than all others.
+    With `is_padded` a head size is no power of two, and its loads take masks.
     """
     is_large = major in (9, 10)
     if dtype == torch.float32:
-        return Blocks(16, 16, 8, 3) if precision == "ieee" else Blocks(16, 32, 4, 2)
+        return (16, 16, 8, 3) if block_dim > 128 else (16, 32, 4, 2)
     if block_dim > 128:
-        return Blocks(64, 32, 8, 3 if is_large else 2)
-    keys = 32 if major >= 12 or (is_padded and major != 9) else 64
-    return Blocks(64, keys, 4 if is_large else 8, 3)
+        return 64, 32, 8, 3 if is_large else 2
+    keys = 32 if major >= 12 or (is_padded and major != 9) else 64  # divisors of 64, the width of a word of ancestors
+    return 64, keys, 4 if is_large else 8, 3
 
 
 def split_for(slots: int, packed: int, programs: int, processors: int) -> int:
@@ -80,14 +70,14 @@ def tree_attention(
     chunk: int | None = None,
     sinks: Tensor | None = None,
     split: int | None = None,
-    precision: Precision = "tf32x3",
 ) -> Tensor:
     """Attention of every node over its row's committed slots and its ancestors.
 
     Slots 0 … length - 1 of a row are committed, slot i at position i; node t stands at slot length + t and position
     length + depth. Other slots may hold anything. What changes from step to step is read on the device, and the grid
     depends on shapes only, so a captured launch works for every step. With the same `split`, a node of a chain gets the
-    same bits however many nodes are scored at once.
+    same bits however many nodes are scored at once. float32 is multiplied as three TF32 products, which lose about two
+    of its 24 bits, and exactly with head sizes above 128.
 
     Args:
         query: bfloat16, float16 or float32 `[rows, heads, width, dim]`, width up to 256; dim a multiple of 16 up to
@@ -105,8 +95,6 @@ def tree_attention(
         chunk: A node looks at positions of its own chunk of so many only.
         sinks: Floating point `[heads]`; a logit per head that takes part in the softmax only.
         split: Slots per split, a multiple of 64; as shapes and the GPU suggest when None.
-        precision: How float32 is multiplied: as three TF32 products, which lose about two of its 24 bits, or exactly
-            ("ieee"), as always with head sizes above 128.
 
     Returns:
         `[rows, width, heads, value_dim]`, contiguous, in the type of `query`.
@@ -118,40 +106,28 @@ def tree_attention(
     require(problem is None, str(problem))
     require(query.is_cuda or _interprets(), f"query must be on a CUDA device, got {query.device}")
     check_tree(query, lengths, nodes, depths, words, sinks)
-    for name, number in (("scaling", scaling), ("softcap", softcap), ("window", window), ("chunk", chunk)):
+    options = {"scaling": scaling, "softcap": softcap, "window": window, "chunk": chunk}
+    for name, number in options.items():
         wanted = number is None or 0 < number < math.inf
         require(wanted, f"{name} must be above 0 and finite, or None, got {number}")
     require(split is None or (split > 0 and split % 64 == 0), f"split must be a multiple of 64, got {split}")
-    require(precision in ("tf32x3", "ieee"), f"precision must be 'tf32x3' or 'ieee', got {precision!r}")
-    launch = bind(
-        query, keys, values, scaling=scaling, softcap=softcap, window=window, chunk=chunk, has_sinks=sinks is not None,
-        split=split, precision=precision,
-    )  # fmt: skip
+    launch = bind(query, keys, values, {**options, "sinks": sinks}, split)
     return launch(query, keys, values, lengths=lengths, nodes=nodes, depths=depths, words=words, sinks=sinks)
 
 
 def bind(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scaling: float | None,
-    softcap: float | None,
-    window: int | None,
-    chunk: int | None,
-    has_sinks: bool,
-    split: int | None = None,
-    precision: Precision = "tf32x3",
+    query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any], split: int | None = None
 ) -> Callable[..., Tensor]:
-    """`tree_attention` with these options, for tensors of these shapes and strides: what it takes is not checked."""
+    """`tree_attention` with options as for `dispatch.attention_for`, for tensors of these shapes and strides.
+
+    What is returned does not check what it takes.
+    """
+    scaling, softcap, window, chunk = (options.get(name) for name in ("scaling", "softcap", "window", "chunk"))
     rows, heads, width, dim = query.shape
     _, slots, kv_heads, value_dim = values.shape
     packed, (major, processors) = width * heads // kv_heads, _gpu(query.device)
-    blocks, shared, own = constants(
-        query.dtype, dim, value_dim, heads // kv_heads, has_limit=window is not None or chunk is not None,
-        has_softcap=softcap is not None, has_sinks=has_sinks, precision=precision, major=major,
-    )  # fmt: skip
-    row_blocks = triton.cdiv(packed, blocks.rows)
+    shared, own = constants(variant_of(query, keys, values, options), major)
+    row_blocks = triton.cdiv(packed, own["BLOCK_ROWS"])
     if split is None:
         split = split_for(slots, packed, row_blocks * kv_heads * rows, processors)
     splits = triton.cdiv(slots, split)
@@ -162,7 +138,7 @@ def bind(
         *_strides(query), *_strides(keys), *_strides(values),
         width, -(-width // 64), splits, split, factor * _LOG2E, squeeze, *limits,
     )  # fmt: skip
-    options = {**shared, **own, "IN_ONE": splits == 1, "num_warps": blocks.warps, **ATTEND_OPTIONS}
+    attending = {**shared, **own, "IN_ONE": splits == 1, **ATTEND_OPTIONS}
     merging = {**shared, "AT_ONCE": MERGED_AT_ONCE, "num_warps": 4, **OPTIONS}
     attend_all = attend[(splits * row_blocks, kv_heads, rows)]
     merge_all = merge[(packed, kv_heads, rows)]
@@ -186,42 +162,30 @@ def bind(
         if rows == 0:
             return out
         sinks = lengths if sinks is None else sinks  # any pointer
-        attend_all(query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks, *numbers, **options)
-        if splits > 1:
-            merge_all(lengths, nodes, depths, sinks, out, sums, peaks, width, splits, split, *limits, **merging)
+        with torch.cuda.device_of(query):
+            attend_all(
+                query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks, *numbers, **attending
+            )
+            if splits > 1:
+                merge_all(lengths, nodes, depths, sinks, out, sums, peaks, width, splits, split, *limits, **merging)
         return out
 
-    def launch_there(query: Tensor, *tensors: Tensor, **tree: Any) -> Tensor:
-        with torch.cuda.device(query.device):
-            return launch(query, *tensors, **tree)
-
-    return launch_there if query.is_cuda and torch.cuda.device_count() > 1 else launch
+    return launch
 
 
 @cache
-def constants(
-    dtype: torch.dtype,
-    dim: int,
-    value_dim: int,
-    groups: int,
-    *,
-    has_limit: bool,
-    has_softcap: bool,
-    has_sinks: bool,
-    precision: Precision,
-    major: int,
-) -> tuple[Blocks, dict[str, Any], dict[str, Any]]:
-    """Compile-time constants: the blocks, those of both `attend` and `merge`, those of `attend`; IN_ONE is left out."""
+def constants(variant: KernelVariant, major: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compile-time constants: those of both `attend` and `merge`, and those of `attend`, but for IN_ONE; its warps."""
+    _, dtype, dim, value_dim, groups, options, _ = variant
     block_dim, block_value = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
-    precision = "ieee" if max(dim, value_dim) > 128 else precision
     is_padded = (block_dim, block_value) != (dim, value_dim)
-    blocks = blocks_for(dtype, max(block_dim, block_value), precision, major, is_padded=is_padded)
+    rows, keys, warps, stages = blocks_for(dtype, max(block_dim, block_value), major, is_padded=is_padded)
     shared = {"GROUPS": groups, "VALUE_DIM": value_dim, "BLOCK_VALUE": block_value}
-    shared |= {"HAS_LIMIT": has_limit, "HAS_SINKS": has_sinks}
-    own = {"DIM": dim, "BLOCK_DIM": block_dim, "BLOCK_ROWS": blocks.rows, "BLOCK_KEYS": blocks.keys}
-    own |= {"STAGES": blocks.stages, "SOFTCAP": has_softcap, "PRECISION": precision}
-    own["UPCAST"] = _interprets() and dtype == torch.bfloat16
-    return blocks, shared, own
+    shared |= {"HAS_LIMIT": not options.isdisjoint(("window", "chunk")), "HAS_SINKS": "sinks" in options}
+    own = {"DIM": dim, "BLOCK_DIM": block_dim, "BLOCK_ROWS": rows, "BLOCK_KEYS": keys, "STAGES": stages}
+    own |= {"SOFTCAP": "softcap" in options, "PRECISION": "ieee" if max(block_dim, block_value) > 128 else "tf32x3"}
+    own |= {"UPCAST": _interprets() and dtype == torch.bfloat16, "num_warps": warps}
+    return shared, own
 
 
 @cache

@@ -63,7 +63,6 @@ def test_the_kernel_agrees_with_the_reference_and_sees_no_unused_slot(name, spli
     if options.pop("sinks", False):
         options["sinks"] = torch.linspace(-2, 2, groups)
     got = tree_attention(**inputs, **options, split=split)
-    options.pop("precision", None)
     want = reference.tree_attention(**inputs, **options)
     assert got.dtype == dtype and got.shape == want.shape and got.is_contiguous()
     assert relative_error(got, want) < TOLERANCE[dtype]  # NaN, which stands in every unused slot, is never below
@@ -151,7 +150,6 @@ REFUSED = {
     "window": ({}, {"window": -1}, "window must be above 0"),
     "split": ({}, {"split": 100}, "split must be a multiple of 64, got 100"),
     "sinks": ({}, {"sinks": torch.zeros(3)}, r"sinks must be .* of shape \(2,\)"),
-    "precision": ({}, {"precision": "fast"}, "precision must be 'tf32x3' or 'ieee', got 'fast'"),
     "heads": ({}, {"query": torch.zeros(2, 3, 3, 64).half()}, "3 heads of query must be a multiple of the 2 heads"),
     "slots": ({}, {"keys": torch.zeros(2, 2, 1, 64).half(), "values": torch.zeros(2, 2, 1, 64).half()}, "got 2 slots"),
 }

@@ -30,7 +30,7 @@ def test_the_kernel_agrees_with_the_reference_and_sees_no_unused_slot(name, slot
     inputs = random_trees(
         rows=3, slots=slots, width=width, kv_heads=2, groups=groups, dim=dim, value_dim=value_dim, dtype=dtype, seed=1
     )
-    options = {option: value for option, value in options.items() if option != "precision"}
+    options = dict(options)
     if options.pop("sinks", False):
         options["sinks"] = torch.linspace(-2, 2, 2 * groups)
     got, want = tree_attention(**inputs, **options), reference.tree_attention(**inputs, **options)
@@ -133,7 +133,7 @@ def fits(**changes: Any) -> bool:
     sizes = {"rows": 2, "slots": 60, "width": 8, "kv_heads": 2, "groups": 2, "dim": 64, "value_dim": 64, "seed": 8}
     inputs = random_trees(**{**sizes, "dtype": torch.float32, **changes})
     tensors = (inputs["query"], inputs["keys"], inputs["values"])
-    return choice.attention_for(*tensors) is not None
+    return choice.attention_for(*tensors, {}) is not None
 
 
 needs_wide_registers = pytest.mark.skipif(
@@ -149,7 +149,7 @@ def test_the_kernel_is_chosen_where_it_pays_and_torchs_attention_elsewhere():
     assert not fits(dim=36) and not fits(value_dim=36)
     inputs = random_trees(rows=2, slots=60, width=8, kv_heads=2, groups=2, dim=64, value_dim=64, dtype=FULL, seed=8)
     expanded = inputs["keys"][:, :, :1].expand_as(inputs["keys"])
-    assert choice.attention_for(inputs["query"], expanded, inputs["values"]) is None
+    assert choice.attention_for(inputs["query"], expanded, inputs["values"], {}) is None
     torch.set_num_threads(2)  # every test begins with one
     assert not fits(), "it uses one thread"
 

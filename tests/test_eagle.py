@@ -12,9 +12,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
+from lookahead.drafting.proposal import Proposal
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
-from lookahead.heads.guess_tree import guess_tree
+from lookahead.heads.guess_tree import GuessTree
 from lookahead.heads.head_files import open_heads, write_heads
 from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.layers import hidden_states, layer_config
@@ -77,8 +78,9 @@ def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_an
     ids, states = ([torch.tensor(each[0]) for each in pairs.values()], [each[1] for each in pairs.values()])
     drafter.read([0], [ids[0][:3]], [states[0][:3]])  # rows begin apart, and grow by different lengths
     drafter.read([0, 2], [ids[0][3:], ids[1]], [states[0][3:], states[1]])
-    drafter.draft([2], [9], 30)  # what is guessed leaves nothing behind
-    for row, tree in zip([0, 2], drafter.draft([0, 2], [60, 9], 30), strict=True):
+    drafter.draft([2], 30)  # what is guessed leaves nothing behind
+    for row, guesses in zip([0, 2], drafter.draft([0, 2], 30), strict=True):
+        tree = Proposal(*guesses.best(texts[row][-1], AcceptanceTable(6), 30))
         tokens, _, features = pairs[row]
         says: dict[int, torch.Tensor] = {}
 
@@ -96,8 +98,8 @@ def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_an
             logits = head.logits(tiny_llama, says[int(tree.parents[node])])
             chances = (logits if warp is None else warp(logits)).softmax(-1)
             place = int((head.token_ids(torch.arange(len(chances))) == int(tree.tokens[node])).nonzero())
-            assert tree.draft_probs[node] == pytest.approx(float(chances[place]), rel=1e-3)
-        assert tree.kinds[1:, 0].max() >= 2
+            assert tree.probabilities[node] == pytest.approx(min(0.99, float(chances[place])), rel=1e-3)
+        assert max(len(path_of(node)) for node in range(31)) >= 3
         assert len(tree.tokens) == 31 and len(says) > 3
 
 
@@ -179,8 +181,8 @@ def test_reranking_keeps_the_nodes_likeliest_to_be_reached_with_their_parents(se
     parents = np.array([rng.integers(0, i + 1) for i in range(n)], np.int32)
     chances, tokens = rng.uniform(0.0, 0.98, n).astype(np.float32), np.arange(n, dtype=np.int32) + 100
     kinds = np.zeros((n, 2), np.int32)
-    tree = guess_tree(7, tokens, parents, kinds, chances, AcceptanceTable(1), 20)
-    out_tokens, out_parents, out_chances = tree.tokens, tree.parents, tree.probabilities
+    tree = GuessTree.of(tokens, parents, kinds, chances)
+    out_tokens, out_parents, out_chances = tree.best(7, AcceptanceTable(1), 20)
     reach = np.ones(n + 1)
     for i in range(n):
         reach[i + 1] = reach[parents[i]] * chances[i]

@@ -31,7 +31,7 @@ from lookahead.training.examples import (
     read_records,
     split_examples,
 )
-from lookahead.training.learners import IndependentHeadsLearner, targets
+from lookahead.training.learners import DraftStarts, IndependentHeadsLearner
 from lookahead.training.train_heads import Settings, train_heads
 from tests.support.answered_prompts import write_answered
 
@@ -114,11 +114,11 @@ def test_a_line_that_is_none_of_these_is_named(tmp_path, content, says):
 
 def test_only_what_the_model_would_write_is_wanted(tiny_tokenizer):
     records = [Record("e", None), Record("ab", "cd")]
-    given, answered = make_examples(records, tiny_tokenizer, [[7, 8]], max_length=100)
+    answered, given = make_examples(records, tiny_tokenizer, {"e": [7, 8]}, max_length=100)
     assert tiny_tokenizer.decode(given["input_ids"]) == "abcd<eos>"
     assert given["wanted"].tolist() == [False, False, True, True, True]
     assert answered["input_ids"].tolist()[1:] == [7, 8] and answered["wanted"].tolist() == [False, True, True]
-    pieces = make_examples([Record(None, "abcde")], tiny_tokenizer, [], max_length=2)
+    pieces = make_examples([Record(None, "abcde")], tiny_tokenizer, {}, max_length=2)
     assert [tiny_tokenizer.decode(piece["input_ids"]) for piece in pieces] == ["ab", "cd", "e"]
     assert [piece["wanted"].tolist() for piece in pieces] == [[False, True], [False, True], [False]]
 
@@ -127,11 +127,11 @@ def test_a_head_is_asked_only_where_drafting_can_begin_and_only_for_what_is_want
     short, long = make_example([1, 2], [3, 4], 9), make_example([5], [6, 7, 8], 9)
     train, _ = split_examples([short, long, long, long], 4)
     batch = collate(train[:2])
-    ids = batch["input_ids"].flatten()
-    asked = {
-        ahead: [(ids[p].item(), label.item()) for p, label in zip(*targets(batch, ahead), strict=True)]
-        for ahead in (1, 2, 3, 4)
-    }
+    starts, asked = DraftStarts.of(batch), {}
+    last = batch["input_ids"].gather(1, starts.positions)
+    for ahead in (1, 2, 3, 4):
+        kept, labels = starts.labels(batch, ahead - 2)
+        asked[ahead] = list(zip(last[kept].tolist(), labels.tolist(), strict=True))
     assert asked[1] == [(2, 3), (3, 4), (5, 6), (6, 7), (7, 8)]
     assert asked[2] == [(2, 4), (5, 7), (6, 8)]
     assert asked[3] == [(5, 8)]

@@ -197,15 +197,16 @@ def test_a_tree_of_guesses_promises_as_much_as_any_of_its_size(seed, room):
     rng = np.random.default_rng(seed)
     promised = _falling(rng.random((3, 5)) ** rng.integers(1, 6))
     tokens = np.stack([rng.permutation(50)[:5] for _ in range(3)]).astype(np.int32)
-    tree = independent_heads_tree(7, tokens, promised, AcceptanceTable(3), room)
-    reach = np.ones(len(tree.tokens))
-    for node in range(1, len(reach)):
+    tree = independent_heads_tree(tokens, promised, AcceptanceTable(3), room)
+    for node in range(1, len(tree.tokens)):
         head, rank = tree.kinds[node]
-        assert tree.tokens[node] == tokens[head, rank]
-        assert tree.draft_probs[node] == promised[head, rank] == pytest.approx(tree.probabilities[node], abs=0.011)
+        assert tree.tokens[node] == tokens[head, rank] and tree.draft_probs[node] == promised[head, rank]
         assert tree.parents[node] < node and (head == 0) == (tree.parents[node] == 0)
-        reach[node] = reach[tree.parents[node]] * tree.probabilities[node]
-    assert len(tree.tokens) == 1 + room and tree.tokens[0] == 7
+    drafted, parents, probabilities = tree.best(7, AcceptanceTable(3), room)
+    reach = np.ones(len(drafted))
+    for node in range(1, len(reach)):
+        reach[node] = reach[parents[node]] * probabilities[node]
+    assert len(drafted) == 1 + room and drafted[0] == 7
     assert reach[1:].sum() == pytest.approx(_best(promised.clip(max=0.99), room), rel=1e-5)
 
 
@@ -213,7 +214,7 @@ def _chain(*promised: float) -> GuessTree:
     """One guess of each head, tokens 3, 4, ..."""
     tokens = np.arange(3, 3 + len(promised), dtype=np.int32)[:, None]
     return independent_heads_tree(
-        0, tokens, _falling([[p] for p in promised]), AcceptanceTable(len(promised)), len(promised)
+        tokens, _falling([[p] for p in promised]), AcceptanceTable(len(promised)), len(promised)
     )
 
 
@@ -228,8 +229,17 @@ def _learn(rates: AcceptanceTable, tree: GuessTree, emitted: list[int]) -> None:
 
 
 def test_guesses_without_a_chance_are_no_nodes():
-    tree = independent_heads_tree(1, np.array([[4, 5]], np.int32), _falling([[0.5, 0.0]]), AcceptanceTable(1), 10)
-    assert tree.tokens.tolist() == [1, 4]
+    tree = independent_heads_tree(np.array([[4, 5]], np.int32), _falling([[0.5, 0.0]]), AcceptanceTable(1), 10)
+    assert tree.best(1, AcceptanceTable(1), 10)[0].tolist() == [1, 4]
+
+
+def test_a_guess_of_heads_that_overflow_is_not_drafted_and_spoils_no_rate():
+    rates = AcceptanceTable(1)
+    tree = independent_heads_tree(np.array([[3]], np.int32), np.array([[np.nan]], np.float32), rates, 10)
+    assert tree.best(0, rates, 10)[0].tolist() == [0]
+    _learn(rates, tree, [3])
+    for probability in (0.005, 0.5, 1.0):
+        assert np.isfinite(_says(rates, probability)).all() and _says(rates, probability)[0] > 0
 
 
 def test_rates_find_out_what_a_guess_is_worth():

@@ -286,7 +286,7 @@ def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(
 
 def test_prompts_and_models_the_kernel_cannot_take_stay_with_sdpa(tiny_llama: LlamaForCausalLM) -> None:
     odd = torch.zeros(1, 4, 3, 24)
-    assert dispatch.attention_for(odd, odd.transpose(1, 2), odd.transpose(1, 2)) is None
+    assert dispatch.attention_for(odd, odd.transpose(1, 2), odd.transpose(1, 2), {}) is None
     assert "head size of query must be a multiple of 16" in str(dispatch.shortcoming(odd, odd, odd))
     ids = torch.tensor([[5, 9, 31, 5, 9]])
     expected = tiny_llama.generate(ids, max_new_tokens=9, do_sample=False)

@@ -260,8 +260,8 @@ def test_a_kernel_is_timed_against_the_attention_that_would_serve_in_its_place(m
 
         return call
 
-    def bind(*tensors: Tensor, has_sinks: bool, **options: Any) -> Any:
-        return timed(lambda *layer, **tree: right(*layer, **options, **tree), 0.5)
+    def bind(query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Any:
+        return timed(lambda *layer, **tree: right(*layer, **{**options, **tree}), 0.5)
 
     monkeypatch.setattr("lookahead.kernels.tree_attention.bind", bind)
     monkeypatch.setattr(choice, "masked_attention", timed(masked, 2.0))
@@ -284,7 +284,7 @@ def test_an_eager_pass_takes_the_faster_attention_and_a_recorded_one_the_kernel(
     meta = torch.device("meta")
     query, slots = torch.empty(1, 4, 32, 16, device=meta), torch.empty(1, 900, 2, 16, device=meta)
     variant = KernelVariant(meta, torch.float32, 16, 16, 2)
-    monkeypatch.setattr("lookahead.kernels.tree_attention.bind", lambda *_, **__: right)
+    monkeypatch.setattr("lookahead.kernels.tree_attention.bind", lambda *_: right)
     assert choice.attention_for(query, slots, slots, {}, True) is None
     assert list(choice.wanted) == [variant, KernelVariant(meta, kernel="compaction")]
     choice.verdicts[variant] = Verdict("", ((512, 1, 2.0), (512, 64, 0.9)))
@@ -310,7 +310,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[set[str]
         asked.append({variant.name for variant in variants})
         return [Verdict()] * len(variants)
 
-    def bind(*tensors: Tensor, **options: Any) -> Callable[..., Tensor]:
+    def bind(*arguments: Any) -> Callable[..., Tensor]:
         return lambda query, *others, **arguments: query.transpose(1, 2).contiguous()
 
     for name in ("verdicts", "wanted"):

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.kernels.dispatch import KernelVariant
 from tests.support.random_trees import random_trees
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,15 +88,15 @@ def cold_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-PLAIN = {"has_limit": False, "has_softcap": False, "has_sinks": False}
-EVERYTHING = {"has_limit": True, "has_softcap": True, "has_sinks": True}
+PLAIN: frozenset[str] = frozenset()
+EVERYTHING = frozenset({"window", "softcap", "sinks"})
 # Type, head sizes of keys and of values, query heads a KV head, options. The number of nodes is not compiled in.
 VARIANTS = {
     "Llama 3": (torch.bfloat16, 128, 128, 4, PLAIN),
     "Phi-3": (torch.float16, 96, 96, 1, PLAIN),
     "head size 80, everything": (torch.float16, 80, 80, 3, EVERYTHING),
-    "gpt-oss": (torch.bfloat16, 64, 64, 8, PLAIN | {"has_limit": True, "has_sinks": True}),
-    "Gemma 2": (torch.bfloat16, 256, 256, 2, PLAIN | {"has_limit": True, "has_softcap": True}),
+    "gpt-oss": (torch.bfloat16, 64, 64, 8, frozenset({"window", "sinks"})),
+    "Gemma 2": (torch.bfloat16, 256, 256, 2, frozenset({"window", "softcap"})),
     "DeepSeek V3": (torch.bfloat16, 192, 128, 1, PLAIN),
     "float32": (torch.float32, 128, 128, 16, PLAIN),
     "float32, head size 64": (torch.float32, 64, 64, 4, PLAIN),
@@ -126,12 +127,13 @@ def test_attention_compiles_without_spills_and_within_shared_memory(name, capabi
     from lookahead.kernels.attend import attend
     from lookahead.kernels.tree_attention import ATTEND_OPTIONS, constants
 
-    dtype, dim, value_dim, groups, flags = VARIANTS[name]
+    dtype, used = VARIANTS[name][0], VARIANTS[name][-1]
     element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    blocks, shared, own = constants(dtype, dim, value_dim, groups, precision="tf32x3", major=capability // 10, **flags)
-    own = own | {"IN_ONE": flags == EVERYTHING or name == "Phi-3"}
+    shared, own = constants(KernelVariant(torch.device("cuda"), *VARIANTS[name]), capability // 10)
+    own = own | {"IN_ONE": used == EVERYTHING or name == "Phi-3"}
+    options = ATTEND_OPTIONS | {"num_warps": own.pop("num_warps")}
     types = TYPES | dict.fromkeys(("query", "keys", "values", "out"), f"*{element}")
-    machine = compiled(attend, types, shared | own, capability, ATTEND_OPTIONS | {"num_warps": blocks.warps})
+    machine = compiled(attend, types, shared | own, capability, options)
     print(
         f"sm_{capability} {name}: {machine.registers} registers, {machine.shared} bytes shared, {machine.stack} stack"
     )
@@ -151,7 +153,8 @@ def test_merging_and_compaction_compile_without_spills(capability, cold_cache):
     from lookahead.kernels.compaction import _compact
     from lookahead.kernels.tree_attention import MERGED_AT_ONCE, OPTIONS, constants
 
-    _, shared, _ = constants(torch.bfloat16, 256, 256, 4, **EVERYTHING, precision="tf32x3", major=capability // 10)
+    variant = KernelVariant(torch.device("cuda"), torch.bfloat16, 256, 256, 4, EVERYTHING)
+    shared, _ = constants(variant, capability // 10)
     merging = shared | {"AT_ONCE": MERGED_AT_ONCE}
     machine = compiled(merge, TYPES | {"out": "*bf16"}, merging, capability, OPTIONS | {"num_warps": 4})
     assert machine.stack == 0

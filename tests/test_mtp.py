@@ -60,9 +60,9 @@ def test_training_and_drafting_say_what_attention_of_transformers_says(heads, ti
     states = [hidden_states(tiny_llama, torch.tensor([text]), heads.hidden_layers)[0] for text in texts]
     expected = [naive(heads, tiny_llama, each) for each in states]
     padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
-    places = torch.tensor([0, 3, 8, 9 + 1, 9 + 3])
+    places, asked = torch.tensor([[0, 3, 8], [1, 3, 0]]), torch.tensor([[True, True, True], [True, True, False]])
     for head in range(3):
-        says = heads.guess(tiny_llama, head, padded, places)
+        says = heads.guess(tiny_llama, head, padded, places, asked)
         right = torch.cat((expected[0][head][[0, 3, 8]], expected[1][head][[1, 3]]))
         assert torch.allclose(says, right, atol=1e-3, rtol=1e-3)
     drafter = MtpDrafter(heads, tiny_llama, AcceptanceTable(3), None, 2)
@@ -77,7 +77,7 @@ def test_training_and_drafting_say_what_attention_of_transformers_says(heads, ti
 def test_untrained_heads_say_what_the_lm_head_says(tiny_llama):
     fresh = MtpHeads.fresh(tiny_llama, heads=2)
     states = hidden_states(tiny_llama, torch.tensor([[4, 5, 6, 7]]), fresh.hidden_layers)
-    says = fresh.guess(tiny_llama, 1, states, torch.arange(4))
+    says = fresh.guess(tiny_llama, 1, states, torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool))
     assert torch.allclose(says, tiny_llama.lm_head(states[0].chunk(2, -1)[1]))
 
 
@@ -105,7 +105,7 @@ def test_heads_begin_training_by_saying_what_followed_the_next_token_before(monk
         text = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[:40].tolist()
         states = states_of(model, torch.tensor([[*text, 100, text[seed]]]), heads.hidden_layers)
         for head in range(2):
-            says = heads.guess(model, head, states[:, :-1], torch.tensor([40])).argmax()
+            says = heads.guess(model, head, states[:, :-1], torch.tensor([[40]]), torch.tensor([[True]])).argmax()
             right[head] += int(says) == text[seed + 1 + head]
     assert min(right) >= 6  # by chance one in a hundred is
 
@@ -199,9 +199,9 @@ def test_what_the_layer_promises_is_what_transformers_computes_for_the_whole_tex
     drafter = NativeDrafter(network, deepseek_model, AcceptanceTable(4), None)
     following = torch.tensor(ids[1:])
     drafter.read([0], [following[:2]], [states[0, :2]])
-    drafter.draft([0], [ids[2]], 30)  # what is guessed leaves nothing behind
+    drafter.draft([0], 30)  # what is guessed leaves nothing behind
     drafter.read([0], [following[2:]], [states[0, 2:]])
-    (tree,) = drafter.draft([0], [ids[-1]], 30)
+    (tree,) = drafter.draft([0], 30)
     node, out, grown = 0, states, list(ids[1:])
     for depth in range(int(tree.kinds[:, 0].max()) + 1):
         positions = torch.arange(1, 1 + len(grown))[None]

@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter, guess_tree
-from lookahead.heads.layers import DraftCache, DraftLayer, attend, take, unembed
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter
+from lookahead.heads.layers import DraftLayer, attend, take, unembed
 
 DEPTH = 6  # maximum number of tokens guessed in a row
 WIDTH = 8  # nodes of a level that the head runs at, and guesses after each
@@ -41,6 +41,8 @@ class EagleHead(nn.Module):
 
     kind = "eagle"
     hidden_layers: tuple[int, ...] = (-1,)  # that it reads, numbered as by `output_hidden_states`
+    cached_layers = 1  # of its own that attend
+    depth = DEPTH
 
     def __init__(self, config: LlamaConfig, *, bias: bool = True) -> None:
         super().__init__()
@@ -136,36 +138,20 @@ class EagleDrafter(HeadDrafter):
 
     _heads: EagleHead
 
-    def __init__(self, *call: Any) -> None:
-        super().__init__(*call)
-        self._cache = DraftCache(self._rows)
-
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         features = self._heads.enter(pad_sequence(list(states), batch_first=True))
         read, add = self._heads.pair(features, self._embed(pad_sequence(list(tokens), batch_first=True)))
         new = [len(each) for each in tokens]
-        out = self._cache.extend(self._heads.layer, self._heads.rotation, rows, new, read, add)
+        out = self._caches[0].extend(self._heads.layer, self._heads.rotation, rows, new, read, add)
         self._last.update(zip(rows, out[:, None], strict=True))
 
-    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        levels = self._expand(rows)
-        # One copy from the device: [rows, nodes, 3], a token, a parent and the bits of a probability.
-        packed = torch.cat([torch.stack(level, -1).flatten(1, 2) for level in levels], 1).cpu().numpy()
-        ranks = [np.arange(level[0][0].numel(), dtype=np.int32) % level[0].shape[-1] for level in levels]
-        depths = np.repeat(np.arange(len(levels), dtype=np.int32), [len(each) for each in ranks])
-        kinds = np.stack((depths, np.concatenate(ranks)), -1)
-        trees = []
-        for row, root in zip(packed, roots, strict=True):
-            tokens, parents, bits = np.ascontiguousarray(row.T)
-            trees.append(guess_tree(root, tokens, parents, kinds, bits.view(np.float32), self._rates, max_nodes))
-        return trees
+    def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
+        packed = torch.cat(self._expand(rows), 1).cpu().numpy()  # one copy from the device
+        guesses = (np.ascontiguousarray(row.T) for row in packed)
+        return [GuessTree.of(each[0], each[1], each[3:].T, each[2].view(np.float32)) for each in guesses]
 
-    def forget(self, row: int) -> None:
-        super().forget(row)
-        self._cache.lengths[row] = 0
-
-    def _expand(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Guesses of every level: tokens, parents and the bits of probabilities, int32 `[rows, nodes, guesses]`.
+    def _expand(self, rows: Sequence[int]) -> list[Tensor]:
+        """Guesses of every level, int32 `[rows, guesses, 5]`: token, parent, bits of the probability, level and rank.
 
         Node 0 is the root. Guesses are numbered level by level, in the order of the nodes they follow.
         """
@@ -180,7 +166,9 @@ class EagleDrafter(HeadDrafter):
                 out, seen = self._step(rows, level, tokens, out, seen, parents)
             probs, indices = self._guess(self._heads.logits(self._model, out), WIDTH if level else ROOT_WIDTH)
             guesses, width = self._heads.token_ids(indices).int(), probs.shape[-1]
-            levels.append((guesses, nodes[..., None].expand(guesses.shape), probs.view(torch.int32)))
+            kinds = torch.full_like(guesses, level), torch.arange(width, device=out.device).int().expand_as(guesses)
+            packed = guesses, nodes[..., None].expand_as(guesses), probs.view(torch.int32), *kinds
+            levels.append(torch.stack(packed, -1).flatten(1, 2))
             best = (path_probs * probs).flatten(1).topk(min(WIDTH, probs[0].numel()))
             if float(best.values.max()) < MIN_PATH_PROB:
                 break
@@ -198,8 +186,8 @@ class EagleDrafter(HeadDrafter):
         `parents` `[rows, n]` are the nodes that they follow, `out` `[rows, nodes, hidden]` the output there, and `seen`
         bool `[rows, nodes, slots]` the slots of the tree that these attend to. Returns both for the guesses.
         """
-        head, n = self._heads, tokens.shape[1]
-        lengths = [self._cache.lengths[row] for row in rows]
+        head, cache, n = self._heads, self._caches[0], tokens.shape[1]
+        lengths = [cache.lengths[row] for row in rows]
         own = torch.eye(n, dtype=torch.bool, device=out.device).expand(len(rows), -1, -1)
         seen = torch.cat((seen.gather(1, parents[..., None].expand(-1, -1, seen.shape[-1])), own), -1)
         positions = torch.tensor(lengths, device=out.device)[:, None] + (level - 1)
@@ -207,12 +195,12 @@ class EagleDrafter(HeadDrafter):
         rotation = head.rotation(features, positions.expand(-1, n))
         read, residual = head.pair(features, self._embed(tokens))
         before = seen.shape[-1] - n
-        self._cache.write(rows, [length + before for length in lengths], *head.layer.keys_values(read, rotation))
+        cache.write(rows, [length + before for length in lengths], *head.layer.keys_values(read, rotation))
         mask = torch.zeros(len(rows), n, max(lengths) + seen.shape[-1], dtype=torch.bool, device=out.device)
         for i, length in enumerate(lengths):
             mask[i, :, :length] = True
             mask[i, :, length : length + seen.shape[-1]] = seen[i]
-        keys, values = self._cache.read(rows, mask.shape[-1])
+        keys, values = cache.read(rows, mask.shape[-1])
         return head.layer.finish(residual, attend(head.layer.query(read, rotation), keys, values, mask)), seen
 
     def _embed(self, tokens: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lookahead.errors import HeadsError, LookaheadError
-from lookahead.heads.eagle import DEPTH, EagleDrafter, EagleHead, FusedEagleHead, fused_layers
+from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import HeadDrafter, Warp
 from lookahead.heads.independent_heads import MedusaDrafter, MedusaHeads, MtpDrafter, MtpHeads
-from lookahead.heads.layers import DraftLayer, attend, body_of, lm_head
+from lookahead.heads.layers import body_of, lm_head
 from lookahead.heads.native_mtp import NATIVE_DEPTH, NativeDrafter, open_native
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.replacing import replacing
@@ -55,7 +54,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     The folder is one of `write_heads`, a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors, or `NATIVE`. A
     `HeadsError` tells what is damaged, a pickle, of an architecture that is not served, or of another model.
     """
-    weight = lm_head(model).weight  # checks first that the model takes heads
+    lm_head(model)  # checks first that the model takes heads
     if folder == NATIVE:
         return MtpHeads.kind, open_native(model)
     if Path(folder).name == str(folder) and not Path(folder).exists():
@@ -70,20 +69,11 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     if kind not in list(_FILES):  # a list, since JSON values need not be hashable
         raise HeadsError(f"{place}: heads of an unknown kind, {kind!r}")
     tensors = _read_weights(place, kind)
-    with _errors_naming(place):
-        make = _READERS[kind](config, tensors, model)
-        with torch.device("meta"):  # random weights would change the random numbers of the decoding
-            heads = make()
-        try:
-            heads.load_state_dict(tensors, assign=True)
-        except RuntimeError as error:
-            raise HeadsError(f"no {kind} heads of an architecture that is served: {error}") from error
-        if not isinstance(heads, MedusaHeads):
-            heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are no weights, and were made on meta
-        heads = heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
-        if not isinstance(heads, MedusaHeads):
-            _try_out(heads.layer if isinstance(heads, EagleHead) else heads.head(0), heads.rotation)
-    return kind, heads
+    try:
+        return kind, _make(kind, config, tensors, model)
+    except Exception as error:  # inconsistent sizes fail in many places of torch
+        what = "" if isinstance(error, HeadsError) else f"unusable heads: {type(error).__name__}: "
+        raise HeadsError(f"{place}: {what}{' '.join(str(error).split())}") from error
 
 
 def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
@@ -108,9 +98,7 @@ def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreT
 
 def fresh_rates(heads: Network) -> AcceptanceTable:
     """Hit rates of guesses before any trial."""
-    if isinstance(heads, PreTrainedModel):
-        return AcceptanceTable(NATIVE_DEPTH)
-    return AcceptanceTable(DEPTH if isinstance(heads, EagleHead) else len(heads))
+    return AcceptanceTable(getattr(heads, "depth", NATIVE_DEPTH))
 
 
 def make_drafter(
@@ -122,11 +110,11 @@ def make_drafter(
 
 def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:
     if isinstance(heads, MedusaHeads):
-        return {"medusa_num_heads": len(heads), "medusa_num_layers": heads.blocks}
+        return {"medusa_num_heads": heads.depth, "medusa_num_layers": heads.blocks}
     own: dict[str, Any] = heads.config.to_dict()
     sizes = {name: own[name] for name in _LAYER_SIZES if own.get(name) is not None}
     if isinstance(heads, MtpHeads):
-        return sizes | {"num_heads": len(heads), "low_layer": heads.hidden_layers[0]}
+        return sizes | {"num_heads": heads.depth, "low_layer": heads.hidden_layers[0]}
     if isinstance(heads, FusedEagleHead):
         return sizes | {"draft_vocab_size": len(heads.d2t), _AUX_LAYERS: list(heads.hidden_layers)}
     return sizes
@@ -164,17 +152,12 @@ def _read_medusa(config: Mapping[str, Any], tensors: dict[str, Tensor], model: P
         tensors.clear()
         tensors.update(own)
     blocks = sum(name.startswith("0.") and name.endswith(".linear.weight") for name in tensors)
-    numbers = {name.partition(".")[0] for name in tensors}
-    if f"0.{blocks}.weight" not in tensors or not all(number.isdigit() for number in numbers):
+    projection = tensors.get(f"0.{blocks}.weight")
+    if projection is None or projection.dim() != 2:
         raise HeadsError(f"no Medusa heads; it holds {', '.join(sorted(tensors)[:4])}")
-    heads, shape = len(numbers), tensors[f"0.{blocks}.weight"].shape
-    if set(map(int, numbers)) != set(range(heads)) or len(shape) != 2:
-        raise HeadsError(
-            "no Medusa heads: they are numbered from 0 on and project to [vocabulary, hidden], got "
-            f"{', '.join(sorted(numbers)[:8])} and {list(shape)}"
-        )
-    vocab, hidden = shape
+    vocab, hidden = projection.shape
     _check_base(config, model, hidden, vocab)
+    heads = len({name.partition(".")[0] for name in tensors})
     return partial(MedusaHeads, hidden, vocab, heads=heads, blocks=blocks)
 
 
@@ -246,25 +229,24 @@ def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, 
         raise HeadsError(f"{whose} its fingerprint is {fingerprint}, and that of this model {own}")
 
 
-@torch.no_grad()
-def _try_out(layer: DraftLayer, rotation: LlamaRotaryEmbedding) -> None:
-    """Run a layer once, to find inconsistent sizes before decoding."""
-    attention = layer.self_attn
-    read = attention.q_proj.weight.new_ones(1, 2, attention.q_proj.in_features)
-    turned = rotation(read, torch.arange(2, device=read.device)[None])
-    mask = torch.ones(1, 2, 2, dtype=torch.bool, device=read.device)
-    context = attend(layer.query(read, turned), *layer.keys_values(read, turned), mask)
-    layer.finish(read.new_ones(1, 2, attention.o_proj.out_features), context)
-
-
-@contextmanager
-def _errors_naming(folder: Path) -> Iterator[None]:
-    """Turn any error, as inconsistent sizes fail in many places of torch, into a `HeadsError` that names the folder."""
+def _make(kind: str, config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> TrainedHeads:
+    """Make heads of the weights, and draft with them once, to find inconsistent sizes before decoding."""
+    make, weight = _READERS[kind](config, tensors, model), lm_head(model).weight
+    with torch.device("meta"):  # random weights would change the random numbers of the decoding
+        heads = make()
     try:
-        yield
-    except Exception as error:
-        what = "" if isinstance(error, HeadsError) else f"unusable heads: {type(error).__name__}: "
-        raise HeadsError(f"{folder}: {what}{' '.join(str(error).split())}") from error
+        heads.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise HeadsError(f"no {kind} heads of an architecture that is served: {error}") from error
+    if not isinstance(heads, MedusaHeads):
+        heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are no weights, and were made on meta
+    heads = heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
+    drafter = make_drafter(heads, model, fresh_rates(heads), None, 1)
+    states = weight.new_ones(2, weight.shape[1] * len(drafter.hidden_layers))
+    with torch.inference_mode():
+        drafter.read([0], [torch.zeros(2, dtype=torch.int64, device=weight.device)], [states])
+        drafter.draft([0], 1)
+    return heads
 
 
 def _not_a_folder(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter, independent_heads_tree
-from lookahead.heads.layers import DraftCache, DraftLayer, attend, layer_config, lm_head, take, unembed
+from lookahead.heads.layers import DraftLayer, attend, layer_config, lm_head, take, unembed
 
 _GUESSES = 32  # of each head; a draft of any size rarely reaches further down
 
@@ -50,7 +50,7 @@ class MedusaHeads(nn.ModuleList):
             )
             for _ in range(heads)
         )
-        self.blocks = blocks
+        self.depth, self.blocks = heads, blocks
 
     @classmethod
     @torch.no_grad()
@@ -64,9 +64,9 @@ class MedusaHeads(nn.ModuleList):
             head[-1].weight.copy_(weight)  # type: ignore[index]
         return made.to(weight.device, weight.dtype)
 
-    def guess(self, model: PreTrainedModel, head: int, states: Tensor, places: Tensor) -> Tensor:
-        """Logits `[n, vocab]` of one head at positions, int64 `[n]`, of flattened states `[batch, tokens, hidden]`."""
-        logits: Tensor = self[head](states.flatten(0, 1)[places])
+    def guess(self, model: PreTrainedModel, head: int, states: Tensor, at: Tensor, kept: Tensor) -> Tensor:
+        """Logits `[n, vocab]` of one head at some positions, as for `MtpHeads.guess`."""
+        logits: Tensor = self[head](take(states, at)[kept])
         return logits
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -105,11 +105,9 @@ class MtpHeads(nn.Module):
         super().__init__()
         self.config = config
         self.hidden_layers = (low_layer, -1)
+        self.depth = self.cached_layers = heads
         self.heads = nn.ModuleList(MtpHead(config) for _ in range(heads))
         self.rotation = LlamaRotaryEmbedding(config)
-
-    def __len__(self) -> int:
-        return len(self.heads)
 
     def head(self, index: int) -> MtpHead:
         """One of the heads."""
@@ -126,32 +124,29 @@ class MtpHeads(nn.Module):
             made.head(index).mlp.down_proj.weight.zero_()
         return made.to(lm_head(model).weight.device)
 
-    def guess(self, model: PreTrainedModel, head: int, states: Tensor, places: Tensor) -> Tensor:
-        """Logits `[n, vocab]` of one head at positions, int64 `[n]`, of flattened states `[batch, tokens, 2 · hidden]`.
+    def guess(self, model: PreTrainedModel, head: int, states: Tensor, at: Tensor, kept: Tensor) -> Tensor:
+        """Logits `[n, vocab]` of one head at some positions of the states `[batch, tokens, 2 · hidden]`.
 
-        Keys and values are computed at all positions, queries only at those asked for.
+        They are int64 `[batch, positions]`; of these bool `kept` has the n that are asked for.
         """
-        layer, (batch, tokens) = self.head(head), states.shape[:2]
-        position = torch.arange(tokens, device=states.device).expand(batch, -1)
-        read, kept = layer.enter(states)
+        layer, position = self.head(head), torch.arange(states.shape[1], device=states.device)[None]
+        read, add = layer.enter(states)
         keys, values = layer.keys_values(read, self.rotation(states, position))
-        counts = torch.bincount(places // tokens, minlength=batch).tolist()
-        at = pad_sequence((places % tokens).split(counts), batch_first=True)
         query = layer.query(take(read, at), self.rotation(states, at))
-        out = layer.finish(take(kept, at), attend(query, keys, values, position[:, None] <= at[..., None]))
-        return unembed(model, torch.cat([row[:count] for row, count in zip(out, counts, strict=True)]))
+        out = layer.finish(take(add, at), attend(query, keys, values, position <= at[..., None]))
+        return unembed(model, out[kept])
 
 
 class IndependentHeadsDrafter(HeadDrafter):
     """Combines the guesses of independent heads into one tree a row."""
 
-    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
+    def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
         draft_probs, tokens = self._guess(self._logits(rows), _GUESSES)
         # One copy from the device: [heads, rows, guesses], tokens and the bits of their probabilities.
         packed = torch.stack((tokens.int(), draft_probs.view(torch.int32))).cpu().numpy()
         return [
-            independent_heads_tree(root, packed[0, :, i], packed[1, :, i].view(np.float32), self._rates, max_nodes)
-            for i, root in enumerate(roots)
+            independent_heads_tree(packed[0, :, i], packed[1, :, i].view(np.float32), self._rates, max_nodes)
+            for i in range(len(rows))
         ]
 
     @abstractmethod
@@ -161,8 +156,6 @@ class IndependentHeadsDrafter(HeadDrafter):
 
 class MedusaDrafter(IndependentHeadsDrafter):
     """Drafts with Medusa heads from the last hidden state of each row."""
-
-    reads_all = False
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         self._last.update((row, each[-1]) for row, each in zip(rows, states, strict=True))
@@ -177,10 +170,6 @@ class MtpDrafter(IndependentHeadsDrafter):
 
     _heads: MtpHeads
 
-    def __init__(self, *call: Any) -> None:
-        super().__init__(*call)
-        self._caches = [DraftCache(self._rows) for _ in range(len(self._heads))]
-
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         padded, new = pad_sequence(list(states), batch_first=True), [len(each) for each in states]
         outs = []
@@ -188,11 +177,6 @@ class MtpDrafter(IndependentHeadsDrafter):
             layer = self._heads.head(index)
             outs.append(cache.extend(layer, self._heads.rotation, rows, new, *layer.enter(padded)))
         self._last.update(zip(rows, torch.stack(outs, 1), strict=True))
-
-    def forget(self, row: int) -> None:
-        super().forget(row)
-        for cache in self._caches:
-            cache.lengths[row] = 0
 
     def _logits(self, rows: Sequence[int]) -> Tensor:
         return unembed(self._model, torch.stack([self._last[row] for row in rows], 1))

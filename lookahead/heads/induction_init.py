@@ -22,7 +22,6 @@ from lookahead.heads.layers import DraftLayer, hidden_states, layer_config, lm_h
 _FAINT = 0.1  # scale of the random weights that remain beside those that are set
 _MATCH = 36.0  # attention score of a position with the token looked for; others have 0, up to a sixth of it as noise
 _SLOW = 1 / 512  # radians a token: dimensions that turn no faster match tokens over hundreds of positions
-_ROWS = 8192  # maximum number of rows of the embeddings that are compared
 _TOKENS = 50_000  # maximum number of tokens of examples that are read
 _CERTAINTY = 12.0  # logit of the token that is found
 _SHRINKAGE = 1e-3  # ridge of the least squares, relative to the mean square of the inputs
@@ -65,7 +64,7 @@ def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Mappin
     weight = lm_head(model).weight.float()
     vectors, hidden, read = _unit(weight), weight.shape[1], 0
     following, own = _LeastSquares(hidden), _LeastSquares(hidden)
-    before = [_LeastSquares(hidden) for _ in range(len(heads))]
+    before = [_LeastSquares(hidden) for _ in range(heads.depth)]
     for example in examples:
         ids, wanted = example["input_ids"].to(weight.device), example["wanted"].to(weight.device)
         states = hidden_states(model, ids[None], heads.hidden_layers)[0].float()
@@ -135,10 +134,9 @@ def _embedding_to_lm_head(model: PreTrainedModel) -> Tensor:
     """The linear map `[hidden, hidden]` from embeddings of unit size to the rows of the LM head."""
     weight: Tensor = lm_head(model).weight
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    count = min(len(weight), len(table))
-    rows = torch.linspace(0, count - 1, min(count, _ROWS)).long()
-    embedded, rows_out = (each[rows.to(each.device)].float().cpu() for each in (table, weight))
-    mapped: Tensor = torch.linalg.lstsq(_unit(embedded), rows_out, driver="gelsd").solution.T
+    squares, count = _LeastSquares(weight.shape[1]), min(len(weight), len(table))
+    squares.add(_unit(table[:count].float()), weight[:count].float().to(table.device))
+    mapped = squares.solve()
     return mapped * (len(mapped) / mapped.square().sum()) ** 0.5
 
 

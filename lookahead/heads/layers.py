@@ -59,16 +59,14 @@ def unembed(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def layer_config(model: PreTrainedModel) -> LlamaConfig:
     """The sizes of a new layer: those of the model's own layers where it has them."""
     base: Any = model.config.get_text_config()
-    heads: int = base.num_attention_heads
-    hidden: int = base.hidden_size
     rope = getattr(base, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") if rope.get("rope_type") == "default" else None
     return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=getattr(base, "intermediate_size", None) or 4 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(base, "num_key_value_heads", None) or heads,
-        head_dim=getattr(base, "head_dim", None) or hidden // heads,
+        hidden_size=base.hidden_size,
+        intermediate_size=getattr(base, "intermediate_size", None) or 4 * base.hidden_size,
+        num_attention_heads=base.num_attention_heads,
+        num_key_value_heads=getattr(base, "num_key_value_heads", None),
+        head_dim=getattr(base, "head_dim", None),
         rms_norm_eps=getattr(base, "rms_norm_eps", None) or 1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": theta or 10_000.0},
         vocab_size=base.vocab_size,
@@ -149,11 +147,12 @@ class DraftCache:
     def write(self, rows: Sequence[int], first: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Write keys and values `[rows, kv heads, n, dim]` into the n slots from `first` on of each row."""
         end = max(first) + keys.shape[2]
-        if not self._states or self._states[0].shape[1] < end:
-            old, shape = self._states, (len(self.lengths), int(end * _GROWTH), keys.shape[1], keys.shape[3])
-            self._states = [keys.new_zeros(shape) for _ in range(2)]  # zeros: masked slots take part in 0 · value
-            for held, before in zip(self._states, old, strict=False):
-                held[:, : before.shape[1]] = before
+        states = self._states or [keys.new_zeros(len(self.lengths), 0, keys.shape[1], keys.shape[3])] * 2
+        if states[0].shape[1] < end:
+            more = int(end * _GROWTH) - states[0].shape[1]
+            self._states = [
+                F.pad(held, (0, 0, 0, 0, 0, more)) for held in states
+            ]  # masked slots take part in 0 · value
         for held, new in zip(self._states, (keys, values), strict=True):
             for i, (row, slot) in enumerate(zip(rows, first, strict=True)):
                 held[row, slot : slot + new.shape[2]] = new[i].transpose(0, 1)

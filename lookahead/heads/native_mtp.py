@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import MIN_PATH_PROB, WIDTH
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter, guess_tree
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter
 from lookahead.heads.layers import unembed
 
 if TYPE_CHECKING:
@@ -58,25 +58,25 @@ class NativeDrafter(HeadDrafter):
 
     def __init__(self, *call: Any) -> None:
         super().__init__(*call)
-        self._caches: dict[int, MtpCache] = {}
+        self._past: dict[int, MtpCache] = {}
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         from transformers.cache_utils import MtpCache
 
         for row, new, state in zip(rows, tokens, states, strict=True):
-            if row not in self._caches:
-                cache = self._caches[row] = MtpCache(config=self._heads.config)
+            if row not in self._past:
+                cache = self._past[row] = MtpCache(config=self._heads.config)
                 cache.activate_past_recording()
             self._last[row] = self._run(row, new[None], state[None])[:, -1:]
 
-    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        return [self._grow(row, root, max_nodes) for row, root in zip(rows, roots, strict=True)]
+    def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
+        return [self._grow(row) for row in rows]
 
     def forget(self, row: int) -> None:
         super().forget(row)
-        self._caches.pop(row, None)
+        self._past.pop(row, None)
 
-    def _grow(self, row: int, root: int, max_nodes: int) -> GuessTree:
+    def _grow(self, row: int) -> GuessTree:
         out, path_prob = self._last[row], 1.0
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
@@ -89,17 +89,17 @@ class NativeDrafter(HeadDrafter):
             path_prob *= float(probs[-1][0])
             if path_prob < MIN_PATH_PROB:
                 break
-        self._caches[row].crop(1 - len(tokens))
+        self._past[row].crop(1 - len(tokens))
         width = len(tokens[0])
         kinds = np.indices((len(tokens), width), np.int32).reshape(2, -1).T.copy()
         # Node 0 is the root; each level follows the first guess of the previous level.
         parents = np.repeat(np.array([0, *range(1, width * (len(tokens) - 1), width)], np.int32), width)
         written, draft_probs = torch.cat(tokens).int().cpu().numpy(), torch.cat(probs).cpu().numpy()
-        return guess_tree(root, written, parents, kinds, draft_probs, self._rates, max_nodes)
+        return GuessTree.of(written, parents, kinds, draft_probs)
 
     def _run(self, row: int, tokens: Tensor, states: Tensor) -> Tensor:
         """Run the layer over pairs of tokens `[1, n]` and states `[1, n, hidden]`, after those in the cache."""
-        cache = self._caches[row]
+        cache = self._past[row]
         begin = 1 + cache.get_seq_length()
         positions = torch.arange(begin, begin + tokens.shape[1], device=states.device)[None]
         out: Tensor = self._heads.forward_layer(0, states, positions, cache, input_ids=tokens)

@@ -82,10 +82,12 @@ class HeadsProposer(BatchProposer):
         """Let the heads read and guess for all rows at once."""
         with torch.inference_mode():
             self._read([row for row in rows if self._rows[row].states])
-            trees = self._drafter.draft(rows, [self._rows[row].root for row in rows], max_nodes)
-        for row, tree in zip(rows, trees, strict=True):
-            self._rows[row].tree = tree
-        return [Proposal(*tree[:2], tree.probabilities) if len(tree.tokens) > 1 else None for tree in trees]
+            trees = self._drafter.draft(rows, max_nodes)
+        offers = []
+        for state, tree in zip((self._rows[row] for row in rows), trees, strict=True):
+            state.tree = tree
+            offers.append(Proposal(*tree.best(state.root, self._rates, max_nodes)))
+        return [offer if len(offer.tokens) > 1 else None for offer in offers]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Count which guesses were right, and keep for later what the heads are to read."""
@@ -96,11 +98,7 @@ class HeadsProposer(BatchProposer):
             state.tree = None
         tokens = feedback.tokens
         states = [_along(feedback.hidden[layer], feedback.path) for layer in self.hidden_layers]
-        if not self._drafter.reads_all:
-            tokens, states = tokens[-1:], [each[-1:] for each in states]
-            state.tokens.clear()
-            state.states.clear()
-        elif state.prompt is not None:
+        if state.prompt is not None:
             # Behind every token of the prompt stands the next one, and behind its last the first that was emitted.
             states = [feedback.prompt_hidden[layer] for layer in self.hidden_layers]
             tokens = np.concatenate((state.prompt[len(state.prompt) + 1 - len(states[0]) :], tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from lookahead.utils.atomic import parse_json, read_regular, write_atomically
 
 _JSON = (".jsonl", ".ndjson")
 
+Say = Callable[[str], None]
+"""Receives lines about the progress."""
 Example = dict[str, Tensor]
 """`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: the tokens that the model writes, which heads guess."""
 
@@ -63,9 +65,7 @@ def _record(line: str, place: str) -> Record:
         raise TrainingError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(values, dict) or not ("prompt" in values or "text" in values):
         raise TrainingError(f"{place}: must be an object with 'prompt', 'prompt' and 'output', or 'text'")
-    prompt, output = values.get("prompt"), values.get("output")
-    if "prompt" not in values:
-        output = values["text"]
+    prompt, output = values.get("prompt"), values.get("output" if "prompt" in values else "text")
     for name, value in (("prompt", prompt), ("output" if prompt is not None else "text", output)):
         if not isinstance(value, str | None) or value == "":
             raise TrainingError(f"{place}: {name!r} must be a string that is not empty, got {value!r:.40}")
@@ -75,12 +75,7 @@ def _record(line: str, place: str) -> Record:
 
 
 def answer_prompts(
-    loaded: LoadedModel,
-    prompts: Sequence[str],
-    file: Path,
-    *,
-    max_new_tokens: int,
-    say: Callable[[str], None] = lambda line: None,
+    loaded: LoadedModel, prompts: Sequence[str], file: Path, *, max_new_tokens: int, say: Say = lambda line: None
 ) -> list[list[int]]:
     """Answer prompts greedily with a model, several together, and keep the answers in a file that another start reads.
 
@@ -130,9 +125,9 @@ def _read_answers(file: Path, first: object, most: int, vocabulary: int) -> list
 
 
 def make_examples(
-    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, answers: Sequence[list[int]], max_length: int
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, answers: Mapping[str, list[int]], max_length: int
 ) -> list[Example]:
-    """Make examples of at most `max_length` tokens, first of records with an output, then of the model's answers.
+    """Make examples of at most `max_length` tokens, in the order of the records; `answers` has the model's, by prompt.
 
     Plain text is split into pieces of that length; all but the first token of each are wanted.
     """
@@ -144,15 +139,14 @@ def make_examples(
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     examples = []
     for prompt, output in records:
-        if prompt is not None and output is not None:
-            written = [*encode(output, add_special_tokens=False), *end]
+        if prompt is not None:
+            written = answers[prompt] if output is None else [*encode(output, add_special_tokens=False), *end]
             examples.append(make_example(encode(prompt), written, max_length))
         elif output is not None:
             ids = encode(output)
             pieces = [ids[start : start + max_length] for start in range(0, len(ids), max_length)]
             examples += [make_example(piece[:1], piece[1:], max_length) for piece in pieces]
-    prompts = [prompt for prompt, output in records if prompt is not None and output is None]
-    return examples + [make_example(encode(p), answer, max_length) for p, answer in zip(prompts, answers, strict=True)]
+    return examples
 
 
 def make_example(prompt: Sequence[int], output: Sequence[int], max_length: int) -> Example:

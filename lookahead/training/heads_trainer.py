@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from lookahead.heads.layers import hidden_states
-from lookahead.training.examples import Example, collate
+from lookahead.training.examples import Example, Say, collate
 from lookahead.training.learners import Learner
 
 HEADS_RATE = 4.0  # learning rate of heads relative to that of a model trained with them
@@ -22,7 +20,7 @@ HEAD_START = 0.25  # share of the steps before a model trained with its heads is
 
 
 class HeadTrainer(Trainer):
-    """Trains heads, and the model with them if asked.
+    """Trains heads, and the model with them if its parameters require gradients.
 
     A frozen model is not part of the checkpoints. A model that is trained too starts after `HEAD_START` of the steps,
     when the heads no longer guess at random, and at a lower rate. `say` receives a line for each log entry, since the
@@ -38,18 +36,17 @@ class HeadTrainer(Trainer):
         args: TrainingArguments,
         train: list[Example],
         held_out: list[Example],
-        say: Callable[[str], None],
-        *,
-        is_joint: bool = False,
+        say: Say,
     ) -> None:
-        self._base, self._learner, self._say, self._is_joint = model, learner, say, is_joint
+        self._base, self._learner, self._say = model, learner, say
+        self._is_joint = next(model.parameters()).requires_grad
         groups: list[dict[str, Any]] = [{"params": list(learner.parameters()), "lr": args.learning_rate}]
-        if is_joint:
+        if self._is_joint:
             groups.append({"params": list(model.parameters()), "lr": args.learning_rate / HEADS_RATE})
         # Each weight once: safetensors takes no tied weights.
         both = nn.ModuleDict({"learner": learner, "weights": nn.ParameterList(model.parameters())})
         super().__init__(
-            model=both if is_joint else learner,
+            model=both if self._is_joint else learner,
             args=args,
             data_collator=collate,
             train_dataset=cast(Any, train),
@@ -66,7 +63,7 @@ class HeadTrainer(Trainer):
         self._learner.train()
         self._base.train(self._is_joint)
         batch = self._prepare_inputs(inputs)
-        states = self._states(batch, torch.enable_grad() if self._is_joint else torch.no_grad())
+        states = self._states(batch)
         leaf = states.detach().requires_grad_(self._is_joint)
         losses = self._learner.losses(self._base, leaf, batch)
         total = torch.zeros((), device=states.device)
@@ -85,11 +82,10 @@ class HeadTrainer(Trainer):
         self._learner.eval()
         self._base.eval()
         counts = torch.zeros(self._learner.depth, 3, dtype=torch.int64)
-        for inputs in self.get_eval_dataloader(eval_dataset):
-            batch = self._prepare_inputs(inputs)
-            states = self._states(batch, torch.inference_mode())
-            with torch.inference_mode():
-                counts += self._learner.hits(self._base, states, batch).cpu()
+        with torch.inference_mode():
+            for inputs in self.get_eval_dataloader(eval_dataset):
+                batch = self._prepare_inputs(inputs)
+                counts += self._learner.hits(self._base, self._states(batch), batch).cpu()
         metrics = {}
         for place, (first, five, trials) in enumerate(counts.tolist(), start=1):
             metrics[f"{metric_key_prefix}_accuracy_{place}"] = round(first / max(1, trials), 4)
@@ -114,14 +110,12 @@ class HeadTrainer(Trainer):
             self.lr_scheduler = LambdaLR(cast(torch.optim.Optimizer, optimizer or self.optimizer), cast(Any, scales))
         return self.lr_scheduler
 
-    def _states(self, batch: dict[str, Tensor], gradients: AbstractContextManager[Any]) -> Tensor:
-        with gradients, self.compute_loss_context_manager():
+    def _states(self, batch: dict[str, Tensor]) -> Tensor:
+        with torch.set_grad_enabled(self._is_joint), self.compute_loss_context_manager():
             return hidden_states(self._base, batch["input_ids"], self._learner.layers).float()
 
 
 def rate_scale(step: int, *, start: int, warm_up: int, end: int) -> float:
-    """Factor on the learning rate: 0 before `start`, a linear warm-up of `warm_up` steps, then half a cosine."""
-    if step < start:
-        return 0.0
-    done = (step - start) / max(1, end - start)
-    return min(1.0, (step - start + 1) / warm_up) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    """Factor on the learning rate: half a cosine up to `end`, 0 before `start`, with a linear warm-up from there."""
+    warmth = min(1.0, max(0.0, (step - start + 1) / warm_up))
+    return warmth * 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / end)))

@@ -40,36 +40,36 @@ class IndependentHeadsLearner(Learner):
     """Cross-entropy of every head with the token it guesses.
 
     The backward pass of a head runs before the next head's logits are computed: with a vocabulary V and a hidden size d
-    the peak memory is O(V + d) a token, not O(heads · V + d). If the model is trained too, the loss is its own and
-    `HEADS_SHARE` of theirs.
+    the peak memory is O(V + d) a token, not O(heads · V + d). If the model is trained too, which its states show, the
+    loss is its own and `HEADS_SHARE` of theirs.
 
     Source: Cai et al. 2024, "Medusa", §2.2.1 (the loss and its decay) and §2.2.2 (joint training); Gloeckle et al.
         2024, "Better & Faster Large Language Models via Multi-token Prediction", §2 (one head after the other).
     """
 
-    def __init__(self, heads: MedusaHeads | MtpHeads, *, is_joint: bool = False) -> None:
+    def __init__(self, heads: MedusaHeads | MtpHeads) -> None:
         super().__init__()
         self.heads = heads
         self.layers = heads.hidden_layers if isinstance(heads, MtpHeads) else ()
-        self.depth = len(heads)
-        self._is_joint = is_joint
+        self.depth = heads.depth
 
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
-        if self._is_joint:
-            positions, labels = targets(batch, 1)
-            last = states[..., -model.config.get_text_config().hidden_size :]
-            yield F.cross_entropy(unembed(model, last.flatten(0, 1)[positions]).float(), labels)
+        starts, share = DraftStarts.of(batch), HEADS_SHARE if states.requires_grad else 1.0
+        if states.requires_grad:
+            kept, labels = starts.labels(batch, -1)
+            last = take(states[..., -model.config.get_text_config().hidden_size :], starts.positions)
+            yield F.cross_entropy(unembed(model, last[kept]).float(), labels)
         for head in range(self.depth):
-            positions, labels = targets(batch, head + 2)
-            if len(positions) > 0:
-                share = DECAY ** (head + 1) * (HEADS_SHARE if self._is_joint else 1.0)
-                yield share * F.cross_entropy(self.heads.guess(model, head, states, positions).float(), labels)
+            kept, labels = starts.labels(batch, head)
+            if len(labels) > 0:
+                logits = self.heads.guess(model, head, states, starts.positions, kept)
+                yield share * DECAY ** (head + 1) * F.cross_entropy(logits.float(), labels)
 
     def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        counts = []
+        starts, counts = DraftStarts.of(batch), []
         for head in range(self.depth):
-            positions, labels = targets(batch, head + 2)
-            counts.append(_count_hits(self.heads.guess(model, head, states, positions), labels))
+            kept, labels = starts.labels(batch, head)
+            counts.append(_count_hits(self.heads.guess(model, head, states, starts.positions, kept), labels))
         return torch.stack(counts)
 
 
@@ -89,7 +89,10 @@ class DraftStarts(NamedTuple):
         return cls(order[:, :most] * is_start, is_start)
 
     def labels(self, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        """Which starts have a token written by the model for this step to guess, and that token."""
+        """Which starts have a token written by the model for this step to guess, and that token.
+
+        Step 0 guesses the second token after a start: the model itself chooses the first.
+        """
         ids, at = batch["input_ids"], self.positions + 2 + step
         inside = at.clamp(max=ids.shape[1] - 1)
         kept = self.is_start & (at < ids.shape[1]) & batch["wanted"].gather(1, inside)
@@ -207,19 +210,6 @@ def _attend_with_later(
     for i, (_, value) in enumerate(later):
         context = context + weights[..., keys.shape[2] + i, None] * value[:, :, None]
     return context.reshape(query.shape)
-
-
-def targets(batch: dict[str, Tensor], ahead: int) -> tuple[Tensor, Tensor]:
-    """The positions `[n]` in the flattened batch whose `ahead`-th next token is to be guessed, and these tokens `[n]`.
-
-    Drafting can begin there: the model itself wrote the next token too, which is 1 ahead.
-    """
-    ids, wanted = batch["input_ids"], batch["wanted"]
-    counts = torch.zeros_like(wanted)
-    end = max(0, wanted.shape[1] - ahead)
-    counts[:, :end] = wanted[:, 1 : 1 + end] & wanted[:, ahead:]
-    positions = counts.flatten().nonzero().squeeze(1)
-    return positions, ids.flatten()[positions + ahead]
 
 
 def _count_hits(logits: Tensor, labels: Tensor, token_ids: Callable[[Tensor], Tensor] = lambda index: index) -> Tensor:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.errors import LookaheadError, TrainingError
@@ -22,7 +21,7 @@ from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import begin_mtp, fresh_fused
 from lookahead.heads.layers import body_of, layer_config, lm_head
 from lookahead.models.loading import LoadedModel
-from lookahead.training.examples import Example, Record, answer_prompts, make_examples, read_records, split_examples
+from lookahead.training.examples import Example, Say, answer_prompts, make_examples, read_records, split_examples
 from lookahead.training.learners import EagleLearner, FusedEagleLearner, IndependentHeadsLearner, Learner
 from lookahead.utils.atomic import write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
@@ -84,7 +83,7 @@ def train_heads(
     settings: Settings,
     *,
     resume: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> dict[str, float]:
     """Train heads for a model with the examples of a file (`read_records`), and write them.
 
@@ -96,18 +95,19 @@ def train_heads(
     check_trainer()
     records = read_records(data)
     lm_head(loaded.model)
-    _enter(output, settings, model_fingerprint(loaded.model, body_of(loaded.model)), records, resume=resume)
-    with _removed_on_failure(output), _restored(loaded.model):
-        prompts = [prompt for prompt, written in records if written is None and prompt is not None]
-        answers: list[list[int]] = []
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(records).encode())
+    fingerprint = model_fingerprint(loaded.model, body_of(loaded.model))
+    _enter(output, {**asdict(settings), "model": fingerprint, "data": digest}, resume=resume)
+    with _cleaning_up(loaded.model, output):
+        prompts = [prompt for prompt, text in records if text is None and prompt is not None]
+        answers: dict[str, list[int]] = {}
         if prompts:
             say(f"{len(prompts):,} prompts without an output: the model answers them first")
             file, most = output / _ANSWERS, settings.max_new_tokens
-            answers = answer_prompts(loaded, prompts, file, max_new_tokens=most, say=say)
+            written = answer_prompts(loaded, prompts, file, max_new_tokens=most, say=say)
+            answers = dict(zip(prompts, written, strict=True))
         examples = make_examples(records, loaded.tokenizer, answers, settings.max_length)
-        train, held_out = split_examples(examples, settings.hold_out_every)
-        say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
-        trainer, heads = _prepare(loaded, train, held_out, output, settings, say)
+        trainer, heads = _prepare(loaded.model, examples, output, settings, say)
         last = _last_checkpoint(output)
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         metrics: dict[str, float] = trainer.evaluate()
@@ -119,8 +119,12 @@ def train_heads(
 
 
 @contextmanager
-def _removed_on_failure(output: Path) -> Iterator[None]:
-    """Remove the files of a run that fails before its first checkpoint, but the answers only if it was refused."""
+def _cleaning_up(model: PreTrainedModel, output: Path) -> Iterator[None]:
+    """Restore which parameters require gradients, and whether the model is in training mode.
+
+    Removes the files of a run that fails before its first checkpoint, but the answers only if it was refused.
+    """
+    took, was_training = [parameter.requires_grad for parameter in model.parameters()], model.training
     try:
         yield
     except Exception as error:
@@ -131,14 +135,6 @@ def _removed_on_failure(output: Path) -> Iterator[None]:
             with suppress(OSError):  # it holds other files
                 output.rmdir()
         raise
-
-
-@contextmanager
-def _restored(model: PreTrainedModel) -> Iterator[None]:
-    """Restore after a block which parameters require gradients, and whether the model is in training mode."""
-    took, was_training = [parameter.requires_grad for parameter in model.parameters()], model.training
-    try:
-        yield
     finally:
         model.train(was_training)
         for parameter, takes in zip(model.parameters(), took, strict=True):
@@ -150,10 +146,8 @@ def _last_checkpoint(output: Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def _enter(output: Path, settings: Settings, model: str, records: list[Record], *, resume: bool) -> None:
+def _enter(output: Path, run: dict[str, Any], *, resume: bool) -> None:
     """Create the folder, or check that it holds the same run."""
-    digest = xxhash.xxh3_64_hexdigest(json.dumps(records).encode())
-    run = {**asdict(settings), "model": model, "data": digest}
     path = output / _SETTINGS
     if not path.exists():
         output.mkdir(parents=True, exist_ok=True)
@@ -171,18 +165,15 @@ def _enter(output: Path, settings: Settings, model: str, records: list[Record], 
 
 
 def _prepare(
-    loaded: LoadedModel,
-    train: list[Example],
-    held_out: list[Example],
-    output: Path,
-    settings: Settings,
-    say: Callable[[str], None],
+    model: PreTrainedModel, examples: list[Example], output: Path, settings: Settings, say: Say
 ) -> tuple[HeadTrainer, TrainedHeads]:
     from transformers import TrainingArguments
 
     from lookahead.training.heads_trainer import HeadTrainer
 
-    model = loaded.model.requires_grad_(settings.is_joint)
+    train, held_out = split_examples(examples, settings.hold_out_every)
+    say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
+    model.requires_grad_(settings.is_joint)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)  # a resumed run begins with the same weights
         learner, heads = untrained(model, train, settings)
@@ -208,7 +199,7 @@ def _prepare(
         train_sampling_strategy="group_by_length",
         seed=settings.seed,
     )
-    return HeadTrainer(model, learner, arguments, train, held_out, say, is_joint=settings.is_joint), heads
+    return HeadTrainer(model, learner, arguments, train, held_out, say), heads
 
 
 def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) -> tuple[Learner, TrainedHeads]:
@@ -216,11 +207,11 @@ def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) 
     count, device = settings.heads, lm_head(model).weight.device
     if settings.kind == "medusa":
         medusa = MedusaHeads.fresh(model, heads=count).float()
-        return IndependentHeadsLearner(medusa, is_joint=settings.is_joint), medusa
+        return IndependentHeadsLearner(medusa), medusa
     if settings.kind == "mtp":
         mtp = MtpHeads.fresh(model, heads=count).float()
         begin_mtp(mtp, model, train)
-        return IndependentHeadsLearner(mtp, is_joint=settings.is_joint), mtp
+        return IndependentHeadsLearner(mtp), mtp
     if settings.kind == "eagle":
         head = EagleHead(layer_config(model)).float().to(device)
         return EagleLearner(head, count), head
@@ -230,10 +221,7 @@ def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) 
 
 def frequent_tokens(examples: list[Example], model: PreTrainedModel, most: int) -> list[int]:
     """The `most` tokens that the model writes most often in some examples, ascending; at most the vocabulary."""
-    vocab = len(lm_head(model).weight)
-    counts: Tensor = sum(
-        (torch.bincount(each["input_ids"][each["wanted"]], minlength=vocab) for each in examples),
-        torch.zeros(vocab, dtype=torch.int64),
-    )
+    written = torch.cat([each["input_ids"][each["wanted"]] for each in examples])
+    counts = torch.bincount(written, minlength=len(lm_head(model).weight))
     chosen: list[int] = counts.argsort(descending=True, stable=True)[:most].sort().values.tolist()
     return chosen

@@ -36,7 +36,6 @@ CASES: dict[str, tuple[int, int, int, int, torch.dtype, dict[str, Any]]] = {
     "sinks": (3, 4, 64, 64, FULL, {"sinks": True}),
     "everything at once": (17, 3, 80, 80, FULL, {"softcap": 2.0, "window": 90, "chunk": 64, "sinks": True}),
     "own scaling": (3, 3, 80, 80, FULL, {"scaling": 0.3}),
-    "exact multiplication": (17, 3, 80, 80, FULL, {"precision": "ieee"}),
     "heads of 160": (3, 3, 160, 160, FULL, {}),
 }
 
