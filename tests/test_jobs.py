@@ -74,12 +74,11 @@ def documents(*texts):
     return [text if isinstance(text, Reject) else Document(text, f"text {text}") for text in texts]
 
 
-def run(items, worker=None, *, resume=False, identity=JOB, output=OUT, rows=1, retry_rejects=False, **options):
+def run(items, worker=None, *, resume=False, identity=JOB, output=OUT, rows=1, **options):
     totals = JobTotals()
     paths = OutputPaths(output, resume=resume, **options)
     paths.check([])
-    worker = worker or Worker()
-    run_job(items, worker, paths, identity, totals=totals, observer=Silent(), rows=rows, retry_rejects=retry_rejects)
+    run_job(items, worker or Worker(), paths, identity, totals=totals, observer=Silent(), rows=rows)
     return totals
 
 
@@ -306,10 +305,10 @@ def test_a_manifest_that_is_none_is_refused():
 def test_two_processes_do_not_write_one_output():
     paths = OutputPaths(OUT, resume=True)
     with (
-        Journal(paths, JOB),
+        Journal(paths, JOB, []),
         pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"),
     ):
-        Journal(paths, JOB)
+        Journal(paths, JOB, [])
 
 
 # No space left
@@ -318,7 +317,7 @@ def test_two_processes_do_not_write_one_output():
 def test_no_space_for_a_line_leaves_whole_lines_and_the_job_can_be_resumed():
 
     def fill():
-        with Journal(OutputPaths(OUT, resume=True), JOB) as journal:
+        with Journal(OutputPaths(OUT, resume=True), JOB, []) as journal:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
             with pytest.raises(OSError):
                 for i in range(99):
@@ -349,8 +348,8 @@ def test_no_space_to_put_the_lines_in_order_leaves_them_as_they_are(monkeypatch)
 def test_a_line_goes_on_behind_those_that_are_there():
     with JsonLinesFile(OUT) as file:
         file.write({"id": 1})
-    with JsonLinesFile(OUT, append=True) as file:
-        assert file.size == 10
+    with JsonLinesFile(OUT) as file:
+        assert file.whole == (10, 0)
         file.write({"id": 2})
     assert ids() == [1, 2]
 

@@ -85,7 +85,7 @@ def summarize(options: SummarizeOptions) -> None:
 
     file, memory = _find_memory(options), None
     options = replace(options, pool=options.pool if file is None else None)
-    paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume)
+    paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume, options.retry_rejects)
     skipped: list[str] = []
     sources = find_inputs(inputs, options.field, options.id_field, leave_out=paths.no_inputs, on_skip=skipped.append)
     say_skipped(skipped)
@@ -196,7 +196,7 @@ def _run(
     with display.progress:
         try:
             shown = None if display.as_text else print_line
-            run(observer=display, rows=options.rows, retry_rejects=options.retry_rejects, shown=shown)
+            run(observer=display, rows=options.rows, shown=shown)
         except (KeyboardInterrupt, ClusterError, OSError) as error:
             stopped = job_figures.describe_stop(totals, options.output)
             if isinstance(error, KeyboardInterrupt):

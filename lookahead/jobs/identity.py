@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from lookahead.jobs.job_options import WorkerOptions
 
 VERSION = 1  # of the manifest
-_MAX_SHOWN = 80  # characters of a value in an error message
+_shortened = Repr()  # of a value in an error message: a prompt may be pages long
+_shortened.maxstring = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,8 @@ class JobIdentity:
             if name in changed:
                 return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
         return ", ".join(
-            f"{name} was {_shorten(other.get(name))} and is {_shorten(mine.get(name))}" for name in changed
+            f"{name} was {_shortened.repr(other.get(name))} and is {_shortened.repr(mine.get(name))}"
+            for name in changed
         )
 
 
@@ -116,8 +119,8 @@ def text_hash(text: str) -> bytes:
     return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
 
 
-def key_of(name: DocumentId, content: bytes | str) -> bytes:
-    """16 bytes for the id and the text hash of a document, or for the id and the error of an unreadable one.
+def key_of(name: DocumentId, content: bytes | str = "") -> bytes:
+    """16 bytes for an id, for the id and the text hash of a document, or for the id and error of an unreadable one.
 
     Ids that a Parquet file may not tell apart have the same key: 5 and "5", a lone surrogate and its escape.
     """
@@ -125,11 +128,6 @@ def key_of(name: DocumentId, content: bytes | str) -> bytes:
     return xxhash.xxh3_128_digest(f"{name}\0{what}".encode("utf-8", "backslashreplace"))
 
 
-def id_key(name: DocumentId) -> int:
-    """64 bits for an id, equal for ids that a Parquet file may not tell apart."""
-    return xxhash.xxh3_64_intdigest(str(name).encode("utf-8", "backslashreplace"))
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)  # a prompt may be pages long
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+def key_of_line(record: Mapping[str, Any]) -> bytes:
+    """The key of the document of a line of results or rejects."""
+    return key_of(record["id"], record["document"] if "document" in record else record["error"])

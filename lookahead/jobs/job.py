@@ -68,7 +68,6 @@ def run_job(
     totals: JobTotals,
     observer: JobObserver,
     rows: int | None = None,
-    retry_rejects: bool = False,
     is_part: bool = False,
     shown: Sink | None = None,
 ) -> None:
@@ -76,19 +75,15 @@ def run_job(
 
     A line of results has `id`, the fields of `Summary.to_dict`, the hash of the text, the model and the fingerprint of
     the job; a line of rejects has `id` and `error`. If `paths` resumes an earlier run, its documents are skipped, and
-    those that failed too unless `retry_rejects`. With `is_part` the inputs hold more documents, whose lines are kept.
-    `shown` gets the results if `paths` names no file. `totals` are right at any time, also if the job is interrupted.
+    those that failed too unless they are to be retried. With `is_part` the inputs hold more documents, whose lines are
+    kept. `shown` gets the results if `paths` names no file. `totals` are right at any time, also if the job is
+    interrupted.
 
     ConfigError if a file cannot be created, or the results are of another job; OSError if a line cannot be written, and
     those before it are whole.
     """
     writer: Journal | Stream
-    if paths.is_journal:
-        writer = Journal(paths, identity, retry_rejects=retry_rejects, is_part=is_part)
-    else:
-        writer = Stream(paths, shown)
-    totals.notes += writer.notes
-    writer.notes = totals.notes  # one list: notes are known if the job is interrupted
+    writer = Journal(paths, identity, totals.notes, is_part=is_part) if paths.is_journal else Stream(paths, shown)
     with writer:
         run = _Run(writer, identity, totals, observer)
         try:

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.errors import ConfigError
-from lookahead.jobs.identity import JobIdentity, id_key, key_of, manifest_path, read_manifest, text_hash, write_manifest
+from lookahead.jobs.identity import JobIdentity, key_of, key_of_line, read_manifest, text_hash, write_manifest
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines, unpack_parquet, write_parquet
 from lookahead.ngram.replacing import remove_leftovers
@@ -29,7 +29,6 @@ class Stream(ExitStack):
 
     def __init__(self, paths: OutputPaths, shown: Sink | None) -> None:
         super().__init__()
-        self.notes: list[str] = []  # what the user should know about the files
         self.lines = 0  # of results, written by this run
         paths.clear()
         self._rejects = self.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
@@ -65,15 +64,13 @@ class Journal(ExitStack):
 
     A document is finished if it has a line with its id and the hash of its text. Lines are appended as documents
     finish; at the end they are sorted into the order of the inputs. With `is_part` the lines of documents that are not
-    taken are kept. ConfigError if another job wrote the results, another process writes them, or they are damaged.
+    taken are kept. What the user should know about the files is added to `notes` at once. ConfigError if another job
+    wrote the results, another process writes them, or they are damaged.
     """
 
-    def __init__(
-        self, paths: OutputPaths, identity: JobIdentity, *, retry_rejects: bool = False, is_part: bool = False
-    ) -> None:
+    def __init__(self, paths: OutputPaths, identity: JobIdentity, notes: list[str], *, is_part: bool = False) -> None:
         super().__init__()
-        self.notes: list[str] = []  # what the user should know about the files
-        self._identity = identity
+        self._identity, self._notes = identity, notes
         assert paths.results is not None and paths.running is not None and paths.rejects is not None
         self._is_part, self._is_parquet = is_part, paths.is_parquet
         self._results, self._running, self._rejects = paths.results, paths.running, paths.rejects
@@ -82,27 +79,27 @@ class Journal(ExitStack):
         self._rejected: set[bytes] = set()  # keys of the lines of rejects
         self._order: list[bytes] = []  # keys of the documents taken
         self._order_of_rejects: list[bytes] = []
-        self._text_of_id: dict[int, bytes] = {}  # 8 bytes of the first text hash of each id
-        self._unreadable: set[int] = set()  # ids of documents that could not be read
+        self._text_of_id: dict[bytes, bytes] = {}  # the first text hash of each id, by its key
+        self._unreadable: set[bytes] = set()  # keys of the ids of documents that could not be read
         self._same_ids: list[DocumentId] = []  # of documents with the id of another and a different text
         with ExitStack() as files:  # releases the lock if opening fails
             files.callback(_acquire_lock(self._results).release)
             if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # other jobs may have been given the same
                 files.callback(_acquire_lock(self._rejects).release)
-            self._open(paths, files, retry_rejects)
+            self._open(paths, files)
             self.enter_context(files.pop_all())
 
     @property
     def lines(self) -> int:
         """Lines of results, written by this run."""
-        return self._file.lines
+        return self._file.whole[1]
 
     def take(self, document: Document) -> tuple[bytes | None, Before]:
         """Register a document of the inputs; returns the hash of its text and what an earlier run did with it."""
         content = text_hash(document.text)
         key = key_of(document.id, content)
         self._order.append(key)
-        if self._text_of_id.setdefault(id_key(document.id), content[:8]) != content[:8]:
+        if self._text_of_id.setdefault(key_of(document.id), content) != content:
             self._same_ids.append(document.id)
         if self._finished[key] > 0:
             self._finished[key] -= 1
@@ -116,7 +113,7 @@ class Journal(ExitStack):
         """Write the line of a document that failed, unless an earlier run did; `content` is its text hash, if read."""
         key = key_of(reject.id, content or reject.error)
         if content is None:
-            self._unreadable.add(id_key(reject.id))
+            self._unreadable.add(key_of(reject.id))
         self._order_of_rejects.append(key)
         if key not in self._rejected:
             known = {"document": content.hex()} if content else {}
@@ -127,13 +124,13 @@ class Journal(ExitStack):
         """Sort the lines into the order of the inputs and mark the job as finished; an OSError leaves the lines."""
         if self._same_ids:
             have = "document has" if len(self._same_ids) == 1 else "documents have"
-            self.notes.append(
+            self._notes.append(
                 f"{len(self._same_ids)} {have} the id of another with a different text, the first of them "
                 f"{self._same_ids[0]!r}; lines of one id stand in the order of the inputs"
             )
-        count, dropped = sort_lines(self._running, self._order, _key_of_result, self._has_changed)
+        count, dropped = sort_lines(self._running, self._order, self._has_changed)
         if dropped:
-            self.notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
+            self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
             self._sort_rejects()
         if self._is_parquet:
@@ -144,7 +141,7 @@ class Journal(ExitStack):
 
     def append(self, record: Record, content: bytes) -> None:
         """Write the line of a document with this text hash; after an OSError the lines before it are whole."""
-        offset = self._file.size
+        offset, _ = self._file.whole
         self._file.write(record)
         self._offsets.setdefault(content, offset)
 
@@ -158,21 +155,21 @@ class Journal(ExitStack):
 
     def _has_changed(self, record: Record) -> bool:
         """Whether a line that matches no document of this run has the id of one."""
-        return not self._is_part and id_key(record["id"]) in self._text_of_id
+        return not self._is_part and key_of(record["id"]) in self._text_of_id
 
     def _sort_rejects(self) -> None:
         """Sort the rejects. Drop those of documents that are finished or have a newer error."""
         taken = set(self._order)
 
         def is_outdated(record: Record) -> bool:
-            has_newer_error = not self._is_part and id_key(record["id"]) in self._unreadable
-            return has_newer_error or self._has_changed(record) or _key_of_reject(record) in taken
+            has_newer_error = not self._is_part and key_of(record["id"]) in self._unreadable
+            return has_newer_error or self._has_changed(record) or key_of_line(record) in taken
 
-        sort_lines(self._rejects, self._order_of_rejects, _key_of_reject, is_outdated, newest_only=True)
+        sort_lines(self._rejects, self._order_of_rejects, is_outdated, newest_only=True)
         if self._rejects.stat().st_size == 0:
             self._rejects.unlink()
 
-    def _open(self, paths: OutputPaths, files: ExitStack, retry_rejects: bool) -> None:
+    def _open(self, paths: OutputPaths, files: ExitStack) -> None:
         """Read what earlier runs wrote, and open the files for appending."""
         paths.clear()
         earlier = read_manifest(self._results)
@@ -182,7 +179,7 @@ class Journal(ExitStack):
                 "--overwrite to begin anew"
             )
         try:
-            for path in {self._running, self._results, self._rejects, manifest_path(self._results)}:
+            for path in paths.all:
                 remove_leftovers(path)
             if self._is_parquet and self._results.is_file() and not self._running.exists():
                 unpack_parquet(self._results, self._running, self._is_own)
@@ -190,13 +187,13 @@ class Journal(ExitStack):
         except OSError as error:
             raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
         for offset, record in self._read_lines(self._running, self._is_own):
-            self._finished[_key_of_result(record)] += 1
+            self._finished[key_of_line(record)] += 1
             self._offsets.setdefault(bytes.fromhex(record["document"]), offset)
-        rejects = self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys())
-        earlier_rejects = {_key_of_reject(record) for _, record in rejects}
-        self._rejected = set() if retry_rejects else earlier_rejects
-        self._file = files.enter_context(JsonLinesFile(self._running, append=True))
-        self._reject_file = files.enter_context(JsonLinesFile(self._rejects, lazy=True, append=True))
+        for _, record in self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys()):
+            if not paths.retry_rejects:
+                self._rejected.add(key_of_line(record))
+        self._file = files.enter_context(JsonLinesFile(self._running))
+        self._reject_file = files.enter_context(JsonLinesFile(self._rejects, lazy=True))
 
     def _read_lines(self, path: Path, is_valid: Callable[[Record], bool]) -> Iterator[tuple[int, Record]]:
         """The lines of a file with their byte offsets. A torn last line is cut off: a crash may lose part of it."""
@@ -212,7 +209,7 @@ class Journal(ExitStack):
                 if record is None and offset + len(line) == size:
                     file.truncate(offset)
                     os.fsync(file.fileno())
-                    self.notes.append(f"{path}: cut off its last line, which was torn ({len(line)} bytes)")
+                    self._notes.append(f"{path}: cut off its last line, which was torn ({len(line)} bytes)")
                     return
                 if record is None or not is_valid(record):
                     raise ConfigError(
@@ -227,14 +224,6 @@ class Journal(ExitStack):
             return "id" in record and bool(record["fingerprint"] == self._identity.fingerprint)
         except (ValueError, KeyError, TypeError):
             return False
-
-
-def _key_of_result(record: Record) -> bytes:
-    return key_of(record["id"], record["document"])
-
-
-def _key_of_reject(record: Record) -> bytes:
-    return key_of(record["id"], record.get("document") or record["error"])
 
 
 def _acquire_lock(output: Path) -> FileLock:

@@ -19,6 +19,7 @@ class OutputPaths:
     rejects: Path | None = None  # `None` is `RESULTS.rejects.jsonl`, or no file without results
     overwrite: bool = False  # replace existing files
     resume: bool = False  # continue what an earlier run wrote
+    retry_rejects: bool = False  # try again what failed there
 
     def __post_init__(self) -> None:
         if self.rejects is None and self.results is not None:

@@ -17,6 +17,7 @@ from lookahead.documents.decode_text import DocumentId
 from lookahead.documents.inputs import load_packages
 from lookahead.documents.table_files import parquet_records
 from lookahead.errors import ConfigError
+from lookahead.jobs.identity import key_of_line
 from lookahead.ngram.replacing import replacing, sync_folder
 from lookahead.utils.atomic import parse_json
 
@@ -43,49 +44,38 @@ def copy_of(record: Record, name: DocumentId) -> Record:
 class JsonLinesFile:
     """A file of JSON lines, each written whole or not at all: in one unbuffered write, and synced to the disk.
 
-    If the write fails (no space left) or is interrupted, the file is truncated to its last whole line. With `lazy` the
-    file is created with its first line, with `append` earlier lines are kept. ConfigError if it cannot be created.
+    If the write fails (no space left) or is interrupted, the file is truncated to its last whole line. Lines that stand
+    there are kept. With `lazy` the file is created with its first line. ConfigError if it cannot be created.
     """
 
-    def __init__(self, path: Path, *, lazy: bool = False, append: bool = False) -> None:
+    def __init__(self, path: Path, *, lazy: bool = False) -> None:
         self.path = path
         # Bytes of whole lines, and lines of this run. One tuple: an interrupt must not come between the two.
-        self._whole = (path.stat().st_size if append and path.exists() else 0, 0)
-        self._mode = "ab" if append else "wb"
+        self.whole = (path.stat().st_size if path.exists() else 0, 0)
         self._file: BinaryIO | None = None if lazy else self._open()
-
-    @property
-    def size(self) -> int:
-        """Bytes of whole lines."""
-        return self._whole[0]
-
-    @property
-    def lines(self) -> int:
-        """Lines written since the file was opened."""
-        return self._whole[1]
 
     def write(self, record: Record) -> None:
         """Append one line; after an OSError the file is unchanged."""
         if self._file is None:
             self._file = self._open()
-        line = encode_line(record)
+        line, (size, lines) = encode_line(record), self.whole
         try:
             written = 0
             while written < len(line):
                 written += self._file.write(line[written:])
             _sync(self._file)
-            self._whole = (self.size + len(line), self.lines + 1)
+            self.whole = (size + len(line), lines + 1)
         except BaseException:
             with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
-                self._file.truncate(self.size)
-                self._file.seek(self.size)
+                self._file.truncate(size)
+                self._file.seek(size)
             raise
 
     def _open(self) -> BinaryIO:
         """Open the file without a buffer, which would write parts of lines."""
         try:
             is_new = not self.path.exists()
-            file = cast(BinaryIO, open(self.path, self._mode, buffering=0))  # noqa: SIM115 - the caller closes it
+            file = cast(BinaryIO, open(self.path, "ab", buffering=0))  # noqa: SIM115 - the caller closes it
             if is_new:  # the lines of a file whose name is lost with the power are lost too
                 sync_folder(self.path.parent)
             return file
@@ -135,12 +125,7 @@ def records_in(path: Path) -> Iterator[Record]:
 
 
 def sort_lines(
-    path: Path,
-    order: Iterable[bytes],
-    key_of_record: Callable[[Record], bytes],
-    is_outdated: Callable[[Record], bool],
-    *,
-    newest_only: bool = False,
+    path: Path, order: Iterable[bytes], is_outdated: Callable[[Record], bool], *, newest_only: bool = False
 ) -> tuple[int, int]:
     """Sort the lines of a file, which is replaced atomically, and only if a line moves or goes.
 
@@ -153,7 +138,7 @@ def sort_lines(
     with open(path, "rb") as file:
         for line in file:
             record = parse_record(line)
-            alike = places[key_of_record(record)]
+            alike = places[key_of_line(record)]
             if newest_only:
                 alike.clear()
             alike.append((offset, len(line), is_outdated(record)))
