@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -220,9 +219,21 @@ def _add_cells(chart: Chart, x: Values, y: Values) -> None:
         chart.add("rect", f"{count:,}", style=f"shade-{shade}", x=left, y=top, width=width, height=height)
 
 
+_TEMPLATES = Environment(
+    loader=PackageLoader("lookahead.reporting"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
+_TEMPLATES.filters |= {each.__name__: each for each in (brief, duration, exact, units)}
+_TEMPLATES.filters |= {"count": "{:,}".format, "percent": "{:.1%}".format}
+
+
 def render(template: str, **values: Any) -> str:
     """Fill a template of `templates/`. Text is escaped; characters that are invalid in HTML become U+FFFD."""
-    return _INVALID.sub("\ufffd", _environment().get_template(template).render(values))
+    return _INVALID.sub("\ufffd", _TEMPLATES.get_template(template).render(values))
 
 
 def check_page(path: Path, option: str, command: str) -> None:
@@ -238,18 +249,3 @@ def check_page(path: Path, option: str, command: str) -> None:
             if _MARK.format(command).encode() in file.read(_MARK_WITHIN):
                 return
     raise ConfigError(f"{option} {path} exists and is no page of {command}; name another file with --{option}")
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("lookahead.reporting"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {each.__name__: each for each in (brief, duration, exact, units)}
-    environment.filters |= {"count": "{:,}".format, "percent": "{:.1%}".format}
-    return environment

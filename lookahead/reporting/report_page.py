@@ -39,30 +39,15 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
     beside = Path(f"{results}.rejects.jsonl") if rejects is None else rejects
     failures = None
     if rejects is not None or beside.exists():
-        reading = readings.setdefault(beside.name, Reading())
-        failures = Failures()
-        for record in read_rejects(beside, reading):
-            failures.add(record)
+        failures = Failures(read_rejects(beside, readings.setdefault(beside.name, Reading())))
     if not aggregate.documents and not (failures and failures.total):
         raise DocumentError(f"{results} is empty: there are no results in it to report")
     problems = [f"{name}: {reading.describe()}" for name, reading in readings.items() if reading.malformed]
-    text = _render_report(aggregate, failures, results.name, beside.name, problems)
-    try:
-        write_atomically(page, text)
-    except OSError as error:
-        raise ConfigError(f"output {page} cannot be written: {error.strerror}") from error
-    return WrittenReport(page, aggregate.documents, failures.total if failures else None, problems)
-
-
-def _render_report(
-    aggregate: Aggregate, failures: Failures | None, name: str, rejects_name: str, problems: list[str]
-) -> str:
     drafted = [(name, counts) for name, counts in aggregate.sources.items() if counts.drafted]
-    lengths = {"document_tokens": "tokens of the document", "summary_tokens": "tokens of the summary"}
-    return charts.render(
+    text = charts.render(
         "report.html.j2",
-        name=name,
-        rejects_name=rejects_name,
+        name=results.name,
+        rejects_name=beside.name,
         problems=problems,
         totals=aggregate,
         failures=failures,
@@ -71,10 +56,15 @@ def _render_report(
         lengths=_distribution(aggregate, "acceptance_length", "mean acceptance length of a document", {}),
         sources=sorted(drafted, key=lambda item: -item[1].drafted),
         job_speed=_job_speed(aggregate),
-        times=[(x_name.split()[-1], _times(aggregate, column, x_name)) for column, x_name in lengths.items()],
+        times=[(what, _times(aggregate, what)) for what in ("document", "summary")],
         most_points=charts.MOST_POINTS,
         document_lists=_document_lists(aggregate),
     )
+    try:
+        write_atomically(page, text)
+    except OSError as error:
+        raise ConfigError(f"output {page} cannot be written: {error.strerror}") from error
+    return WrittenReport(page, aggregate.documents, failures.total if failures else None, problems)
 
 
 def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[str, float]) -> dict[str, Any] | None:
@@ -117,27 +107,27 @@ def _speed_by_stretch(decoded: charts.Values, seconds: charts.Values) -> tuple[c
     return np.array([part.mean() + 1 for part in parts]), speeds
 
 
-def _times(aggregate: Aggregate, column: str, x_name: str) -> tuple[charts.Chart, int] | None:
-    """A plot of seconds by a length, and its number of documents; `None` if no line has both."""
-    lengths, seconds = aggregate.known(column, "seconds")
-    if not lengths.size:
+def _times(aggregate: Aggregate, what: str) -> tuple[charts.Chart, int] | None:
+    """A plot of seconds by the tokens of the document or summary, and its number of documents; `None` without any."""
+    tokens, seconds = aggregate.column(f"{what}_tokens"), aggregate.column("seconds")
+    whole = np.flatnonzero(np.isfinite(tokens + seconds))
+    if not whole.size:
         return None
-    whole = np.isfinite(aggregate.column(column)) & np.isfinite(aggregate.column("seconds"))
-    names = [each for each, is_whole in zip(aggregate.names, whole.tolist(), strict=False) if is_whole]
-    return charts.scatter(lengths, seconds, names, x_name, "seconds"), lengths.size
+    names = [aggregate.names[i] for i in whole[: charts.MOST_POINTS].tolist() if i < len(aggregate.names)]
+    return charts.scatter(tokens[whole], seconds[whole], names, f"tokens of the {what}", "seconds"), whole.size
 
 
 def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
-    (most, least), what = aggregate.gains["speedup"], "speedup"
+    (most, least), what = aggregate.ranked["speedup"], "speedup"
     if not most:
-        (most, least), what = aggregate.gains["acceptance_length"], "tokens per pass"
+        (most, least), what = aggregate.ranked["acceptance_length"], "tokens per pass"
     # No document is in both lists.
     shown = results_file.MOST_SHOWN
     half = shown if len(most) == shown and aggregate.documents >= 2 * shown else (len(most) + 1) // 2
     best = most[:half]
     worst = [result for result in least if not any(result is each for each in best)][:half]
     lists = [
-        ("Took longest", aggregate.longest),
+        ("Took longest", aggregate.ranked["seconds"][0]),
         (f"Gained most, by {what}", best),
         (f"Gained least, by {what}", worst),
     ]

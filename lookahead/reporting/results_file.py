@@ -38,6 +38,7 @@ MOST_COMPLAINTS = 5
 PATIENCE = 1000  # malformed lines after which a file without a valid one is given up
 _AS_JSON = ("stats", "plain")  # columns that a Parquet file holds as JSON strings
 _LENGTH = re.compile("[0-9]{1,9}")
+_RANKED = ("seconds", "speedup", "acceptance_length")  # columns
 
 
 class SourceCounts(NamedTuple):
@@ -54,10 +55,7 @@ class Result:
 
     name: str  # the id
     text: str
-    figures: dict[str, float | None]  # by name: tokens, draft nodes, passes after the prefill, and seconds
-    identical: bool | None  # to plain decoding
-    is_cut: bool | None  # by the token limit
-    is_copy: bool  # of the summary of an equal document; then there are no statistics
+    figures: dict[str, float | None]  # by name: tokens, draft nodes, passes after the prefill, seconds, 1 for yes
     model: str | None
     sources: dict[str, SourceCounts]  # by proposer
 
@@ -66,15 +64,11 @@ class Result:
         """The valid fields of a line."""
         stats = _mapping(record.get("stats"))
         columns = [_mapping(stats.get(f"{which}_by_source")) for which in ("drafted", "accepted", "expected")]
-        identical, text, reason = record.get("identical"), record.get("summary"), record.get("finish_reason")
-        text = text if isinstance(text, str) else ""
+        text = record["summary"] if isinstance(record.get("summary"), str) else ""
         return cls(
             name=as_text(record.get("id"))[:MOST_NAME],
             text=text if len(text) <= MOST_TEXT else text[:MOST_TEXT].rstrip() + " […]",
             figures=_figures(record, stats, _mapping(record.get("plain"))),
-            identical=identical if isinstance(identical, bool) else None,
-            is_cut=None if reason not in ("stop", "length") else reason == "length",
-            is_copy=record.get("copy_of") is not None,
             model=as_text(record["model"])[:MOST_NAME] if record.get("model") is not None else None,
             sources={
                 str(name)[:MOST_NAME]: SourceCounts(*(_number(column.get(name)) or 0.0 for column in columns))
@@ -86,6 +80,7 @@ class Result:
 def _figures(record: Mapping[str, Any], stats: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, float | None]:
     prefill_s, decode_s = _number(stats.get("prefill_s")), _number(stats.get("decode_s"))
     decoded, plain_decode_s = _decoded(stats, decode_s), _number(plain.get("decode_s"))
+    identical, reason = record.get("identical"), record.get("finish_reason")
     return {
         "document_tokens": _number(record.get("document_tokens")),
         "summary_tokens": _number(record.get("summary_tokens")),
@@ -101,6 +96,9 @@ def _figures(record: Mapping[str, Any], stats: Mapping[str, Any], plain: Mapping
         "plain_decoded": _product(_number(plain.get("tokens_per_s")), plain_decode_s),
         "plain_decode_s": plain_decode_s,
         "speedup": _number(record.get("speedup")),
+        "identical": float(identical) if isinstance(identical, bool) else None,  # to plain decoding
+        "is_cut": float(reason == "length") if reason in ("stop", "length") else None,  # by the token limit
+        "is_copy": float(record.get("copy_of") is not None),  # of an equal document; then there are no statistics
     }
 
 
@@ -149,9 +147,7 @@ class Reading:
             self.complaints.append(f"line {number} {what}")
 
     def describe(self) -> str:
-        """What could not be read; empty if nothing."""
-        if not self.malformed:
-            return ""
+        """The lines that could not be read."""
         more = "; …" if self.malformed > len(self.complaints) else ""
         torn = " The last line is incomplete: the job was stopped, or is writing it." if self.is_torn else ""
         lines = "1 line was" if self.malformed == 1 else f"{self.malformed:,} lines were"
@@ -249,20 +245,20 @@ def _kind(name: str, known: Mapping[str, Any]) -> str:
 class Failures:
     """Failures by reason. Reasons that differ only in locations, ids and numbers are one."""
 
-    def __init__(self) -> None:
-        self.total = 0
+    def __init__(self, records: Iterable[dict[str, Any]]) -> None:
         self.count: Counter[str] = Counter()
         self.first: dict[str, str] = {}  # message of each reason
         self.examples: dict[str, list[str]] = {}  # the first ids of each reason
+        for record in records:
+            self._add(record)
+        self.total = self.count.total()
 
-    def add(self, record: dict[str, Any]) -> None:
-        """Count a line of a rejects file."""
+    def _add(self, record: dict[str, Any]) -> None:
         name, message = as_text(record.get("id")), str(record["error"])
         message = _LOCATION.sub("", message.removeprefix(f"{name}: ")).strip()[:MOST_NAME]
         reason = re.sub(r"\d+", "#", message.replace(name, "…") if name else message)
         if reason not in self.count and len(self.count) >= MOST_REASONS:
             reason = message = "other reasons"
-        self.total += 1
         self.count[reason] += 1
         self.first.setdefault(reason, message)
         examples = self.examples.setdefault(reason, [])
@@ -274,16 +270,13 @@ class Aggregate:
     """Totals, columns and rankings of the lines of a results file."""
 
     def __init__(self, results: Iterable[Result]) -> None:
-        self.documents = self.copies = 0  # lines, and those with the summary of an equal document
-        self.known_ends = self.cut = 0  # lines that say whether the token limit cut them off, and those where it did
-        self.compared = self.different = 0  # lines compared with plain decoding, and those that differ from it
+        self.documents = 0  # lines
         self.names: list[str] = []  # of the first lines
-        self.names_of_different: list[str] = []  # of the first of those
+        self.names_of_different: list[str] = []  # of the first lines with other tokens by plain decoding
         self.models: Counter[str] = Counter()
         self.sources: dict[str, SourceCounts] = {}  # by proposer
-        self.longest: list[Result] = []
-        # By speedup and by tokens per pass, the largest and the smallest.
-        self.gains: dict[str, tuple[list[Result], list[Result]]] = {"speedup": ([], []), "acceptance_length": ([], [])}
+        # By column, the lines with the largest values and those with the smallest.
+        self.ranked: dict[str, tuple[list[Result], list[Result]]] = {name: ([], []) for name in _RANKED}
         self._columns = {name: array("d") for name in Result.from_record({}).figures}
         for result in results:
             self._add(result)
@@ -297,6 +290,10 @@ class Aggregate:
         columns = [self.column(name) for name in names]
         whole = np.isfinite(columns).all(axis=0)
         return [column[whole] for column in columns]
+
+    def count(self, name: str) -> int:
+        """Number of lines that have a value."""
+        return self.known(name)[0].size
 
     def sum(self, name: str) -> float | None:
         """Sum of a column; `None` if no line has it."""
@@ -319,20 +316,14 @@ class Aggregate:
         for name, column in self._columns.items():
             value = result.figures[name]
             column.append(np.nan if value is None else value)
-        _rank(self.longest, result, "seconds")
-        for name, (most, least) in self.gains.items():
+        for name, (most, least) in self.ranked.items():
             _rank(most, result, name)
             _rank(least, result, name, -1)
         if len(self.names) < MOST_NAMED:
             self.names.append(result.name)
         self.documents += 1
-        self.copies += result.is_copy
-        self.known_ends += result.is_cut is not None
-        self.cut += bool(result.is_cut)
-        self.compared += result.identical is not None
-        if result.identical is False:
-            self.different += 1
-            self.names_of_different += [result.name] * (len(self.names_of_different) < MOST_DIFFERENT)
+        if result.figures["identical"] == 0.0 and len(self.names_of_different) < MOST_DIFFERENT:
+            self.names_of_different.append(result.name)
         if result.model is not None:
             self.models[_kind(result.model, self.models)] += 1
         for source, counts in result.sources.items():
