@@ -10,10 +10,11 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -183,49 +184,48 @@ def read_rejects(path: Path, reading: Reading) -> Iterator[dict[str, Any]]:
             reading.complain(number, "has no error")
 
 
-def _check_is_file(path: Path) -> None:
-    """Refuse devices, and pipes, which would block."""
+def _opened(path: Path) -> BinaryIO:
+    """Open a file, but no device, and no pipe, which would block."""
     if path.exists() and not path.is_file():
         raise DocumentError(f"{path}: not a regular file")
+    return open(path, "rb")
 
 
 def _json_lines(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON lines file with their line numbers; empty lines are skipped."""
-    _check_is_file(path)
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         for number, (_, line) in enumerate(bounded_lines(file, MOST_BYTES), start=1):
             if line is None:
                 reading.complain(number, f"is longer than {MOST_BYTES >> 20} MiB")
             elif line.strip():
-                record, problem = _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-                if record is not None:
-                    yield number, record
-                else:
+                try:
+                    yield number, _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+                except ValueError as error:
                     reading.is_torn = not line.endswith(b"\n")
-                    reading.complain(number, "is torn, the last one" if reading.is_torn else problem)
+                    reading.complain(number, "is torn, the last one" if reading.is_torn else str(error))
             if not reading.taken and reading.malformed >= PATIENCE:
                 break
 
 
-def _parse(line: bytes) -> tuple[dict[str, Any] | None, str]:
+def _parse(line: bytes) -> dict[str, Any]:
+    """The object of a line; ValueError with what the line is instead."""
     try:
         record = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return None, f"is no UTF-8 text: {error.reason} at byte {error.start}"
+        raise ValueError(f"is no UTF-8 text: {error.reason} at byte {error.start}") from error
     except ValueError as error:
-        return None, f"is no JSON: {error}"
+        raise ValueError(f"is no JSON: {error}") from error
     if not isinstance(record, dict):
-        return None, f"is no JSON object but a {type(record).__name__}"
-    return record, ""
+        raise ValueError(f"is no JSON object but a {type(record).__name__}")
+    return record
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    _check_is_file(path)
-    open(path, "rb").close()  # a missing file raises the same error as for JSON lines
+    _opened(path).close()  # a missing file raises the same error as for JSON lines
     for number, record in enumerate(parquet_records(path), start=1):
-        for name in _AS_JSON:
-            if isinstance(record.get(name), str):
-                record[name] = _parse(record[name].encode("utf-8", "replace"))[0]
+        for name in record.keys() & _AS_JSON:
+            with suppress(ValueError, TypeError):  # it is no string, or holds no JSON
+                record[name] = parse_json(record[name])
         yield number, record
 
 
