@@ -18,16 +18,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError, LookaheadError
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job_options import WorkerOptions
 from lookahead.models.loading import first_line, load, prepare_process
-from lookahead.summarization.summarizer import Summarized, Summarizer, Summary
-
-Outcome = Summarized | Reject
+from lookahead.summarization.summarizer import Outcome, Summarized, Summarizer, Summary
 
 TRIES = 3  # workers that may die with a document in flight before it is rejected
 FAILED_STARTS = 3  # workers in a row that may die while they start before no more are added
@@ -35,8 +33,7 @@ _MAX_CONCURRENCY = 2048  # concurrent calls of an actor: more than it ever gets
 _CONNECT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
+class WorkerInfo(NamedTuple):
     """What a worker reports when it is ready."""
 
     identity: JobIdentity  # of the job with the worker's model
@@ -107,8 +104,7 @@ class RayWorker:
                 yield document
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The number of workers and the resources of each."""
 
     workers: int  # those without room wait, and let an autoscaling cluster grow
@@ -121,11 +117,9 @@ class _Worker:
     handle: Any
     capacity: int = 0  # documents it may have in flight; 0 until it is ready
     in_flight: int = 0
-    is_alive: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """A pending call: to start, or to summarize a document that `deaths` workers died with."""
 
     worker: _Worker
@@ -148,6 +142,7 @@ class WorkerPool:
         self._last_tries: deque[Document] = deque()
         self._first: WorkerInfo | None = None
         self._failed_starts = 0
+        self._last_words = ""  # why the last worker was removed
         self.notes: list[str] = []  # what the user should know about workers
 
     def __enter__(self) -> WorkerPool:
@@ -207,7 +202,7 @@ class WorkerPool:
         self._calls[worker.handle.start.remote()] = _Call(worker)
 
     def _collect(self, *, waits: bool) -> Iterator[Outcome]:
-        """Yield what is finished; with `waits`, wait for at least one answer."""
+        """Yield what is finished; with `waits`, wait for at least one answer. ClusterError if no worker is left."""
         calls = list(self._calls)
         done, _ = self._ray.wait(calls, num_returns=1 if waits else len(calls), timeout=None if waits else 0)
         for each in done:
@@ -216,7 +211,7 @@ class WorkerPool:
             try:
                 answer = self._ray.get(each)
             except self._ray.exceptions.RayError as error:
-                yield from self._fail(call, error)
+                yield from self._fail(call, first_line(error))
                 continue
             if call.document is None:
                 self._accept(call.worker, answer)
@@ -224,6 +219,8 @@ class WorkerPool:
                 yield Reject(call.document.id, answer, call.document)
             else:
                 yield Summarized(call.document, answer)
+        if not self._workers:
+            raise ClusterError(f"no worker is left; the last one: {self._last_words}")
 
     def _accept(self, worker: _Worker, answer: WorkerInfo | LookaheadError) -> None:
         """Use a worker that is ready, if its job is that of the others."""
@@ -237,22 +234,19 @@ class WorkerPool:
             answer = ClusterError(f"it would do another job: {different}")
         if self._first is None:
             raise answer
-        self._remove(worker)
+        self._remove(worker, str(answer))
         self.notes.append(f"a worker was left out: {answer}")
-        self._check_not_empty(str(answer))
 
-    def _fail(self, call: _Call, error: Exception) -> Iterator[Outcome]:
+    def _fail(self, call: _Call, reason: str) -> Iterator[Outcome]:
         """Replace a worker that died, and retry or reject the document it had in flight."""
-        reason = first_line(error)
-        if call.worker.is_alive:
-            self._remove(call.worker)
+        if call.worker in self._workers:  # its first call to fail
+            self._remove(call.worker, reason)
             if call.document is None:
                 self._failed_starts += 1
             else:
                 self.notes.append(f"a worker died, and its documents went to others: {reason}")
             if self._failed_starts < FAILED_STARTS:
                 self._add()
-            self._check_not_empty(reason)
         if call.document is None:
             return
         deaths, name = call.deaths + 1, call.document.id
@@ -263,15 +257,11 @@ class WorkerPool:
         else:
             yield Reject(name, f"{name}: {TRIES} workers died while they summarized it: {reason}", call.document)
 
-    def _remove(self, worker: _Worker) -> None:
+    def _remove(self, worker: _Worker, reason: str) -> None:
         """Stop a worker; its pending calls end with an error."""
-        worker.is_alive, worker.capacity = False, 0
+        self._last_words = reason
         self._workers.remove(worker)
         self._ray.kill(worker.handle)
-
-    def _check_not_empty(self, reason: str) -> None:
-        if not self._workers:
-            raise ClusterError(f"no worker is left; the last one: {reason}")
 
 
 @contextmanager
