@@ -77,9 +77,9 @@ def scale_of(smallest: float, largest: float) -> Scale:
     return scale_from_zero(largest)
 
 
-def exact(value: float | None) -> str:
-    """A count or a rounded value in full: `12,345`, `12.3`, `0.0457`; a dash for `None`."""
-    if value is None:
+def exact(value: float) -> str:
+    """A count or a rounded value in full: `12,345`, `12.3`, `0.0457`; a dash for NaN."""
+    if math.isnan(value):
         return "–"
     if value == int(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
@@ -94,9 +94,9 @@ def brief(value: float) -> str:
     return f"{value:.4g}"
 
 
-def duration(seconds: float | None) -> str:
-    """Seconds in seconds, minutes or hours; a dash for `None`."""
-    if seconds is None:
+def duration(seconds: float) -> str:
+    """Seconds in seconds, minutes or hours; a dash for NaN."""
+    if math.isnan(seconds):
         return "–"
     if seconds < 120:
         return f"{seconds:.3g} s"
@@ -229,6 +229,7 @@ _TEMPLATES = Environment(
 )
 _TEMPLATES.filters |= {each.__name__: each for each in (brief, duration, exact, units)}
 _TEMPLATES.filters |= {"count": "{:,}".format, "percent": "{:.1%}".format}
+_TEMPLATES.tests["known"] = math.isfinite
 
 
 def render(template: str, **values: Any) -> str:

@@ -1,4 +1,4 @@
-"""Results and rejects, read leniently: a malformed line is counted and named, a missing field is `None`; their totals.
+"""Results and rejects, read leniently: a malformed line is counted and named, a missing figure is NaN; their totals.
 
 Memory grows by a few numbers per document and by no text.
 """
@@ -6,6 +6,7 @@ Memory grows by a few numbers per document and by no text.
 from __future__ import annotations
 
 import json
+import math
 import re
 from array import array
 from collections import Counter
@@ -52,11 +53,11 @@ class SourceCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One line of results. A field that the line lacks, or holds with another type, is `None`."""
+    """One line of results. A figure that the line lacks, or holds with another type, is NaN."""
 
     name: str  # the id
     text: str
-    figures: dict[str, float | None]  # by name: tokens, draft nodes, passes after the prefill, seconds, 1 for yes
+    figures: dict[str, float]  # by name: tokens, draft nodes, passes after the prefill, seconds, 1 for yes
     model: str | None
     sources: dict[str, SourceCounts]  # by proposer
 
@@ -72,13 +73,13 @@ class Result:
             figures=_figures(record, stats, _mapping(record.get("plain"))),
             model=as_text(record["model"])[:MOST_NAME] if record.get("model") is not None else None,
             sources={
-                str(name)[:MOST_NAME]: SourceCounts(*(_number(column.get(name)) or 0.0 for column in columns))
+                str(name)[:MOST_NAME]: SourceCounts(*(_number(column.get(name), 0.0) for column in columns))
                 for name in columns[0]
             },
         )
 
 
-def _figures(record: Mapping[str, Any], stats: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, float | None]:
+def _figures(record: Mapping[str, Any], stats: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, float]:
     prefill_s, decode_s = _number(stats.get("prefill_s")), _number(stats.get("decode_s"))
     decoded, plain_decode_s = _decoded(stats, decode_s), _number(plain.get("decode_s"))
     identical, reason = record.get("identical"), record.get("finish_reason")
@@ -88,17 +89,17 @@ def _figures(record: Mapping[str, Any], stats: Mapping[str, Any], plain: Mapping
         "forwards": _number(stats.get("target_forwards")),
         "drafted": _number(stats.get("drafted_tokens")),
         "accepted": _number(stats.get("accepted_tokens")),
-        "acceptance_length": _number(stats.get("mean_acceptance_length")) or None,
+        "acceptance_length": _number(stats.get("mean_acceptance_length")) or math.nan,
         "prefill_s": prefill_s,  # until the first token
         "decode_s": decode_s,  # after it
-        "seconds": None if prefill_s is None or decode_s is None else prefill_s + decode_s,
+        "seconds": prefill_s + decode_s,
         "decoded": decoded,  # tokens after the first
-        "tokens_per_s": decoded / decode_s if decoded and decode_s else None,
-        "plain_decoded": _product(_number(plain.get("tokens_per_s")), plain_decode_s),
+        "tokens_per_s": decoded / decode_s if decoded and decode_s else math.nan,
+        "plain_decoded": _number(plain.get("tokens_per_s")) * plain_decode_s,
         "plain_decode_s": plain_decode_s,
         "speedup": _number(record.get("speedup")),
-        "identical": float(identical) if isinstance(identical, bool) else None,  # to plain decoding
-        "is_cut": float(reason == "length") if reason in ("stop", "length") else None,  # by the token limit
+        "identical": float(identical) if isinstance(identical, bool) else math.nan,  # to plain decoding
+        "is_cut": float(reason == "length") if reason in ("stop", "length") else math.nan,  # by the token limit
         "is_copy": float(record.get("copy_of") is not None),  # of an equal document; then there are no statistics
     }
 
@@ -108,10 +109,10 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _number(value: Any) -> float | None:
-    """A number from 0 to `MOST`, else `None`; below 1 / `MOST` it is 0."""
+def _number(value: Any, missing: float = math.nan) -> float:
+    """A number from 0 to `MOST`, else `missing`; below 1 / `MOST` it is 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:  # false for NaN
-        return None
+        return missing
     return float(value) if value >= 1 / MOST else 0.0
 
 
@@ -119,16 +120,12 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _product(left: float | None, right: float | None) -> float | None:
-    return None if left is None or right is None else left * right
-
-
-def _decoded(stats: Mapping[str, Any], decode_s: float | None) -> float | None:
+def _decoded(stats: Mapping[str, Any], decode_s: float) -> float:
     """Tokens of the forward passes: exactly from the histogram, else from the speed."""
     histogram = stats.get("acceptance_histogram")
     if not isinstance(histogram, Mapping):
-        return _product(_number(stats.get("tokens_per_s")), decode_s)
-    counts = [(key, _number(passes) or 0.0) for key, passes in histogram.items() if _LENGTH.fullmatch(str(key))]
+        return _number(stats.get("tokens_per_s")) * decode_s
+    counts = [(key, _number(passes, 0.0)) for key, passes in histogram.items() if _LENGTH.fullmatch(str(key))]
     return sum(int(length) * passes for length, passes in counts)
 
 
@@ -231,9 +228,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _rank(ranking: list[Result], result: Result, column: str, sign: int = 1) -> None:
     """Keep the `MOST_SHOWN` results with the largest values, or the smallest; the earlier of equal values."""
-    if result.figures[column] is not None:
+    if math.isfinite(result.figures[column]):
         ranking.append(result)
-        ranking.sort(key=lambda each: -sign * (each.figures[column] or 0.0))
+        ranking.sort(key=lambda each: -sign * each.figures[column])
         del ranking[MOST_SHOWN:]
 
 
@@ -295,27 +292,26 @@ class Aggregate:
         """Number of lines that have a value."""
         return self.known(name)[0].size
 
-    def sum(self, name: str) -> float | None:
-        """Sum of a column; `None` if no line has it."""
+    def sum(self, name: str) -> float:
+        """Sum of a column; NaN if no line has it."""
         (known,) = self.known(name)
-        return float(known.sum()) if known.size else None
+        return float(known.sum()) if known.size else math.nan
 
-    def ratio(self, above: str, below: str) -> float | None:
-        """Quotient of the sums of two columns, over the lines that have both."""
+    def ratio(self, above: str, below: str) -> float:
+        """Quotient of the sums of two columns, over the lines that have both; NaN if there is none."""
         tops, bottoms = self.known(above, below)
-        return float(tops.sum() / bottoms.sum()) if bottoms.sum() else None
+        return float(tops.sum() / bottoms.sum()) if bottoms.sum() else math.nan
 
     @property
-    def speedup(self) -> float | None:
+    def speedup(self) -> float:
         """Tokens per second over those of plain decoding, of all documents decoded both ways."""
         columns = self.known("decoded", "decode_s", "plain_decoded", "plain_decode_s")
         ours, ours_s, plain, plain_s = (column.sum() for column in columns)
-        return float((ours / ours_s) / (plain / plain_s)) if ours_s and plain_s and plain else None
+        return float((ours / ours_s) / (plain / plain_s)) if ours_s and plain_s and plain else math.nan
 
     def _add(self, result: Result) -> None:
         for name, column in self._columns.items():
-            value = result.figures[name]
-            column.append(np.nan if value is None else value)
+            column.append(result.figures[name])
         for name, (most, least) in self.ranked.items():
             _rank(most, result, name)
             _rank(least, result, name, -1)
