@@ -77,8 +77,7 @@ class Journal(ExitStack):
         self._finished: Counter[bytes] = Counter()  # lines of earlier runs by key, less those taken
         self._offsets: dict[bytes, int] = {}  # of the first line of each text, by text hash
         self._rejected: set[bytes] = set()  # keys of the lines of rejects
-        self._order: list[bytes] = []  # keys of the documents taken
-        self._order_of_rejects: list[bytes] = []
+        self._order: list[bytes] = []  # keys of the documents of the inputs
         self._text_of_id: dict[bytes, bytes] = {}  # the first text hash of each id, by its key
         self._unreadable: set[bytes] = set()  # keys of the ids of documents that could not be read
         self._same_ids: list[DocumentId] = []  # of documents with the id of another and a different text
@@ -104,17 +103,14 @@ class Journal(ExitStack):
         if self._finished[key] > 0:
             self._finished[key] -= 1
             return content, "finished"
-        if key in self._rejected:
-            self._order_of_rejects.append(key)
-            return content, "rejected"
-        return content, None
+        return content, "rejected" if key in self._rejected else None
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a document that failed, unless an earlier run did; `content` is its text hash, if read."""
         key = key_of(reject.id, content or reject.error)
         if content is None:
             self._unreadable.add(key_of(reject.id))
-        self._order_of_rejects.append(key)
+        self._order.append(key)
         if key not in self._rejected:
             known = {"document": content.hex()} if content else {}
             self._reject_file.write({"id": reject.id, "error": reject.error, **known})
@@ -165,7 +161,8 @@ class Journal(ExitStack):
             has_newer_error = not self._is_part and key_of(record["id"]) in self._unreadable
             return has_newer_error or self._has_changed(record) or key_of_line(record) in taken
 
-        sort_lines(self._rejects, self._order_of_rejects, is_outdated, newest_only=True)
+        order = (key for key in self._order if key in self._rejected)
+        sort_lines(self._rejects, order, is_outdated, newest_only=True)
         if self._rejects.stat().st_size == 0:
             self._rejects.unlink()
 

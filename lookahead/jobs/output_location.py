@@ -43,10 +43,8 @@ class OutputPaths:
     @property
     def all(self) -> list[Path]:
         """Every file of the job, existing or not."""
-        paths: list[Path | None] = [self.results, self.rejects]
-        if self.results is not None and self.is_journal:
-            paths[1:1] = [self.running, manifest_path(self.results)]
-        return list(dict.fromkeys(path for path in paths if path is not None))
+        journal = (self.running, manifest_path(self.results)) if self.results is not None and self.is_journal else ()
+        return list(dict.fromkeys(path for path in (self.results, *journal, self.rejects) if path is not None))
 
     @property
     def no_inputs(self) -> list[Path]:
