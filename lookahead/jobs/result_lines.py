@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from io import FileIO
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from lookahead.documents.decode_text import DocumentId
 from lookahead.documents.inputs import load_packages
@@ -41,7 +42,7 @@ def copy_of(record: Record, name: DocumentId) -> Record:
     return {**kept, "id": name, "stats": None, "copy_of": record.get("copy_of", record["id"])}
 
 
-class JsonLinesFile:
+class JsonLinesFile(ExitStack):
     """A file of JSON lines, each written whole or not at all: in one unbuffered write, and synced to the disk.
 
     If the write fails (no space left) or is interrupted, the file is truncated to its last whole line. Lines that stand
@@ -49,48 +50,41 @@ class JsonLinesFile:
     """
 
     def __init__(self, path: Path, *, lazy: bool = False) -> None:
+        super().__init__()
         self.path = path
         # Bytes of whole lines, and lines of this run. One tuple: an interrupt must not come between the two.
         self.whole = (path.stat().st_size if path.exists() else 0, 0)
-        self._file: BinaryIO | None = None if lazy else self._open()
+        self._file: FileIO | None = None if lazy else self._open()
 
     def write(self, record: Record) -> None:
         """Append one line; after an OSError the file is unchanged."""
         if self._file is None:
             self._file = self._open()
-        line, (size, lines) = encode_line(record), self.whole
+        line = encode_line(record)
         try:
             written = 0
             while written < len(line):
                 written += self._file.write(line[written:])
             _sync(self._file)
-            self.whole = (size + len(line), lines + 1)
+            self.whole = (self.whole[0] + len(line), self.whole[1] + 1)
         except BaseException:
-            with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
-                self._file.truncate(size)
-                self._file.seek(size)
+            with suppress(OSError):  # a pipe or a device cannot be truncated
+                self._file.truncate(self.whole[0])
             raise
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> FileIO:
         """Open the file without a buffer, which would write parts of lines."""
         try:
             is_new = not self.path.exists()
-            file = cast(BinaryIO, open(self.path, "ab", buffering=0))  # noqa: SIM115 - the caller closes it
+            file = self.enter_context(FileIO(self.path, "ab"))
             if is_new:  # the lines of a file whose name is lost with the power are lost too
                 sync_folder(self.path.parent)
             return file
         except OSError as error:
             raise ConfigError(f"output {self.path} cannot be written: {error.strerror}") from error
 
-    def __enter__(self) -> JsonLinesFile:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-def _sync(file: BinaryIO) -> None:
+def _sync(file: FileIO) -> None:
     try:
         os.fsync(file.fileno())
     except OSError as error:  # pipes and devices have no disk
@@ -105,7 +99,7 @@ def print_line(record: Record) -> None:
         sys.stdout.buffer.flush()
     except OSError:
         # Python flushes the buffer at exit, and would print the same error again.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
