@@ -199,16 +199,11 @@ def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
 def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str) -> Chart:
     """A point for each document at values `[documents]`, or shaded cells for more than `MOST_POINTS` documents."""
     chart = Chart(scale_of(x.min(), x.max()), scale_of(y.min(), y.max()), x_name, y_name)
-    if x.size > MOST_POINTS:
-        _add_cells(chart, x, y)
-    else:
+    if x.size <= MOST_POINTS:
         for a, b, name in zip(x.tolist(), y.tolist(), names, strict=False):
             chart.add_point(a, b, f"{name}: {exact(a)}, {exact(b)}")
-    return chart
-
-
-def _add_cells(chart: Chart, x: Values, y: Values) -> None:
-    """Shade cells by the logarithm of the number of documents in them."""
+        return chart
+    # Cells are shaded by the logarithm of the number of documents in them.
     across, up = np.clip(chart.x.place(x), 0.0, 1.0), np.clip(chart.y.place(y), 0.0, 1.0)
     counts = np.histogram2d(across, up, bins=_CELLS, range=[(0.0, 1.0)] * 2)[0].astype(np.int64)
     width, height = (chart.RIGHT - chart.LEFT) / _CELLS[0], (chart.BOTTOM - chart.TOP) / _CELLS[1]
@@ -217,6 +212,7 @@ def _add_cells(chart: Chart, x: Values, y: Values) -> None:
         shade = 1 + int((_SHADES - 1) * math.log(count) / math.log(max(int(counts.max()), 2)))
         left, top = chart.LEFT + column * width, chart.BOTTOM - (row + 1) * height
         chart.add("rect", f"{count:,}", style=f"shade-{shade}", x=left, y=top, width=width, height=height)
+    return chart
 
 
 _TEMPLATES = Environment(

@@ -9,7 +9,7 @@ import numpy as np
 
 from lookahead.errors import ConfigError, DocumentError
 from lookahead.reporting import charts, results_file
-from lookahead.reporting.results_file import Aggregate, Failures, Reading, Result, read_rejects, read_results
+from lookahead.reporting.results_file import Aggregate, Failures, Reading, Result, read_results
 from lookahead.utils.atomic import write_atomically
 
 _MOST_REASONS = 12  # rows of the table of failures
@@ -39,7 +39,7 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
     beside = Path(f"{results}.rejects.jsonl") if rejects is None else rejects
     failures = None
     if rejects is not None or beside.exists():
-        failures = Failures(read_rejects(beside, readings.setdefault(beside.name, Reading())))
+        failures = Failures(beside, readings.setdefault(beside.name, Reading()))
     if not aggregate.documents and not (failures and failures.total):
         raise DocumentError(f"{results} is empty: there are no results in it to report")
     problems = [f"{name}: {reading.describe()}" for name, reading in readings.items() if reading.malformed]

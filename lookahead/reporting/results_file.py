@@ -171,16 +171,6 @@ def read_results(path: Path, reading: Reading) -> Iterator[Result]:
         )
 
 
-def read_rejects(path: Path, reading: Reading) -> Iterator[dict[str, Any]]:
-    """The lines of a rejects file."""
-    for number, record in _json_lines(path, reading):
-        if isinstance(record.get("error"), str):
-            reading.taken += 1
-            yield record
-        else:
-            reading.complain(number, "has no error")
-
-
 def _opened(path: Path) -> BinaryIO:
     """Open a file, but no device, and no pipe, which would block."""
     if path.exists() and not path.is_file():
@@ -240,18 +230,21 @@ def _kind(name: str, known: Mapping[str, Any]) -> str:
 
 
 class Failures:
-    """Failures by reason. Reasons that differ only in locations, ids and numbers are one."""
+    """The lines of a rejects file by reason. Reasons that differ only in locations, ids and numbers are one."""
 
-    def __init__(self, records: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, path: Path, reading: Reading) -> None:
         self.count: Counter[str] = Counter()
         self.first: dict[str, str] = {}  # message of each reason
         self.examples: dict[str, list[str]] = {}  # the first ids of each reason
-        for record in records:
-            self._add(record)
+        for number, record in _json_lines(path, reading):
+            if isinstance(record.get("error"), str):
+                reading.taken += 1
+                self._add(as_text(record.get("id")), record["error"])
+            else:
+                reading.complain(number, "has no error")
         self.total = self.count.total()
 
-    def _add(self, record: dict[str, Any]) -> None:
-        name, message = as_text(record.get("id")), str(record["error"])
+    def _add(self, name: str, message: str) -> None:
         message = _LOCATION.sub("", message.removeprefix(f"{name}: ")).strip()[:MOST_NAME]
         reason = re.sub(r"\d+", "#", message.replace(name, "…") if name else message)
         if reason not in self.count and len(self.count) >= MOST_REASONS:
