@@ -63,10 +63,10 @@ def round_step(least: float) -> float:
     return next((step * power for step in (1.0, 2.0, 5.0) if step * power >= least * (1 - 1e-9)), 10.0 * power)
 
 
-def scale_from_zero(largest: float) -> Scale:
+def scale_from_zero(largest: float, least_step: float = 0.0) -> Scale:
     """A linear axis from 0 to a round value that is not below `largest`."""
-    step = round_step((largest or 1.0) / 5)
-    return Scale(0.0, step * max(1, math.ceil(largest / step - 1e-9)))
+    step = max(round_step((largest or 1.0) / 5), least_step)
+    return Scale(0.0, step * max(1, math.ceil(largest / step - 1e-9)), least_step=least_step)
 
 
 def scale_of(smallest: float, largest: float) -> Scale:
@@ -105,14 +105,9 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h"
 
 
-def units(number: float) -> str:
-    """A position in a chart, rounded to a tenth: `12.3`, `12`."""
-    return f"{number:.1f}".removesuffix(".0")
-
-
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot. Positions are in SVG units, from the top left."""
+    """A plot. Positions are in SVG units, from the top left, rounded to a tenth."""
 
     WIDTH: ClassVar[int] = 420
     HEIGHT: ClassVar[int] = 236
@@ -125,21 +120,21 @@ class Chart:
     y: Scale
     x_name: str
     y_name: str
-    shapes: list[tuple[str, dict[str, str], str]] = field(default_factory=list)  # tags, attributes and tooltips
+    shapes: list[tuple[str, dict[str, str | float], str]] = field(default_factory=list)  # tags, attributes and tooltips
 
     def left(self, value: float) -> float:
         """Horizontal position of a value."""
-        return float(self.LEFT + (self.RIGHT - self.LEFT) * self.x.place(value))
+        return round(float(self.LEFT + (self.RIGHT - self.LEFT) * self.x.place(value)), 1)
 
     def top(self, value: float) -> float:
         """Vertical position of a value."""
-        return float(self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value))
+        return round(float(self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value)), 1)
 
     def add(self, tag: str, tooltip: str = "", /, **attributes: str | float) -> None:
         """Draw an element. Numbers are positions; `style` is its class."""
         named = {"class" if name == "style" else name: value for name, value in attributes.items()}
-        texts = {name: value if isinstance(value, str) else units(value) for name, value in named.items()}
-        self.shapes.append((tag, texts, tooltip))
+        rounded = {name: value if isinstance(value, str) else round(value, 1) for name, value in named.items()}
+        self.shapes.append((tag, rounded, tooltip))
 
     def add_point(self, x: float, y: float, tooltip: str = "") -> None:
         """Draw a dot at a pair of values."""
@@ -148,8 +143,7 @@ class Chart:
     def add_line(self, style: str, xs: Values, ys: Values) -> None:
         """Draw a line through points; a single point becomes a dot."""
         points = zip(xs.tolist(), ys.tolist(), strict=True)
-        places = " ".join(f"{units(self.left(x))},{units(self.top(y))}" for x, y in points)
-        self.add("polyline", style=style, points=places)
+        self.add("polyline", style=style, points=" ".join(f"{self.left(x)},{self.top(y)}" for x, y in points))
         if len(xs) == 1:
             self.add_point(float(xs[0]), float(ys[0]))
 
@@ -180,8 +174,7 @@ def bin_values(values: Values) -> Bins:
 def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
     """A bar for each bin, and vertical lines at the values of `rules`, by their style."""
     ends = [float(bins.edges[0]), float(bins.edges[-1]), *rules.values()]
-    most = max(bins.counts)
-    y = Scale(0.0, scale_from_zero(most).high if most >= 5 else float(most), least_step=1.0)
+    y = scale_from_zero(max(bins.counts), least_step=1.0)
     chart = Chart(Scale(min(ends), max(ends)), y, x_name, "documents")
     for i, count in enumerate(bins.counts):
         if count:
@@ -192,7 +185,7 @@ def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
             height = chart.BOTTOM - top
             chart.add("rect", f"{span}: {count:,}", style="bar", x=left + 0.5, y=top, width=width, height=height)
     for style, value in rules.items():
-        chart.add("path", style=style, d=f"M{units(chart.left(value))} {chart.TOP}V{chart.BOTTOM}")
+        chart.add("path", style=style, d=f"M{chart.left(value)} {chart.TOP}V{chart.BOTTOM}")
     return chart
 
 
@@ -223,7 +216,7 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
     undefined=StrictUndefined,
 )
-_TEMPLATES.filters |= {each.__name__: each for each in (brief, duration, exact, units)}
+_TEMPLATES.filters |= {each.__name__: each for each in (brief, duration, exact)}
 _TEMPLATES.filters |= {"count": "{:,}".format, "percent": "{:.1%}".format}
 _TEMPLATES.tests["known"] = math.isfinite
 
