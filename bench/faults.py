@@ -31,7 +31,7 @@ from lookahead.documents.readers import read_documents
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, Worker, run_job
 from lookahead.jobs.job_options import JobOptions
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import OutputPaths
 from lookahead.models.loading import load
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.stand_ins import Silent, StandIn

@@ -35,7 +35,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, Worker, run_job
 from lookahead.jobs.job_options import WorkerOptions
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.worker_pool import Plan, WorkerPool
 from lookahead.models.loading import load, prepare_process
 from lookahead.summarization.summarizer import Summarizer

@@ -21,7 +21,7 @@ from lookahead.jobs import job, journal, output_memory, result_lines
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions, to_toml
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models.loading import load
 from lookahead.models.model_state import state_of

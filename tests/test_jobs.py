@@ -18,8 +18,7 @@ from lookahead.jobs import job_figures as report
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions
-from lookahead.jobs.journal import Journal
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary

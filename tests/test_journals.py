@@ -15,11 +15,10 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import journal as journals
-from lookahead.jobs.identity import JobIdentity, text_hash, write_manifest
+from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions, read_job_file
-from lookahead.jobs.journal import Journal
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import Journal, OutputPaths, write_manifest
 from lookahead.jobs.result_lines import copy_of
 from tests.support.stand_ins import Silent, StandIn
 

@@ -12,7 +12,7 @@ import pytest
 from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import OutputPaths
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.stand_ins import Silent
 

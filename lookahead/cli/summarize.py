@@ -81,7 +81,7 @@ def summarize(options: SummarizeOptions) -> None:
     from lookahead.jobs.estimate import select_documents
     from lookahead.jobs.identity import JobIdentity
     from lookahead.jobs.job import JobTotals, run_job
-    from lookahead.jobs.output_location import OutputPaths
+    from lookahead.jobs.journal import OutputPaths
 
     file, memory = _find_memory(options), None
     options = replace(options, pool=options.pool if file is None else None)

@@ -1,18 +1,14 @@
-"""The identity of a job and of its documents, and the manifest that keeps it beside the results."""
+"""The identity of a job and of its documents."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 import xxhash
-
-from lookahead.errors import ConfigError
-from lookahead.utils.atomic import read_json, write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,7 +16,6 @@ if TYPE_CHECKING:
     from lookahead.documents.decode_text import DocumentId
     from lookahead.jobs.job_options import WorkerOptions
 
-VERSION = 1  # of the manifest
 _shortened = Repr()  # of a value in an error message: a prompt may be pages long
 _shortened.maxstring = 80
 
@@ -78,40 +73,6 @@ class JobIdentity:
             f"{name} was {_shortened.repr(other.get(name))} and is {_shortened.repr(mine.get(name))}"
             for name in changed
         )
-
-
-def manifest_path(results: Path) -> Path:
-    """The path of the manifest of a results file."""
-    return Path(f"{results}.manifest.json")
-
-
-def write_manifest(results: Path, identity: JobIdentity, documents: int | None = None) -> None:
-    """Write the manifest of a results file, atomically; a finished job has a number of documents."""
-    record = {
-        "version": VERSION,
-        "state": "running" if documents is None else "finished",
-        "documents": documents,
-        "fingerprint": identity.fingerprint,
-        "job": identity.to_dict(),
-    }
-    write_atomically(manifest_path(results), json.dumps(record, indent=2) + "\n")
-
-
-def read_manifest(results: Path) -> dict[str, Any] | None:
-    """The manifest of a results file, with `state` and `job`, or `None`; ConfigError if it cannot be read here."""
-    path = manifest_path(results)
-    try:
-        record = read_json(path)
-        version = record["version"]
-        if version == VERSION:
-            return {"state": record["state"], "job": dict(record["job"])}
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: no manifest of a job; pass --overwrite to begin anew") from error
-    raise ConfigError(f"{path}: version {version!r}; this release goes on with version {VERSION}")
 
 
 def text_hash(text: str) -> bytes:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.jobs.identity import JobIdentity, text_hash
-from lookahead.jobs.journal import Journal, Sink, Stream
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import Journal, OutputPaths, Sink, Stream
 from lookahead.jobs.result_lines import Record, copy_of
 from lookahead.stats import DecodingStats, total_in_sequence
 

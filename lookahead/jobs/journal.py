@@ -1,27 +1,143 @@
-"""Where a job writes its results and rejects: a journal that can be resumed, or a stream."""
+"""Where a job writes: its files, checked before any work is done, and the journal or stream that goes to them."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
+from lookahead.documents.inputs import Input, check_output, load_packages
 from lookahead.errors import ConfigError
-from lookahead.jobs.identity import JobIdentity, key_of, key_of_line, read_manifest, text_hash, write_manifest
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.identity import JobIdentity, key_of, key_of_line, text_hash
 from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines, unpack_parquet, write_parquet
 from lookahead.ngram.replacing import remove_leftovers
+from lookahead.utils.atomic import read_json, write_atomically
 
 Before = Literal["finished", "rejected"] | None  # what an earlier run did with a document
 Sink = Callable[[Record], None]  # receives the lines of results
 
+VERSION = 1  # of the manifest
 _REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory
+
+
+def manifest_path(results: Path) -> Path:
+    """The path of the manifest of a results file."""
+    return Path(f"{results}.manifest.json")
+
+
+def write_manifest(results: Path, identity: JobIdentity, documents: int | None = None) -> None:
+    """Write the manifest of a results file, atomically; a finished job has a number of documents."""
+    record = {
+        "version": VERSION,
+        "state": "running" if documents is None else "finished",
+        "documents": documents,
+        "fingerprint": identity.fingerprint,
+        "job": identity.to_dict(),
+    }
+    write_atomically(manifest_path(results), json.dumps(record, indent=2) + "\n")
+
+
+def read_manifest(results: Path) -> dict[str, Any] | None:
+    """The manifest of a results file, with `state` and `job`, or `None`; ConfigError if it cannot be read here."""
+    path = manifest_path(results)
+    try:
+        record = read_json(path)
+        version = record["version"]
+        if version == VERSION:
+            return {"state": record["state"], "job": dict(record["job"])}
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: no manifest of a job; pass --overwrite to begin anew") from error
+    raise ConfigError(f"{path}: version {version!r}; this release goes on with version {VERSION}")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPaths:
+    """The files a job writes."""
+
+    results: Path | None = None  # `None` if the summaries are shown
+    rejects: Path | None = None  # `None` is `RESULTS.rejects.jsonl`, or no file without results
+    overwrite: bool = False  # replace existing files
+    resume: bool = False  # continue what an earlier run wrote
+    retry_rejects: bool = False  # try again what failed there
+
+    def __post_init__(self) -> None:
+        if self.rejects is None and self.results is not None:
+            object.__setattr__(self, "rejects", Path(f"{self.results}.rejects.jsonl"))
+
+    @property
+    def is_parquet(self) -> bool:
+        """Whether the results become a Parquet file."""
+        return self.results is not None and self.results.suffix.lower() == ".parquet"
+
+    @property
+    def running(self) -> Path | None:
+        """The file of JSON lines while the job runs."""
+        return Path(f"{self.results}.running.jsonl") if self.is_parquet else self.results
+
+    @property
+    def is_journal(self) -> bool:
+        """Whether the results go to a file that can be resumed, not to a pipe or a device."""
+        return self.results is not None and (self.results.is_file() or not self.results.exists())
+
+    @property
+    def all(self) -> list[Path]:
+        """Every file of the job, existing or not."""
+        journal = (self.running, manifest_path(self.results)) if self.results is not None and self.is_journal else ()
+        return list(dict.fromkeys(path for path in (self.results, *journal, self.rejects) if path is not None))
+
+    @property
+    def no_inputs(self) -> list[Path]:
+        """Files that are not read from a folder of inputs: all but results that exist and that no job wrote."""
+        results = self.results
+        is_strange = results is not None and results.is_file() and not manifest_path(results).exists()
+        return [path for path in self.all if not (is_strange and path == results)]
+
+    def check(self, inputs: Sequence[Input]) -> None:
+        """Refuse a path that cannot be written or that holds something else with a ConfigError, before any work."""
+        results = self.results
+        if self.resume and self.overwrite:
+            raise ConfigError("--resume goes on with an output and --overwrite begins anew; pass one of them")
+        if self.resume and not self.is_journal:
+            raise ConfigError("--resume needs --output, the file to go on with")
+        if results is not None and self.rejects is not None:
+            named = {self.running: "the running job", results: "the summaries", manifest_path(results): "the manifest"}
+            for path, content in named.items():
+                if path is not None and path.resolve() == self.rejects.resolve():
+                    raise ConfigError(f"output {path} cannot hold both {content} and the rejects")
+        manifest = read_manifest(results) if results is not None and self.is_journal and not self.overwrite else None
+        if manifest is None and self.resume:
+            if any(path is not None and path.is_file() and path.stat().st_size for path in (results, self.running)):
+                raise ConfigError(
+                    f"output {results} has no manifest ({results}.manifest.json), so what wrote it is unknown; name "
+                    "another --output, or pass --overwrite to begin anew"
+                )
+        elif manifest is not None and not self.resume:
+            state = "a finished job" if manifest["state"] == "finished" else "a job that did not finish"
+            raise ConfigError(
+                f"output {results} is of {state}; pass --resume to do what is missing, or --overwrite to begin anew"
+            )
+        if self.is_parquet:
+            load_packages("parquet", str(results))
+        for path in self.all:
+            check_output(path, inputs, overwrite=self.overwrite or self.resume)
+
+    def clear(self) -> None:
+        """With `overwrite`, remove the files of an earlier job; call it after `check`."""
+        for path in self.all if self.overwrite else ():
+            if path.is_file():
+                path.unlink()
 
 
 class Stream(ExitStack):
