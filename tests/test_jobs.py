@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet
@@ -77,7 +78,8 @@ def run(items, worker=None, *, resume=False, identity=JOB, output=OUT, rows=1, *
     totals = JobTotals()
     paths = OutputPaths(output, resume=resume, **options)
     paths.check([])
-    run_job(items, worker or Worker(), paths, identity, totals=totals, observer=Silent(), rows=rows)
+    summarize_all = partial((worker or Worker()).summarize_all, rows=rows)
+    run_job(items, summarize_all, paths, identity, totals=totals, observer=Silent())
     return totals
 
 

@@ -39,12 +39,12 @@ class Worker(StandIn):
         self.killed_after = killed_after
         self.seen: list[Any] = []
 
-    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Any]:
+    def summarize_all(self, documents: Iterable[Document]) -> Iterator[Any]:
         for document in documents:
             if len(self.seen) == self.killed_after:
                 raise Killed
             self.seen.append(document.id)
-            yield from super().summarize_all([document], rows)
+            yield from super().summarize_all([document])
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,8 @@ def run(
 ) -> JobTotals:
     paths, totals = OutputPaths(output, **options), JobTotals()
     paths.check([])
-    run_job(items, worker or Worker(), paths, JOB, totals=totals, observer=Silent(), rows=1, is_part=is_part)
+    summarize_all = (worker or Worker()).summarize_all
+    run_job(items, summarize_all, paths, JOB, totals=totals, observer=Silent(), is_part=is_part)
     return totals
 
 

@@ -36,7 +36,7 @@ class Killed(BaseException):
 def run(items, worker, *, identity=KEEPING, output, resume=False):
     totals, paths = JobTotals(), OutputPaths(output, resume=resume)
     paths.check([])
-    run_job(items, worker, paths, identity, totals=totals, observer=Silent(), rows=1)
+    run_job(items, worker.summarize_all, paths, identity, totals=totals, observer=Silent())
     return totals
 
 
@@ -47,7 +47,7 @@ class Summarizing:
         self.summarizer = Summarizer(model, tokenizer, max_new_tokens=16, keep_parts=True)
         self.killed_after = killed_after
 
-    def summarize_all(self, documents, rows):
+    def summarize_all(self, documents):
         for number, done in enumerate(self.summarizer.summarize_all(documents, 1)):
             if number == self.killed_after:
                 raise Killed

@@ -83,7 +83,7 @@ def run(pool, documents, output, observer=None):
     paths.check([])
     with pool:
         identity = pool.wait_ready(2).identity
-        run_job(documents, pool, paths, identity, totals=totals, observer=observer or Silent())
+        run_job(documents, pool.summarize_all, paths, identity, totals=totals, observer=observer or Silent())
     return totals
 
 

@@ -18,7 +18,7 @@ from lookahead.errors import ConfigError, LookaheadError
 from lookahead.jobs.identity import text_hash
 
 if TYPE_CHECKING:
-    from lookahead.jobs.job import Worker
+    from lookahead.jobs.job import SummarizeAll
     from lookahead.jobs.job_options import JobOptions
     from lookahead.summarization.chunking import Parts
     from lookahead.summarization.prompt_fitter import PromptFitter
@@ -70,7 +70,7 @@ class Estimate:
 
 
 def estimate_job(
-    documents: Iterable[Document | Reject], fitter: PromptFitter, worker: Worker, options: JobOptions
+    documents: Iterable[Document | Reject], fitter: PromptFitter, summarize_all: SummarizeAll, options: JobOptions
 ) -> Estimate:
     """Read and cut all documents, summarize a few at random, and extrapolate their time. Nothing is written.
 
@@ -108,15 +108,13 @@ def estimate_job(
         # The mean of scaling by documents and by tokens, since only prompts vary in length.
         by_documents = sum(fitted.tokens for _, fitted in tried) / len(tried) * len(seen)
         tokens = (by_documents + estimate.document_tokens) / 2
-        estimate.seconds = round(_seconds_per_token(tried, worker, options.rows, draw) * tokens, 3)
+        estimate.seconds = round(_seconds_per_token(tried, summarize_all, draw) * tokens, 3)
         if options.price_per_hour is not None:
             estimate.cost = round(estimate.seconds / 3600 * options.price_per_hour, 4)
     return estimate
 
 
-def _seconds_per_token(
-    tried: list[tuple[Document, Parts]], worker: Worker, rows: int | None, draw: random.Random
-) -> float:
+def _seconds_per_token(tried: list[tuple[Document, Parts]], summarize_all: SummarizeAll, draw: random.Random) -> float:
     """Summarize documents, of a long one `MOST_PARTS` neighbouring parts; seconds per token of what was summarized."""
     excerpts, tokens = [], 0
     for document, fitted in tried:
@@ -130,6 +128,6 @@ def _seconds_per_token(
             excerpts.append(Document(document.id, document.text[first.chars[0] : last.chars[1]]))
             tokens += last.tokens[1] - first.tokens[0]
     start = time.perf_counter()
-    for _ in worker.summarize_all(excerpts, rows):
+    for _ in summarize_all(excerpts):
         pass
     return (time.perf_counter() - start) / max(1, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from lookahead.summarization.summarizer import PlainFigures, Summarized
 
 
-class Worker(Protocol):
-    """Summarizes documents: a `Summarizer` in this process, or a `WorkerPool` on a cluster."""
-
-    def summarize_all(self, documents: Iterable[Document], rows: int | None) -> Iterator[Summarized | Reject]:
-        """Summarize documents, up to `rows` at a time; yields them as they finish."""
+# Takes documents, and yields them as they finish: of a `Summarizer` in this process, or of a `WorkerPool` on a cluster.
+SummarizeAll = Callable[[Iterable[Document]], Iterator["Summarized | Reject"]]
 
 
 class JobObserver(Protocol):
@@ -60,13 +57,12 @@ class JobTotals:
 
 def run_job(
     documents: Iterable[Document | Reject],
-    worker: Worker,
+    summarize_all: SummarizeAll,
     paths: OutputPaths,
     identity: JobIdentity,
     *,
     totals: JobTotals,
     observer: JobObserver,
-    rows: int | None = None,
     is_part: bool = False,
     shown: Sink | None = None,
 ) -> None:
@@ -84,9 +80,9 @@ def run_job(
     writer: Journal | Stream
     writer = Journal(paths, identity, totals.notes, is_part=is_part) if paths.is_journal else Stream(paths, shown)
     with writer:
-        run = _Run(writer, identity, totals, observer)
+        run = _Run(writer, {"model": identity.model, "fingerprint": identity.fingerprint}, totals, observer)
         try:
-            for outcome in worker.summarize_all(run.unfinished(documents), rows):
+            for outcome in summarize_all(run.unfinished(documents)):
                 if isinstance(outcome, Reject):
                     run.reject(outcome)
                 else:
@@ -99,11 +95,9 @@ def run_job(
 
 
 class _Run:
-    def __init__(
-        self, writer: Journal | Stream, identity: JobIdentity, totals: JobTotals, observer: JobObserver
-    ) -> None:
+    def __init__(self, writer: Journal | Stream, job: Record, totals: JobTotals, observer: JobObserver) -> None:
         self._writer, self._totals, self._observer = writer, totals, observer
-        self._job = {"model": identity.model, "fingerprint": identity.fingerprint}  # in every line
+        self._job = job  # fields of every line
         self._twins: dict[bytes, list[DocumentId]] = {}  # documents that wait for an equal text, by its hash
 
     def unfinished(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:

@@ -316,9 +316,8 @@ class Journal(ExitStack):
             offset, size = 0, os.fstat(file.fileno()).st_size
             for number, line in enumerate(file, start=1):
                 record: Record | None = None
-                if line.endswith(b"\n"):
-                    with suppress(ValueError):
-                        record = parse_record(line)
+                with suppress(ValueError):
+                    record = parse_record(line)
                 if record is None and offset + len(line) == size:
                     file.truncate(offset)
                     os.fsync(file.fileno())

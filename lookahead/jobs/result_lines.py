@@ -105,10 +105,10 @@ def print_line(record: Record) -> None:
 
 
 def parse_record(line: bytes) -> Record:
-    """The JSON object of a line; ValueError if it is something else."""
+    """The JSON object of a whole line; ValueError if it is something else."""
     record = parse_json(line)
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+    if not isinstance(record, dict) or not line.endswith(b"\n"):
+        raise ValueError("not a JSON object in a line")
     return record
 
 

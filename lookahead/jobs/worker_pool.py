@@ -1,10 +1,8 @@
-"""A pool of workers on a Ray cluster, used like one summarizer.
+"""A pool of workers on a Ray cluster, used like one summarizer; `docs/ray.md` says why it is not `map_batches`.
 
 A worker is a Ray actor: an engine in a process of its own. One document is one call. A worker has a few more documents
 in flight than it has rows, and decodes them together. Documents of a dead worker go to others; those that several
-workers died with are retried last and alone. Ray's own `map_batches` is as fast, but it reads all documents before the
-first result, retries a document that kills workers without end or loses its neighbours, and waits with the work of a
-dead worker until it is restarted.
+workers died with are retried last and alone.
 """
 
 from __future__ import annotations
@@ -161,11 +159,11 @@ class WorkerPool:
                 pass
         return self._first
 
-    def summarize_all(self, documents: Iterable[Document], rows: int | None = None) -> Iterator[Outcome]:
+    def summarize_all(self, documents: Iterable[Document]) -> Iterator[Outcome]:
         """Summarize documents. They are taken when a worker has room, and yielded as they finish.
 
         If `documents` raises, what is in flight is finished and yielded first. ClusterError if no worker is left, and
-        none can be started. `rows` is unused: the rows of a worker are among its options.
+        none can be started.
         """
         source, is_open = iter(documents), True
         error: Exception | None = None
