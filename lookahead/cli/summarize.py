@@ -87,7 +87,8 @@ def summarize(options: SummarizeOptions) -> None:
     options = replace(options, pool=options.pool if file is None else None)
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume, options.retry_rejects)
     skipped: list[str] = []
-    sources = find_inputs(inputs, options.field, options.id_field, leave_out=paths.no_inputs, on_skip=skipped.append)
+    rejects = [] if paths.rejects is None else [paths.rejects]  # the other files of a job are known by its manifest
+    sources = find_inputs(inputs, options.field, options.id_field, leave_out=rejects, on_skip=skipped.append)
     say_skipped(skipped)
     check_readers(sources)
     if not options.dry_run:

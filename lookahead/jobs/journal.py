@@ -97,13 +97,6 @@ class OutputPaths:
         journal = (self.running, manifest_path(self.results)) if self.results is not None and self.is_journal else ()
         return list(dict.fromkeys(path for path in (self.results, *journal, self.rejects) if path is not None))
 
-    @property
-    def no_inputs(self) -> list[Path]:
-        """Files that are not read from a folder of inputs: all but results that exist and that no job wrote."""
-        results = self.results
-        is_strange = results is not None and results.is_file() and not manifest_path(results).exists()
-        return [path for path in self.all if not (is_strange and path == results)]
-
     def check(self, inputs: Sequence[Input]) -> None:
         """Refuse a path that cannot be written or that holds something else with a ConfigError, before any work."""
         results = self.results

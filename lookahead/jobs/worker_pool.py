@@ -43,9 +43,8 @@ class RayWorker:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = WorkerOptions(**options)
-        self._inbox: SimpleQueue[Document] = SimpleQueue()
-        self._waiting: dict[int, tuple[Document, Future[Summary | str]]] = {}  # by the `id` of the document
-        self._in_flight = 0
+        self._inbox: SimpleQueue[tuple[Document, Future[Summary | str]]] = SimpleQueue()
+        self._in_flight: dict[int, tuple[Document, Future[Summary | str]]] = {}  # by the `id` of the document
         self._failure: BaseException | None = None
 
     async def start(self) -> WorkerInfo | LookaheadError:
@@ -71,8 +70,7 @@ class RayWorker:
     async def summarize(self, document: Document) -> Summary | str:
         """The summary of a document, or an error message. RuntimeError if the engine has stopped."""
         answer: Future[Summary | str] = Future()
-        self._waiting[id(document)] = document, answer
-        self._inbox.put(document)
+        self._inbox.put((document, answer))
         if self._failure is not None:  # checked last: an engine that stops later fails the pending futures
             raise RuntimeError(f"the engine stopped: {self._failure!r}")
         return await asyncio.wrap_future(answer)
@@ -80,25 +78,25 @@ class RayWorker:
     def _serve(self, summarizer: Summarizer) -> None:
         try:
             for outcome in summarizer.summarize_all(self._documents(), self._options.rows):
-                self._in_flight -= 1
-                _, answer = self._waiting.pop(id(outcome.document))
+                _, answer = self._in_flight.pop(id(outcome.document))
                 answer.set_result(outcome.summary if isinstance(outcome, Summarized) else outcome.error)
             raise RuntimeError("the engine ended before its input did")
         except BaseException as error:
             # No caller sees an error of this thread: fail the pending calls and all later ones.
             self._failure = error
-            for _, answer in list(self._waiting.values()):
+            waiting = [self._inbox.get() for _ in range(self._inbox.qsize())]
+            for _, answer in [*self._in_flight.values(), *waiting]:
                 answer.set_exception(RuntimeError(f"the engine stopped: {error!r}"))
 
     def _documents(self) -> Iterator[Document | None]:
         """The documents as they arrive. While some are in flight, None instead of waiting."""
         while True:
             try:
-                document = self._inbox.get(block=self._in_flight == 0)
+                document, answer = self._inbox.get(block=not self._in_flight)
             except Empty:
                 yield None
             else:
-                self._in_flight += 1
+                self._in_flight[id(document)] = document, answer
                 yield document
 
 
