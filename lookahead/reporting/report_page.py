@@ -81,8 +81,7 @@ def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[st
 
 def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
     """Tokens per second along the file, in stretches of `stretch` documents."""
-    ours = _speed_by_stretch(aggregate.column("decoded"), aggregate.column("decode_s"))
-    plain = _speed_by_stretch(aggregate.column("plain_decoded"), aggregate.column("plain_decode_s"))
+    ours, plain = _speed_by_stretch(aggregate, ""), _speed_by_stretch(aggregate, "plain_")
     if ours is None:
         return None
     fastest = max(float(speeds.max()) for _, speeds in (ours, plain or ours))
@@ -93,13 +92,14 @@ def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
     chart.add_line("ours", *ours)
     if plain:
         chart.add_line("plain-line", *plain)
-    stretch = -(-int(np.isfinite(aggregate.column("decode_s")).sum()) // _MOST_STRETCHES)
+    stretch = -(-aggregate.count("decode_s") // _MOST_STRETCHES)
     return {"chart": chart, "has_plain": plain is not None, "stretch": stretch}
 
 
-def _speed_by_stretch(decoded: charts.Values, seconds: charts.Values) -> tuple[charts.Values, charts.Values] | None:
+def _speed_by_stretch(aggregate: Aggregate, prefix: str) -> tuple[charts.Values, charts.Values] | None:
     """The middle of each stretch of the file, counted in documents, and its tokens per second."""
-    known = np.flatnonzero(np.isfinite(decoded) & np.isfinite(seconds) & (seconds > 0))
+    decoded, seconds = aggregate.column(f"{prefix}decoded"), aggregate.column(f"{prefix}decode_s")
+    known = np.flatnonzero(np.isfinite(decoded) & (seconds > 0))
     if not known.size:
         return None
     parts = np.array_split(known, min(_MOST_STRETCHES, known.size))

@@ -81,8 +81,13 @@ class Result:
 
 def _figures(record: Mapping[str, Any], stats: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, float]:
     prefill_s, decode_s = _number(stats.get("prefill_s")), _number(stats.get("decode_s"))
-    decoded, plain_decode_s = _decoded(stats, decode_s), _number(plain.get("decode_s"))
+    plain_decode_s, histogram = _number(plain.get("decode_s")), stats.get("acceptance_histogram")
     identical, reason = record.get("identical"), record.get("finish_reason")
+    if isinstance(histogram, Mapping):
+        counts = [(key, _number(passes, 0.0)) for key, passes in histogram.items() if _LENGTH.fullmatch(str(key))]
+        decoded = sum(int(length) * passes for length, passes in counts)
+    else:
+        decoded = _number(stats.get("tokens_per_s")) * decode_s
     return {
         "document_tokens": _number(record.get("document_tokens")),
         "summary_tokens": _number(record.get("summary_tokens")),
@@ -118,15 +123,6 @@ def _number(value: Any, missing: float = math.nan) -> float:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _decoded(stats: Mapping[str, Any], decode_s: float) -> float:
-    """Tokens of the forward passes: exactly from the histogram, else from the speed."""
-    histogram = stats.get("acceptance_histogram")
-    if not isinstance(histogram, Mapping):
-        return _number(stats.get("tokens_per_s")) * decode_s
-    counts = [(key, _number(passes, 0.0)) for key, passes in histogram.items() if _LENGTH.fullmatch(str(key))]
-    return sum(int(length) * passes for length, passes in counts)
 
 
 @dataclass(slots=True)
