@@ -7,7 +7,7 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +62,7 @@ def read_manifest(results: Path) -> dict[str, Any] | None:
     raise ConfigError(f"{path}: version {version!r}; this release goes on with version {VERSION}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutputPaths:
     """The files a job writes."""
 
@@ -71,20 +71,14 @@ class OutputPaths:
     overwrite: bool = False  # replace existing files
     resume: bool = False  # continue what an earlier run wrote
     retry_rejects: bool = False  # try again what failed there
+    is_parquet: bool = field(init=False)  # whether the results become a Parquet file
+    running: Path | None = field(init=False)  # the file of JSON lines while the job runs
 
     def __post_init__(self) -> None:
+        self.is_parquet = self.results is not None and self.results.suffix.lower() == ".parquet"
+        self.running = Path(f"{self.results}.running.jsonl") if self.is_parquet else self.results
         if self.rejects is None and self.results is not None:
-            object.__setattr__(self, "rejects", Path(f"{self.results}.rejects.jsonl"))
-
-    @property
-    def is_parquet(self) -> bool:
-        """Whether the results become a Parquet file."""
-        return self.results is not None and self.results.suffix.lower() == ".parquet"
-
-    @property
-    def running(self) -> Path | None:
-        """The file of JSON lines while the job runs."""
-        return Path(f"{self.results}.running.jsonl") if self.is_parquet else self.results
+            self.rejects = Path(f"{self.results}.rejects.jsonl")
 
     @property
     def is_journal(self) -> bool:

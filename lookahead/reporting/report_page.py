@@ -118,16 +118,16 @@ def _times(aggregate: Aggregate, what: str) -> tuple[charts.Chart, int] | None:
 
 
 def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
-    (most, least), what = aggregate.ranked["speedup"], "speedup"
-    if not most:
-        (most, least), what = aggregate.ranked["acceptance_length"], "tokens per pass"
+    ranked = aggregate.ranked
+    column, what = ("speedup", "speedup") if ranked["speedup", 1] else ("acceptance_length", "tokens per pass")
+    most, least = ranked[column, -1], ranked[column, 1]
     # No document is in both lists.
     shown = results_file.MOST_SHOWN
     half = shown if len(most) == shown and aggregate.documents >= 2 * shown else (len(most) + 1) // 2
     best = most[:half]
     worst = [result for result in least if not any(result is each for each in best)][:half]
     lists = [
-        ("Took longest", aggregate.ranked["seconds"][0]),
+        ("Took longest", ranked["seconds", -1]),
         (f"Gained most, by {what}", best),
         (f"Gained least, by {what}", worst),
     ]

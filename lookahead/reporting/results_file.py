@@ -212,14 +212,6 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, record
 
 
-def _rank(ranking: list[Result], result: Result, column: str, sign: int = 1) -> None:
-    """Keep the `MOST_SHOWN` results with the largest values, or the smallest; the earlier of equal values."""
-    if math.isfinite(result.figures[column]):
-        ranking.append(result)
-        ranking.sort(key=lambda each: -sign * each.figures[column])
-        del ranking[MOST_SHOWN:]
-
-
 def _kind(name: str, known: Mapping[str, Any]) -> str:
     """The name to count under: a results file may hold any number of names."""
     return name if name in known or len(known) < MOST_KINDS else "others"
@@ -261,8 +253,8 @@ class Aggregate:
         self.names_of_different: list[str] = []  # of the first lines with other tokens by plain decoding
         self.models: Counter[str] = Counter()
         self.sources: dict[str, SourceCounts] = {}  # by proposer
-        # By column, the lines with the largest values and those with the smallest.
-        self.ranked: dict[str, tuple[list[Result], list[Result]]] = {name: ([], []) for name in _RANKED}
+        # The lines with the smallest values of a column, or with sign -1 the largest; the earlier of equal values.
+        self.ranked: dict[tuple[str, int], list[Result]] = {(name, sign): [] for name in _RANKED for sign in (1, -1)}
         self._columns = {name: array("d") for name in Result.from_record({}).figures}
         for result in results:
             self._add(result)
@@ -301,9 +293,11 @@ class Aggregate:
     def _add(self, result: Result) -> None:
         for name, column in self._columns.items():
             column.append(result.figures[name])
-        for name, (most, least) in self.ranked.items():
-            _rank(most, result, name)
-            _rank(least, result, name, -1)
+        for (name, sign), ranking in self.ranked.items():
+            if math.isfinite(result.figures[name]):
+                ranking.append(result)
+                ranking.sort(key=lambda each: sign * each.figures[name])
+                del ranking[MOST_SHOWN:]
         if len(self.names) < MOST_NAMED:
             self.names.append(result.name)
         self.documents += 1
