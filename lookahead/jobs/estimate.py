@@ -128,6 +128,5 @@ def _seconds_per_token(tried: list[tuple[Document, Parts]], summarize_all: Summa
             excerpts.append(Document(document.id, document.text[first.chars[0] : last.chars[1]]))
             tokens += last.tokens[1] - first.tokens[0]
     start = time.perf_counter()
-    for _ in summarize_all(excerpts):
-        pass
+    list(summarize_all(excerpts))
     return (time.perf_counter() - start) / max(1, tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -25,6 +26,7 @@ Before = Literal["finished", "rejected"] | None  # what an earlier run did with 
 Sink = Callable[[Record], None]  # receives the lines of results
 
 VERSION = 1  # of the manifest
+_TEXT_HASH = re.compile("[0-9a-f]{32}")
 _REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory
 
 
@@ -318,11 +320,8 @@ class Journal(ExitStack):
                 offset += len(line)
 
     def _is_own(self, record: Record) -> bool:
-        try:
-            bytes.fromhex(record["document"])
-            return "id" in record and bool(record["fingerprint"] == self._identity.fingerprint)
-        except (ValueError, KeyError, TypeError):
-            return False
+        is_of_job = "id" in record and record.get("fingerprint") == self._identity.fingerprint
+        return is_of_job and _TEXT_HASH.fullmatch(str(record.get("document"))) is not None
 
 
 def _acquire_lock(output: Path) -> FileLock:

@@ -153,8 +153,7 @@ class WorkerPool:
     def wait_ready(self, workers: int = 1) -> WorkerInfo:
         """Wait until so many workers are ready; LookaheadError if options are wrong, or all died while they started."""
         while self._first is None or sum(worker.capacity > 0 for worker in self._workers) < workers:
-            for _ in self._collect(waits=True):
-                pass
+            list(self._collect(waits=True))
         return self._first
 
     def summarize_all(self, documents: Iterable[Document]) -> Iterator[Outcome]:
