@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -134,8 +133,7 @@ class WorkerPool:
         self._options, self._size = options, plan.workers
         self._workers: list[_Worker] = []
         self._calls: dict[Any, _Call] = {}
-        self._retries: deque[tuple[Document, int]] = deque()  # with the number of workers that died
-        self._last_tries: deque[Document] = deque()
+        self._retries: list[tuple[Document, int]] = []  # by the number of workers that died with the document
         self._first: WorkerInfo | None = None
         self._failed_starts = 0
         self._last_words = ""  # why the last worker was removed
@@ -170,22 +168,20 @@ class WorkerPool:
             document, deaths = None, 0
             if worker is None:
                 pass
-            elif self._retries:
-                document, deaths = self._retries.popleft()
+            elif self._retries and (self._retries[0][1] < TRIES - 1 or not (is_open or worker.in_flight)):
+                document, deaths = self._retries.pop(0)
             elif is_open:
                 try:
                     document = next(source)
                 except Exception as raised:
                     is_open, error = False, None if isinstance(raised, StopIteration) else raised
                     continue
-            elif self._last_tries and worker.in_flight == 0:
-                document, deaths = self._last_tries.popleft(), TRIES - 1
             if worker is not None and document is not None:
-                size = worker.capacity if deaths == TRIES - 1 else 1  # the last try is alone
+                size = worker.capacity if deaths == TRIES - 1 else 1  # the last try is alone, after all others
                 self._calls[worker.handle.summarize.remote(document)] = _Call(worker, document, deaths, size)
                 worker.in_flight += size
             is_busy = any(call.document is not None for call in self._calls.values())
-            if not (is_open or is_busy or self._retries or self._last_tries):
+            if not (is_open or is_busy or self._retries):
                 break
             yield from self._collect(waits=document is None)
         if error is not None:
@@ -244,12 +240,11 @@ class WorkerPool:
                 self._add()
         if call.document is None:
             return
-        deaths, name = call.deaths + 1, call.document.id
-        if deaths < TRIES - 1:
-            self._retries.append((call.document, deaths))
-        elif deaths < TRIES:
-            self._last_tries.append(call.document)
+        if call.deaths + 1 < TRIES:
+            self._retries.append((call.document, call.deaths + 1))
+            self._retries.sort(key=lambda each: each[1])
         else:
+            name = call.document.id
             yield Reject(name, f"{name}: {TRIES} workers died while they summarized it: {reason}", call.document)
 
     def _remove(self, worker: _Worker, reason: str) -> None:

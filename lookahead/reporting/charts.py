@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -109,12 +109,8 @@ def duration(seconds: float) -> str:
 class Chart:
     """A plot. Positions are in SVG units, from the top left, rounded to a tenth."""
 
-    WIDTH: ClassVar[int] = 420
-    HEIGHT: ClassVar[int] = 236
-    LEFT: ClassVar[int] = 46
-    RIGHT: ClassVar[int] = 402
-    TOP: ClassVar[int] = 24
-    BOTTOM: ClassVar[int] = 196
+    WIDTH, HEIGHT = 420, 236
+    LEFT, RIGHT, TOP, BOTTOM = 46, 402, 24, 196  # of the axes
 
     x: Scale
     y: Scale
