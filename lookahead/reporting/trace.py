@@ -81,48 +81,35 @@ def trace(
     ids = PromptReader(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
     engine = prepare_ids(model, tokenizer, [ids], config, None, None, generate_kwargs)
     names = list(getattr(engine, "sources", ()))
-    decoder = _PieceDecoder(tokenizer)
+    tokens: list[int] = []  # emitted so far
     steps = []
     with engine.serving():
         begin = clock()
         for step_outputs in engine.run():
             seconds = clock() - begin
-            steps.append(_step(step_outputs[0], names, decoder, seconds))
+            steps.append(_step(step_outputs[0], names, tokenizer, tokens, seconds))
             begin = clock()
     read = prompt if isinstance(prompt, str) else str(tokenizer.decode(ids))
     return Trace(read, names, steps, engine.stats[0])
 
 
-def _step(step_output: StepOutput, names: list[str], decoder: _PieceDecoder, seconds: float) -> Step:
+def _step(
+    step_output: StepOutput, names: list[str], tokenizer: PreTrainedTokenizerBase, tokens: list[int], seconds: float
+) -> Step:
     origins, drafted, expected = [], 0, 0.0
     if (draft := step_output.draft) is not None:
         origins = draft.tree.sources[step_output.path[1:]].tolist()
         drafted, expected = len(draft.tree) - 1, float(np.sum(draft.path_probs)) - 1.0
+    pieces = []
     # The last token is the model's own, as all are without a draft. After a stop there are fewer tokens than origins.
-    pieces = [
-        decoder.add(token, tuple(name for bit, name in enumerate(names) if origin >> bit & 1))
-        for token, origin in zip(step_output.tokens.tolist(), chain(origins, repeat(0)), strict=False)
-    ]
+    for token, origin in zip(step_output.tokens.tolist(), chain(origins, repeat(0)), strict=False):
+        tokens.append(token)
+        before, text = (str(tokenizer.decode(each, skip_special_tokens=True)) for each in (tokens[:-1], tokens))
+        added = "" if text.endswith(_INCOMPLETE) else text[len(before.rstrip(_INCOMPLETE)) :]
+        is_special = not added and token in tokenizer.all_special_ids
+        special = str(tokenizer.convert_ids_to_tokens(token)) if is_special else ""
+        pieces.append(TracePiece(added, tuple(name for bit, name in enumerate(names) if origin >> bit & 1), special))
     return Step(pieces, drafted, expected, len(step_output.path) - 1, seconds)
-
-
-class _PieceDecoder:
-    """Decodes tokens one at a time, so that the pieces add up to the text of all."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._text = ""
-        self._specials = set(tokenizer.all_special_ids)
-
-    def add(self, token: int, sources: tuple[str, ...]) -> TracePiece:
-        self._tokens.append(token)
-        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-        if text.endswith(_INCOMPLETE):
-            return TracePiece("", sources)
-        piece, self._text = text[len(self._text) :], text
-        special = str(self._tokenizer.convert_ids_to_tokens(token)) if token in self._specials and not piece else ""
-        return TracePiece(piece, sources, special)
 
 
 def step_cells(number: int, step: Step) -> tuple[str, ...]:
