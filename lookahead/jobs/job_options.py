@@ -12,7 +12,7 @@ import sys
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
@@ -119,10 +119,11 @@ class DraftingOptions:
 
             sources.append(Heads(self.heads))
         columns: Any = int(self.window) if self.window is not None and self.window.isdecimal() else self.window
-        named = ("pool", "max_nodes", "ngram_size", "guesses", "exactness", "compile", "cuda_graphs")
-        given: dict[str, Any] = {name: getattr(self, name) for name in named}
-        given["memory"] = "shared" if self.memory is None else self.memory
-        config = LookaheadConfig(proposers=sources, window=columns, **given)
+        config = LookaheadConfig(
+            proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
+            guesses=self.guesses, exactness=cast(Any, self.exactness), compile=self.compile,
+            cuda_graphs=self.cuda_graphs, memory="shared" if self.memory is None else self.memory,
+        )  # fmt: skip
         return None if config == LookaheadConfig() else config
 
 
