@@ -184,7 +184,7 @@ class Journal(ExitStack):
         self._rejected: set[bytes] = set()  # keys of the lines of rejects
         self._order: list[bytes] = []  # keys of the documents of the inputs
         self._text_of_id: dict[bytes, bytes] = {}  # the first text hash of each id, by its key
-        self._unreadable: set[bytes] = set()  # keys of the ids of documents that could not be read
+        self._unreadable: set[bytes] = set()  # keys of the ids of documents that could not be read, without `is_part`
         self._same_ids: list[DocumentId] = []  # of documents with the id of another and a different text
         with ExitStack() as files:  # releases the lock if opening fails
             files.callback(_acquire_lock(self._results).release)
@@ -213,7 +213,7 @@ class Journal(ExitStack):
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a document that failed, unless an earlier run did; `content` is its text hash, if read."""
         key = key_of(reject.id, content or reject.error)
-        if content is None:
+        if content is None and not self._is_part:
             self._unreadable.add(key_of(reject.id))
         self._order.append(key)
         if key not in self._rejected:
@@ -229,11 +229,22 @@ class Journal(ExitStack):
                 f"{len(self._same_ids)} {have} the id of another with a different text, the first of them "
                 f"{self._same_ids[0]!r}; lines of one id stand in the order of the inputs"
             )
-        count, dropped = sort_lines(self._running, self._order, self._has_changed)
+        # A line that matches no document of this run is outdated if its id is that of one.
+        ids = set() if self._is_part else {*self._text_of_id}
+        count, dropped = sort_lines(self._running, self._order, lambda record: key_of(record["id"]) in ids)
         if dropped:
             self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
-            self._sort_rejects()
+            # So are rejects that have a newer error, or whose documents are finished.
+            others, taken = ids | self._unreadable, {*self._order}
+            sort_lines(
+                self._rejects,
+                (key for key in self._order if key in self._rejected),
+                lambda record: key_of(record["id"]) in others or key_of_line(record) in taken,
+                newest_only=True,
+            )
+            if self._rejects.stat().st_size == 0:
+                self._rejects.unlink()
         if self._is_parquet:
             write_parquet(self._running, self._results)
         write_manifest(self._results, self._identity, count)
@@ -253,23 +264,6 @@ class Journal(ExitStack):
         with open(self._running, "rb") as file:
             file.seek(self._offsets[content])
             return parse_record(file.readline())
-
-    def _has_changed(self, record: Record) -> bool:
-        """Whether a line that matches no document of this run has the id of one."""
-        return not self._is_part and key_of(record["id"]) in self._text_of_id
-
-    def _sort_rejects(self) -> None:
-        """Sort the rejects. Drop those of documents that are finished or have a newer error."""
-        taken = set(self._order)
-
-        def is_outdated(record: Record) -> bool:
-            has_newer_error = not self._is_part and key_of(record["id"]) in self._unreadable
-            return has_newer_error or self._has_changed(record) or key_of_line(record) in taken
-
-        order = (key for key in self._order if key in self._rejected)
-        sort_lines(self._rejects, order, is_outdated, newest_only=True)
-        if self._rejects.stat().st_size == 0:
-            self._rejects.unlink()
 
     def _open(self, paths: OutputPaths, files: ExitStack) -> None:
         """Read what earlier runs wrote, and open the files for appending."""
