@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lookahead.errors import ConfigError, DocumentError
-from lookahead.reporting import charts, results_file
+from lookahead.reporting import charts
 from lookahead.reporting.results_file import Aggregate, Failures, Reading, Result, read_results
 from lookahead.utils.atomic import write_atomically
 
@@ -121,11 +121,8 @@ def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
     ranked = aggregate.ranked
     column, what = ("speedup", "speedup") if ranked["speedup", 1] else ("acceptance_length", "tokens per pass")
     most, least = ranked[column, -1], ranked[column, 1]
-    # No document is in both lists.
-    shown = results_file.MOST_SHOWN
-    half = shown if len(most) == shown and aggregate.documents >= 2 * shown else (len(most) + 1) // 2
-    best = most[:half]
-    worst = [result for result in least if not any(result is each for each in best)][:half]
+    best = most[: (aggregate.count(column) + 1) // 2]
+    worst = [result for result in least if not any(result is each for each in best)]  # no document is in both lists
     lists = [
         ("Took longest", ranked["seconds", -1]),
         (f"Gained most, by {what}", best),
