@@ -29,9 +29,9 @@ from bench.prompts import SUMMARIZER
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import JobTotals, Worker, run_job
+from lookahead.jobs.job import JobTotals, SummarizeAll, run_job
 from lookahead.jobs.job_options import JobOptions
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import OutputPaths
 from lookahead.models.loading import load
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.stand_ins import Silent, StandIn
@@ -62,20 +62,20 @@ class Job:
     def __init__(self, model: str, documents: Path, max_new_tokens: int) -> None:
         self._inputs = find_inputs([str(documents)])
         if model == "none":
-            self._worker: Worker = StandIn()
+            self._summarize_all: SummarizeAll = StandIn().summarize_all
             self._identity = JobIdentity(model=model, weights="", tokenizer="", dtype="", options={})
             return
         loaded = load(model, dtype="fp32", device="cpu")
         summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens)
         summarizer.warm_up()
-        self._worker = summarizer
+        self._summarize_all = summarizer.summarize_all
         self._identity = JobIdentity.of(JobOptions(model=model, max_new_tokens=max_new_tokens), *loaded)
 
     def run(self, output: Path) -> None:
         paths = OutputPaths(output, resume=True)
         paths.check(self._inputs)
         documents = read_documents(self._inputs)
-        run_job(documents, self._worker, paths, self._identity, totals=JobTotals(), observer=Silent())
+        run_job(documents, self._summarize_all, paths, self._identity, totals=JobTotals(), observer=Silent())
 
     def run_and_kill(self, output: Path, delay_s: float) -> bool:
         """Do what is missing in a child process that is killed after some time; whether it came to its end."""

@@ -33,9 +33,9 @@ from bench.command import parser_of, publish
 from bench.prompts import SUMMARIZER
 from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import JobTotals, Worker, run_job
+from lookahead.jobs.job import JobTotals, SummarizeAll, run_job
 from lookahead.jobs.job_options import WorkerOptions
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.worker_pool import Plan, WorkerPool
 from lookahead.models.loading import load, prepare_process
 from lookahead.summarization.summarizer import Summarizer
@@ -56,10 +56,12 @@ def cut(count: int) -> list[Document]:
     return found
 
 
-def written(worker: Worker, identity: JobIdentity, documents: list[Document], output: Path, observer: Any) -> None:
+def written(
+    summarize_all: SummarizeAll, identity: JobIdentity, documents: list[Document], output: Path, observer: Any
+) -> None:
     paths = OutputPaths(output)
     paths.check([])
-    run_job(documents, worker, paths, identity, totals=JobTotals(), observer=observer)
+    run_job(documents, summarize_all, paths, identity, totals=JobTotals(), observer=observer)
 
 
 def work_alone(share: list[Document], output: Path, model: str, new: int, gate: Any, finish: Any) -> None:
@@ -70,7 +72,7 @@ def work_alone(share: list[Document], output: Path, model: str, new: int, gate: 
     summarizer.warm_up()
     identity = JobIdentity.of(WorkerOptions(model=model, max_new_tokens=new), *loaded)
     gate.wait()
-    written(summarizer, identity, share, output, Silent())
+    written(summarizer.summarize_all, identity, share, output, Silent())
     finish.wait()
 
 
@@ -132,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with WorkerPool(ray, asdict(options), Plan(workers, 1, 0)) as pool:
                 identity = pool.wait_ready(workers).identity
                 start = time.perf_counter()
-                written(pool, identity, documents, output, observer)
+                written(pool.summarize_all, identity, documents, output, observer)
                 seconds[way] = time.perf_counter() - start
                 report["died"] = len(pool.notes)
             if summaries([output]) != expected:

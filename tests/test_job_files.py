@@ -21,7 +21,7 @@ from lookahead.jobs import job, journal, output_memory, result_lines
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions, to_toml
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models.loading import load
 from lookahead.models.model_state import state_of
@@ -43,8 +43,8 @@ class Killed(BaseException):
 class Backwards(StandIn):
     """Finishes documents in the wrong order, so that their lines have to be put in order."""
 
-    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Any]:
-        yield from super().summarize_all(list(documents)[::-1], rows)
+    def summarize_all(self, documents: Iterable[Document]) -> Iterator[Any]:
+        yield from super().summarize_all(list(documents)[::-1])
 
 
 def test_equal_texts_are_summarized_once_where_no_journal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,9 @@ def test_equal_texts_are_summarized_once_where_no_journal_is_kept(monkeypatch: p
     items = [Document(name, f"text {name[0]}") for name in ("a", "a2", "b", "a3", "c", "d", "a4")]
     totals = JobTotals()
     shown: list[dict[str, Any]] = []
-    run_job(items, StandIn(), OutputPaths(None), JOB, totals=totals, observer=Silent(), rows=1, shown=shown.append)
+    run_job(
+        items, StandIn().summarize_all, OutputPaths(None), JOB, totals=totals, observer=Silent(), shown=shown.append
+    )
     copies = [(line["id"], line.get("copy_of")) for line in shown]
     # Only the newest two lines are remembered.
     assert copies == [("a", None), ("a2", "a"), ("b", None), ("a3", "a"), ("c", None), ("d", None), ("a4", None)]
@@ -72,7 +74,7 @@ def test_what_a_kill_left_half_written_is_removed_and_nothing_else(
         paths = OutputPaths(output, **options)
         paths.check([])
         items = [Document(each, f"text {each}") for each in "ab"]
-        run_job(items, Backwards(), paths, JOB, totals=JobTotals(), observer=Silent(), rows=2)
+        run_job(items, Backwards().summarize_all, paths, JOB, totals=JobTotals(), observer=Silent())
 
     for move in range(moves):
         left_to_go = [replace_file] * move
@@ -96,7 +98,7 @@ def run(output: Path, count: int, **options: bool) -> None:
     items = [Document(f"d{number}", f"text {number}") for number in range(count)]
     paths = OutputPaths(output, **options)
     paths.check([])
-    run_job(items, StandIn(), paths, JOB, totals=JobTotals(), observer=Silent(), rows=1)
+    run_job(items, StandIn().summarize_all, paths, JOB, totals=JobTotals(), observer=Silent())
 
 
 def test_every_line_and_every_repair_is_on_the_disk_before_anything_else_is_written(
@@ -118,8 +120,8 @@ def test_the_name_of_a_new_file_is_on_the_disk_before_its_first_line(
 ) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
-    for append in (False, True):
-        with JsonLinesFile(tmp_path / "lines.jsonl", append=append) as file:
+    for _ in range(2):
+        with JsonLinesFile(tmp_path / "lines.jsonl") as file:
             file.write({"id": 1})
     folder, lines = tmp_path.stat().st_ino, (tmp_path / "lines.jsonl").stat().st_ino
     assert synced == [folder, lines, lines]
@@ -163,7 +165,7 @@ def test_an_interrupt_at_any_line_of_code_leaves_as_many_summaries_as_are_told(t
 
         try:
             sys.settrace(trace)
-            run_job(items, StandIn(), paths, JOB, totals=totals, observer=Silent(), rows=1)
+            run_job(items, StandIn().summarize_all, paths, JOB, totals=totals, observer=Silent())
         except KeyboardInterrupt:
             written = output.read_bytes() if output.exists() else b""
             assert totals.written == written.count(b"\n") and (not written or written.endswith(b"\n"))
@@ -243,7 +245,7 @@ def test_a_file_name_that_is_no_text_is_known_again_in_a_parquet_file(tmp_path: 
     items = [Document("caf\udce9.txt", "One."), Document("b.txt", "Half of a pair: \udce9.")]
     for resume in (False, True):
         paths, totals = OutputPaths(tmp_path / "out.parquet", resume=resume), JobTotals()
-        run_job(items, StandIn(), paths, JOB, totals=totals, observer=Silent(), rows=1)
+        run_job(items, StandIn().summarize_all, paths, JOB, totals=totals, observer=Silent())
         assert totals.earlier == (2 if resume else 0)
         rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
         assert [row["id"] for row in rows] == ["caf\\udce9.txt", "b.txt"]

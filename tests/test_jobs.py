@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet
@@ -18,8 +19,7 @@ from lookahead.jobs import job_figures as report
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions
-from lookahead.jobs.journal import Journal
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
@@ -74,12 +74,12 @@ def documents(*texts):
     return [text if isinstance(text, Reject) else Document(text, f"text {text}") for text in texts]
 
 
-def run(items, worker=None, *, resume=False, identity=JOB, output=OUT, rows=1, retry_rejects=False, **options):
+def run(items, worker=None, *, resume=False, identity=JOB, output=OUT, rows=1, **options):
     totals = JobTotals()
     paths = OutputPaths(output, resume=resume, **options)
     paths.check([])
-    worker = worker or Worker()
-    run_job(items, worker, paths, identity, totals=totals, observer=Silent(), rows=rows, retry_rejects=retry_rejects)
+    summarize_all = partial((worker or Worker()).summarize_all, rows=rows)
+    run_job(items, summarize_all, paths, identity, totals=totals, observer=Silent())
     return totals
 
 
@@ -306,10 +306,10 @@ def test_a_manifest_that_is_none_is_refused():
 def test_two_processes_do_not_write_one_output():
     paths = OutputPaths(OUT, resume=True)
     with (
-        Journal(paths, JOB),
+        Journal(paths, JOB, []),
         pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"),
     ):
-        Journal(paths, JOB)
+        Journal(paths, JOB, [])
 
 
 # No space left
@@ -318,7 +318,7 @@ def test_two_processes_do_not_write_one_output():
 def test_no_space_for_a_line_leaves_whole_lines_and_the_job_can_be_resumed():
 
     def fill():
-        with Journal(OutputPaths(OUT, resume=True), JOB) as journal:
+        with Journal(OutputPaths(OUT, resume=True), JOB, []) as journal:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
             with pytest.raises(OSError):
                 for i in range(99):
@@ -349,8 +349,8 @@ def test_no_space_to_put_the_lines_in_order_leaves_them_as_they_are(monkeypatch)
 def test_a_line_goes_on_behind_those_that_are_there():
     with JsonLinesFile(OUT) as file:
         file.write({"id": 1})
-    with JsonLinesFile(OUT, append=True) as file:
-        assert file.size == 10
+    with JsonLinesFile(OUT) as file:
+        assert file.whole == (10, 0)
         file.write({"id": 2})
     assert ids() == [1, 2]
 

@@ -15,11 +15,10 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import journal as journals
-from lookahead.jobs.identity import JobIdentity, text_hash, write_manifest
+from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions, read_job_file
-from lookahead.jobs.journal import Journal
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import Journal, OutputPaths, write_manifest
 from lookahead.jobs.result_lines import copy_of
 from tests.support.stand_ins import Silent, StandIn
 
@@ -40,12 +39,12 @@ class Worker(StandIn):
         self.killed_after = killed_after
         self.seen: list[Any] = []
 
-    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Any]:
+    def summarize_all(self, documents: Iterable[Document]) -> Iterator[Any]:
         for document in documents:
             if len(self.seen) == self.killed_after:
                 raise Killed
             self.seen.append(document.id)
-            yield from super().summarize_all([document], rows)
+            yield from super().summarize_all([document])
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +59,12 @@ def run(
     *,
     output: Path = OUT,
     is_part: bool = False,
-    retry_rejects: bool = False,
     **options: bool,
 ) -> JobTotals:
     paths, totals = OutputPaths(output, **options), JobTotals()
     paths.check([])
-    how = {"is_part": is_part, "retry_rejects": retry_rejects}
-    run_job(items, worker or Worker(), paths, JOB, totals=totals, observer=Silent(), rows=1, **how)
+    summarize_all = (worker or Worker()).summarize_all
+    run_job(items, summarize_all, paths, JOB, totals=totals, observer=Silent(), is_part=is_part)
     return totals
 
 
@@ -190,7 +188,7 @@ def test_a_long_prompt_that_differs_is_told_in_a_line() -> None:
 @pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}], ids=["resume", "overwrite"])
 def test_what_a_process_is_writing_is_left_to_it(options: dict[str, bool]) -> None:
     paths = OutputPaths(OUT)
-    with Journal(paths, JOB) as journal:
+    with Journal(paths, JOB, []) as journal:
         journal.append(*line("a"))
         before = OUT.read_bytes()
         with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
@@ -199,20 +197,20 @@ def test_what_a_process_is_writing_is_left_to_it(options: dict[str, bool]) -> No
 
 
 def test_two_jobs_do_not_write_rejects_to_one_file() -> None:
-    with Journal(OutputPaths(OUT, REJECTS), JOB):
+    with Journal(OutputPaths(OUT, REJECTS), JOB, []):
         pass
     with (
-        Journal(OutputPaths(OUT, Path("bad.jsonl")), JOB),
+        Journal(OutputPaths(OUT, Path("bad.jsonl")), JOB, []),
         pytest.raises(ConfigError, match=r"bad\.jsonl is being written by another process"),
     ):
-        Journal(OutputPaths(Path("other.jsonl"), Path("bad.jsonl")), JOB)
-    with Journal(OutputPaths(Path("other.jsonl"), Path("bad.jsonl")), JOB):
+        Journal(OutputPaths(Path("other.jsonl"), Path("bad.jsonl")), JOB, [])
+    with Journal(OutputPaths(Path("other.jsonl"), Path("bad.jsonl")), JOB, []):
         pass
 
 
 def test_a_job_is_alone_also_when_its_files_were_replaced() -> None:
     paths = OutputPaths(OUT)
-    with Journal(paths, JOB) as journal:
+    with Journal(paths, JOB, []) as journal:
         for name in "ba":
             journal.append(*line(name))
         for document in documents("ab"):
@@ -221,8 +219,8 @@ def test_a_job_is_alone_also_when_its_files_were_replaced() -> None:
         journal.finish()
         assert OUT.stat().st_ino != before
         with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
-            Journal(paths, JOB)
-    with Journal(paths, JOB):
+            Journal(paths, JOB, [])
+    with Journal(paths, JOB, []):
         pass
 
 
@@ -232,11 +230,11 @@ def test_of_two_jobs_begun_at_once_one_is_told_and_the_other_goes_on(monkeypatch
     def write_while_another_begins(*manifest: Any) -> None:
         monkeypatch.setattr(journals, "write_manifest", write_manifest)
         with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
-            Journal(paths, JOB)
+            Journal(paths, JOB, [])
         write_manifest(*manifest)
 
     monkeypatch.setattr(journals, "write_manifest", write_while_another_begins)
-    with Journal(paths, JOB) as journal:
+    with Journal(paths, JOB, []) as journal:
         journal.append(*line("a"))
     assert Path("out.jsonl.manifest.json").exists()
 

@@ -12,7 +12,7 @@ import pytest
 from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import OutputPaths
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.stand_ins import Silent
 
@@ -36,7 +36,7 @@ class Killed(BaseException):
 def run(items, worker, *, identity=KEEPING, output, resume=False):
     totals, paths = JobTotals(), OutputPaths(output, resume=resume)
     paths.check([])
-    run_job(items, worker, paths, identity, totals=totals, observer=Silent(), rows=1)
+    run_job(items, worker.summarize_all, paths, identity, totals=totals, observer=Silent())
     return totals
 
 
@@ -47,7 +47,7 @@ class Summarizing:
         self.summarizer = Summarizer(model, tokenizer, max_new_tokens=16, keep_parts=True)
         self.killed_after = killed_after
 
-    def summarize_all(self, documents, rows):
+    def summarize_all(self, documents):
         for number, done in enumerate(self.summarizer.summarize_all(documents, 1)):
             if number == self.killed_after:
                 raise Killed

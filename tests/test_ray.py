@@ -16,7 +16,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.jobs import worker_pool
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import WorkerOptions
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.worker_pool import TRIES, Plan, RayWorker, WorkerPool
 from tests.support.stand_ins import Silent
 
@@ -83,7 +83,7 @@ def run(pool, documents, output, observer=None):
     paths.check([])
     with pool:
         identity = pool.wait_ready(2).identity
-        run_job(documents, pool, paths, identity, totals=totals, observer=observer or Silent())
+        run_job(documents, pool.summarize_all, paths, identity, totals=totals, observer=observer or Silent())
     return totals
 
 

@@ -264,7 +264,7 @@ def test_an_axis_holds_its_figures_and_has_a_few_round_marks() -> None:
         assert 2 <= len(scale.marks()) <= 7
         assert scale.is_log == (high >= 100 * low > 0)
     assert [brief(figure) for figure in (0.5, 250, 1500, 2e6)] == ["0.5", "250", "1.5k", "2M"]
-    assert [exact(figure) for figure in (None, 12345, 12.3, 0.0457)] == ["–", "12,345", "12.3", "0.0457"]
+    assert [exact(figure) for figure in (np.nan, 12345, 12.3, 0.0457)] == ["–", "12,345", "12.3", "0.0457"]
 
 
 # Parquet

@@ -55,7 +55,7 @@ def calibrate(options: CalibrateOptions) -> None:
     loaded = load(options, measures_costs=False)
     from lookahead.generation.step_costs import calibrate_costs, save_costs
     from lookahead.models.calibration import CONTEXTS
-    from lookahead.reporting.trace import SWEEP_HEADINGS, sweep_rows
+    from lookahead.reporting.trace import sweep_rows
 
     with console(sys.stderr).status("measuring"):
         calibration = calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
@@ -66,7 +66,8 @@ def calibrate(options: CalibrateOptions) -> None:
         out = console(sys.stdout)
         for sweep in calibration.sweeps:
             out.print(f"context of {sweep.context} tokens")
-            out.print(table(SWEEP_HEADINGS, sweep_rows(sweep)))
+            rows = sweep_rows(sweep)
+            out.print(table([*rows[0]], [[*row.values()] for row in rows]))
         machine = calibration.machine
         out.print(
             f"at best {machine.flops / 1e9:.1f} GFLOP/s and {machine.bytes_per_s / 1e9:.1f} GB/s, so a step is bound "

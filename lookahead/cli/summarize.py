@@ -21,7 +21,7 @@ from lookahead.jobs.job_options import JobOptions, option, read_job_file, to_tom
 
 if TYPE_CHECKING:
     from lookahead.documents.decode_text import Document, Reject
-    from lookahead.jobs.job import JobTotals, Worker
+    from lookahead.jobs.job import JobTotals, SummarizeAll
     from lookahead.jobs.output_memory import OutputMemory
     from lookahead.jobs.worker_pool import WorkerPool
     from lookahead.summarization.summarizer import Summarizer
@@ -81,13 +81,14 @@ def summarize(options: SummarizeOptions) -> None:
     from lookahead.jobs.estimate import select_documents
     from lookahead.jobs.identity import JobIdentity
     from lookahead.jobs.job import JobTotals, run_job
-    from lookahead.jobs.output_location import OutputPaths
+    from lookahead.jobs.journal import OutputPaths
 
     file, memory = _find_memory(options), None
     options = replace(options, pool=options.pool if file is None else None)
-    paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume)
+    paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume, options.retry_rejects)
     skipped: list[str] = []
-    sources = find_inputs(inputs, options.field, options.id_field, leave_out=paths.no_inputs, on_skip=skipped.append)
+    rejects = [] if paths.rejects is None else [paths.rejects]  # the other files of a job are known by its manifest
+    sources = find_inputs(inputs, options.field, options.id_field, leave_out=rejects, on_skip=skipped.append)
     say_skipped(skipped)
     check_readers(sources)
     if not options.dry_run:
@@ -96,7 +97,8 @@ def summarize(options: SummarizeOptions) -> None:
     documents = select_documents(sources, first=options.limit, sample=options.sample, seed=options.seed, limit=limit)
     with ExitStack() as stack:
         if options.ray:
-            worker: Worker = (pool := stack.enter_context(_worker_pool(options)))
+            pool = stack.enter_context(_worker_pool(options))
+            summarize_all: SummarizeAll = pool.summarize_all
             identity, notes = pool.wait_ready().identity, pool.notes
         else:
             loaded = load(options)
@@ -105,7 +107,8 @@ def summarize(options: SummarizeOptions) -> None:
 
             if not options.dry_run:
                 stack.enter_context(remembering(options, loaded.model))
-            worker = summarizer = Summarizer(*loaded, **options.summarizer_settings())
+            summarizer = Summarizer(*loaded, **options.summarizer_settings())
+            summarize_all = partial(summarizer.summarize_all, rows=options.rows)
             identity, notes = JobIdentity.of(options, *loaded), list[str]()
             memory = None if file is None else OutputMemory(file, *loaded)
             with console(sys.stderr).status("warming up"):
@@ -121,7 +124,7 @@ def summarize(options: SummarizeOptions) -> None:
             summarizer.on_prefill = display.reading
         totals = JobTotals(skipped=len(skipped), notes=notes)
         documents = documents if memory is None else memory.save_while(documents)
-        run = partial(run_job, documents, worker, paths, identity, totals=totals, is_part=total != known)
+        run = partial(run_job, documents, summarize_all, paths, identity, totals=totals, is_part=total != known)
         status = _run(run, options, totals, memory, display, is_exact=identity.dtype == "float32")
     raise typer.Exit(status)
 
@@ -173,7 +176,8 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
     from lookahead.jobs.estimate import estimate_job
 
     with console(sys.stderr).status("counting"):
-        estimate = estimate_job(documents, summarizer.fitter, summarizer, options)
+        summarize_all = partial(summarizer.summarize_all, rows=options.rows)
+        estimate = estimate_job(documents, summarizer.fitter, summarize_all, options)
     if _prints_text(options):
         console(sys.stdout).print(table(("", ""), job_figures.estimate_rows(estimate)))
     else:
@@ -196,7 +200,7 @@ def _run(
     with display.progress:
         try:
             shown = None if display.as_text else print_line
-            run(observer=display, rows=options.rows, retry_rejects=options.retry_rejects, shown=shown)
+            run(observer=display, shown=shown)
         except (KeyboardInterrupt, ClusterError, OSError) as error:
             stopped = job_figures.describe_stop(totals, options.output)
             if isinstance(error, KeyboardInterrupt):

@@ -239,7 +239,7 @@ class JobDisplay(_Bar):
 
     def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
         self.as_text = as_text
-        self._rows: list[tuple[str, ...]] = []
+        self._rows: list[list[str]] = []
         self._started = time.monotonic()
         words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass{task.fields[read]}"
         super().__init__(words, total, is_shown=with_bar, speed=0.0, accepted=0.0, read="")
@@ -259,7 +259,7 @@ class JobDisplay(_Bar):
             out.print(Text(report.describe_summary(summary) + "\n", "dim"))
             self.progress.start()
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
-            self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
+            self._rows.append([*report.comparison_row(name, summary.stats, summary.plain).values()])
         speed = report.speed_of(totals, time.monotonic() - self._started)
         self._update(advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
 
@@ -272,7 +272,8 @@ class JobDisplay(_Bar):
         out, seconds = console(sys.stdout if self.as_text else sys.stderr), time.monotonic() - self._started
         if totals.plain is not None:
             everything = report.comparison_row("all", totals.stats, totals.plain)
-            out.print(table(report.COMPARISON_HEADINGS, self._rows, everything if totals.summarized > 1 else None))
+            total = [*everything.values()] if totals.summarized > 1 else None
+            out.print(table([*everything], self._rows, total))
         for note in totals.notes:
             say("note", note)
         if totals.written > 1 and not self.as_text:

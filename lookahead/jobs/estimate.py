@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lookahead.documents.byte_sources import STDIN
 from lookahead.documents.decode_text import Document, Reject
@@ -18,7 +18,7 @@ from lookahead.errors import ConfigError, LookaheadError
 from lookahead.jobs.identity import text_hash
 
 if TYPE_CHECKING:
-    from lookahead.jobs.job import Worker
+    from lookahead.jobs.job import SummarizeAll
     from lookahead.jobs.job_options import JobOptions
     from lookahead.summarization.chunking import Parts
     from lookahead.summarization.prompt_fitter import PromptFitter
@@ -52,99 +52,81 @@ def select_documents(
     return islice(chosen, first)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Estimate:
     """What a job would take."""
 
-    documents: int  # that can be read
-    failed: int  # documents that cannot
-    copies: int  # documents whose text equals that of another; they take no time
-    document_tokens: int  # of the other documents
-    parts: int  # they are cut into, each summarized by itself
-    most_new_tokens: int  # written, summaries of parts excluded
-    tried: int  # documents that were summarized to measure the time
-    tried_parts: int  # parts of those
-    timed_parts: int  # parts that were summarized: neighbours, at most `MOST_PARTS` of a document
-    seconds: float | None  # on this machine; `None` without documents
-    cost: float | None  # of that time; `None` without a price
+    documents: int = 0  # that can be read
+    failed: int = 0  # documents that cannot
+    copies: int = 0  # documents whose text equals that of another; they take no time
+    document_tokens: int = 0  # of the other documents
+    parts: int = 0  # they are cut into, each summarized by itself
+    most_new_tokens: int = 0  # written, summaries of parts excluded
+    tried: int = 0  # documents that were summarized to measure the time
+    tried_parts: int = 0  # parts of those
+    timed_parts: int = 0  # parts that were summarized: neighbours, at most `MOST_PARTS` of a document
+    seconds: float | None = None  # on this machine; `None` without documents
+    cost: float | None = None  # of that time; `None` without a price
 
 
 def estimate_job(
-    documents: Iterable[Document | Reject], fitter: PromptFitter, worker: Worker, options: JobOptions
+    documents: Iterable[Document | Reject], fitter: PromptFitter, summarize_all: SummarizeAll, options: JobOptions
 ) -> Estimate:
     """Read and cut all documents, summarize a few at random, and extrapolate their time. Nothing is written.
 
     Of a long document some parts are summarized; their time is scaled to the document by tokens.
     """
-    draw, price_per_hour = random.Random(options.seed), options.price_per_hour
+    draw, estimate = random.Random(options.seed), Estimate()
     seen: set[bytes] = set()
-    readable = failed = tokens = parts = 0
-    trials: list[_Trial] = []
+    tried: list[tuple[Document, Parts]] = []
     for document in documents:
         if isinstance(document, Reject):
-            failed += 1
+            estimate.failed += 1
             continue
         content = text_hash(document.text)
         if content in seen:
-            readable += 1
+            estimate.copies += 1
             continue
         try:
             fitted = fitter.fit(document.text).parts
         except LookaheadError:
-            failed += 1
+            estimate.failed += 1
             continue
-        readable += 1
         seen.add(content)
-        tokens += fitted.tokens
-        parts += len(fitted.texts)
-        if len(trials) < TRIED:
-            trials.append(_Trial.of(document, fitted, draw))
-        elif (place := draw.randrange(len(seen))) < TRIED:  # reservoir sampling: every document is as likely
-            trials[place] = _Trial.of(document, fitted, draw)
-    seconds = _extrapolate(trials, worker, tokens, len(seen), options.rows)
-    return Estimate(
-        documents=readable,
-        failed=failed,
-        copies=readable - len(seen),
-        document_tokens=tokens,
-        parts=parts,
-        most_new_tokens=len(seen) * options.max_new_tokens,
-        tried=len(trials),
-        tried_parts=sum(trial.parts for trial in trials),
-        timed_parts=sum(min(trial.parts, MOST_PARTS) for trial in trials),
-        seconds=seconds,
-        cost=None if seconds is None or price_per_hour is None else round(seconds / 3600 * price_per_hour, 4),
-    )
+        estimate.document_tokens += fitted.tokens
+        estimate.parts += len(fitted.texts)
+        # Reservoir sampling: every document is as likely.
+        place = len(tried) if len(tried) < TRIED else draw.randrange(len(seen))
+        if place < TRIED:
+            tried[place : place + 1] = [(document, fitted)]
+    estimate.documents = len(seen) + estimate.copies
+    estimate.most_new_tokens = len(seen) * options.max_new_tokens
+    estimate.tried = len(tried)
+    estimate.tried_parts = sum(len(fitted.parts) for _, fitted in tried)
+    estimate.timed_parts = sum(min(len(fitted.parts), MOST_PARTS) for _, fitted in tried)
+    if tried:
+        # The mean of scaling by documents and by tokens, since only prompts vary in length.
+        by_documents = sum(fitted.tokens for _, fitted in tried) / len(tried) * len(seen)
+        tokens = (by_documents + estimate.document_tokens) / 2
+        estimate.seconds = round(_seconds_per_token(tried, summarize_all, draw) * tokens, 3)
+        if options.price_per_hour is not None:
+            estimate.cost = round(estimate.seconds / 3600 * options.price_per_hour, 4)
+    return estimate
 
 
-class _Trial(NamedTuple):  # the part of a document that is summarized to measure the time, and the size of the whole
-    excerpt: Document
-    excerpt_tokens: int
-    tokens: int
-    parts: int
-
-    @classmethod
-    def of(cls, document: Document, fitted: Parts, draw: random.Random) -> _Trial:
-        """The whole document, or `MOST_PARTS` neighbouring parts of a longer one."""
-        parts = len(fitted.parts)
-        if parts <= MOST_PARTS:
-            return cls(document, fitted.tokens, fitted.tokens, parts)
-        begin = draw.randrange(parts - MOST_PARTS + 1)
-        first, last = fitted.parts[begin], fitted.parts[begin + MOST_PARTS - 1]
-        excerpt = Document(document.id, document.text[first.chars[0] : last.chars[1]])
-        return cls(excerpt, last.tokens[1] - first.tokens[0], fitted.tokens, parts)
-
-
-def _extrapolate(trials: list[_Trial], worker: Worker, tokens: int, documents: int, rows: int | None) -> float | None:
-    """Seconds for all documents: the mean of scaling by documents and by tokens, since only prompts vary in length."""
-    if not trials:
-        return None
+def _seconds_per_token(tried: list[tuple[Document, Parts]], summarize_all: SummarizeAll, draw: random.Random) -> float:
+    """Summarize documents, of a long one `MOST_PARTS` neighbouring parts; seconds per token of what was summarized."""
+    excerpts, tokens = [], 0
+    for document, fitted in tried:
+        spare = len(fitted.parts) - MOST_PARTS
+        if spare <= 0:
+            excerpts.append(document)
+            tokens += fitted.tokens
+        else:
+            begin = draw.randrange(spare + 1)
+            first, last = fitted.parts[begin], fitted.parts[begin + MOST_PARTS - 1]
+            excerpts.append(Document(document.id, document.text[first.chars[0] : last.chars[1]]))
+            tokens += last.tokens[1] - first.tokens[0]
     start = time.perf_counter()
-    for _ in worker.summarize_all([trial.excerpt for trial in trials], rows):
-        pass
-    measured = time.perf_counter() - start
-    tried_tokens = max(1, sum(trial.tokens for trial in trials))
-    measured *= tried_tokens / max(1, sum(trial.excerpt_tokens for trial in trials))  # from excerpts to documents
-    by_documents = measured / len(trials) * documents
-    by_tokens = measured / tried_tokens * tokens
-    return round((by_documents + by_tokens) / 2, 3)
+    list(summarize_all(excerpts))
+    return (time.perf_counter() - start) / max(1, tokens)

@@ -1,17 +1,14 @@
-"""The identity of a job and of its documents, and the manifest that keeps it beside the results."""
+"""The identity of a job and of its documents."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 import xxhash
-
-from lookahead.errors import ConfigError
-from lookahead.utils.atomic import read_json, write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,8 +16,8 @@ if TYPE_CHECKING:
     from lookahead.documents.decode_text import DocumentId
     from lookahead.jobs.job_options import WorkerOptions
 
-VERSION = 1  # of the manifest
-_MAX_SHOWN = 80  # characters of a value in an error message
+_shortened = Repr()  # of a value in an error message: a prompt may be pages long
+_shortened.maxstring = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,42 +70,9 @@ class JobIdentity:
             if name in changed:
                 return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
         return ", ".join(
-            f"{name} was {_shorten(other.get(name))} and is {_shorten(mine.get(name))}" for name in changed
+            f"{name} was {_shortened.repr(other.get(name))} and is {_shortened.repr(mine.get(name))}"
+            for name in changed
         )
-
-
-def manifest_path(results: Path) -> Path:
-    """The path of the manifest of a results file."""
-    return Path(f"{results}.manifest.json")
-
-
-def write_manifest(results: Path, identity: JobIdentity, documents: int | None = None) -> None:
-    """Write the manifest of a results file, atomically; a finished job has a number of documents."""
-    record = {
-        "version": VERSION,
-        "state": "running" if documents is None else "finished",
-        "documents": documents,
-        "fingerprint": identity.fingerprint,
-        "job": identity.to_dict(),
-    }
-    write_atomically(manifest_path(results), json.dumps(record, indent=2) + "\n")
-
-
-def read_manifest(results: Path) -> dict[str, Any] | None:
-    """The manifest of a results file, with `state` and `job`, or `None`; ConfigError if it cannot be read here."""
-    path = manifest_path(results)
-    try:
-        record = read_json(path)
-        version = record["version"]
-        if version == VERSION:
-            return {"state": record["state"], "job": dict(record["job"])}
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: no manifest of a job; pass --overwrite to begin anew") from error
-    raise ConfigError(f"{path}: version {version!r}; this release goes on with version {VERSION}")
 
 
 def text_hash(text: str) -> bytes:
@@ -116,8 +80,8 @@ def text_hash(text: str) -> bytes:
     return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
 
 
-def key_of(name: DocumentId, content: bytes | str) -> bytes:
-    """16 bytes for the id and the text hash of a document, or for the id and the error of an unreadable one.
+def key_of(name: DocumentId, content: bytes | str = "") -> bytes:
+    """16 bytes for an id, for the id and the text hash of a document, or for the id and error of an unreadable one.
 
     Ids that a Parquet file may not tell apart have the same key: 5 and "5", a lone surrogate and its escape.
     """
@@ -125,11 +89,6 @@ def key_of(name: DocumentId, content: bytes | str) -> bytes:
     return xxhash.xxh3_128_digest(f"{name}\0{what}".encode("utf-8", "backslashreplace"))
 
 
-def id_key(name: DocumentId) -> int:
-    """64 bits for an id, equal for ids that a Parquet file may not tell apart."""
-    return xxhash.xxh3_64_intdigest(str(name).encode("utf-8", "backslashreplace"))
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)  # a prompt may be pages long
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+def key_of_line(record: Mapping[str, Any]) -> bytes:
+    """The key of the document of a line of results or rejects."""
+    return key_of(record["id"], record["document"] if "document" in record else record["error"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.jobs.identity import JobIdentity, text_hash
-from lookahead.jobs.journal import Journal, Sink, Stream
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.journal import Journal, OutputPaths, Sink, Stream
 from lookahead.jobs.result_lines import Record, copy_of
 from lookahead.stats import DecodingStats, total_in_sequence
 
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
     from lookahead.summarization.summarizer import PlainFigures, Summarized
 
 
-class Worker(Protocol):
-    """Summarizes documents: a `Summarizer` in this process, or a `WorkerPool` on a cluster."""
-
-    def summarize_all(self, documents: Iterable[Document], rows: int | None) -> Iterator[Summarized | Reject]:
-        """Summarize documents, up to `rows` at a time; yields them as they finish."""
+# Takes documents, and yields them as they finish: of a `Summarizer` in this process, or of a `WorkerPool` on a cluster.
+SummarizeAll = Callable[[Iterable[Document]], Iterator["Summarized | Reject"]]
 
 
 class JobObserver(Protocol):
@@ -61,14 +57,12 @@ class JobTotals:
 
 def run_job(
     documents: Iterable[Document | Reject],
-    worker: Worker,
+    summarize_all: SummarizeAll,
     paths: OutputPaths,
     identity: JobIdentity,
     *,
     totals: JobTotals,
     observer: JobObserver,
-    rows: int | None = None,
-    retry_rejects: bool = False,
     is_part: bool = False,
     shown: Sink | None = None,
 ) -> None:
@@ -76,23 +70,19 @@ def run_job(
 
     A line of results has `id`, the fields of `Summary.to_dict`, the hash of the text, the model and the fingerprint of
     the job; a line of rejects has `id` and `error`. If `paths` resumes an earlier run, its documents are skipped, and
-    those that failed too unless `retry_rejects`. With `is_part` the inputs hold more documents, whose lines are kept.
-    `shown` gets the results if `paths` names no file. `totals` are right at any time, also if the job is interrupted.
+    those that failed too unless they are to be retried. With `is_part` the inputs hold more documents, whose lines are
+    kept. `shown` gets the results if `paths` names no file. `totals` are right at any time, also if the job is
+    interrupted.
 
     ConfigError if a file cannot be created, or the results are of another job; OSError if a line cannot be written, and
     those before it are whole.
     """
     writer: Journal | Stream
-    if paths.is_journal:
-        writer = Journal(paths, identity, retry_rejects=retry_rejects, is_part=is_part)
-    else:
-        writer = Stream(paths, shown)
-    totals.notes += writer.notes
-    writer.notes = totals.notes  # one list: notes are known if the job is interrupted
+    writer = Journal(paths, identity, totals.notes, is_part=is_part) if paths.is_journal else Stream(paths, shown)
     with writer:
-        run = _Run(writer, identity, totals, observer)
+        run = _Run(writer, {"model": identity.model, "fingerprint": identity.fingerprint}, totals, observer)
         try:
-            for outcome in worker.summarize_all(run.unfinished(documents), rows):
+            for outcome in summarize_all(run.unfinished(documents)):
                 if isinstance(outcome, Reject):
                     run.reject(outcome)
                 else:
@@ -105,11 +95,9 @@ def run_job(
 
 
 class _Run:
-    def __init__(
-        self, writer: Journal | Stream, identity: JobIdentity, totals: JobTotals, observer: JobObserver
-    ) -> None:
+    def __init__(self, writer: Journal | Stream, job: Record, totals: JobTotals, observer: JobObserver) -> None:
         self._writer, self._totals, self._observer = writer, totals, observer
-        self._job = {"model": identity.model, "fingerprint": identity.fingerprint}  # in every line
+        self._job = job  # fields of every line
         self._twins: dict[bytes, list[DocumentId]] = {}  # documents that wait for an equal text, by its hash
 
     def unfinished(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:

@@ -12,15 +12,6 @@ if TYPE_CHECKING:
     from lookahead.stats import DecodingStats
     from lookahead.summarization.summarizer import PlainFigures, Summary
 
-COMPARISON_HEADINGS = (
-    "document",
-    "new\ntokens",
-    "plain\ntokens/s",
-    "lookahead\ntokens/s",
-    "speedup",
-    "tokens\nper pass",
-    "identical",
-)
 _RAISE = "--max-new-tokens raises it"
 
 
@@ -123,18 +114,18 @@ def describe_difference(totals: JobTotals, *, exact: bool) -> str:
     return f"plain decoding wrote other tokens for {names}; {why}"
 
 
-def comparison_row(name: str, stats: DecodingStats, plain: PlainFigures) -> tuple[str, ...]:
-    """One row under `COMPARISON_HEADINGS`."""
+def comparison_row(name: str, stats: DecodingStats, plain: PlainFigures) -> dict[str, str]:
+    """A document decoded both ways, or all of them: the cells of a table by their headings."""
     speedup = plain.speedup(stats)
-    return (
-        name,
-        str(stats.emitted_tokens),
-        f"{plain.stats.tokens_per_s:.1f}",
-        f"{stats.tokens_per_s:.1f}",
-        "-" if speedup is None else f"{speedup:.2f}x",
-        f"{stats.mean_acceptance_length:.2f}",
-        "yes" if plain.identical else "NO",
-    )
+    return {
+        "document": name,
+        "new\ntokens": str(stats.emitted_tokens),
+        "plain\ntokens/s": f"{plain.stats.tokens_per_s:.1f}",
+        "lookahead\ntokens/s": f"{stats.tokens_per_s:.1f}",
+        "speedup": "-" if speedup is None else f"{speedup:.2f}x",
+        "tokens\nper pass": f"{stats.mean_acceptance_length:.2f}",
+        "identical": "yes" if plain.identical else "NO",
+    }
 
 
 def stats_rows(stats: DecodingStats) -> list[tuple[str, str]]:

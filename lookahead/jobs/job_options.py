@@ -12,8 +12,7 @@ import sys
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
 from pathlib import Path
-from types import NoneType
-from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, cast
 
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
@@ -33,13 +32,13 @@ INPUTS = (
 )
 FORMATS = ("auto", "text", "json")
 # How errors name the type of an option, and the TOML types it accepts. Click converts a number to a string: window = 7.
-_TYPES: dict[type, tuple[str, tuple[type, ...]]] = {
-    str: ("a string", (str, int)),
-    Path: ("a string", (str, int)),
-    int: ("a whole number", (int,)),
-    float: ("a number", (int, float)),
-    bool: ("true or false", (bool,)),
-    list: ("a list of strings", (list,)),
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "str": ("a string", (str, int)),
+    "Path": ("a string", (str, int)),
+    "int": ("a whole number", (int,)),
+    "float": ("a number", (int, float)),
+    "bool": ("true or false", (bool,)),
+    "list[str]": ("a list of strings", (list,)),
 }
 
 
@@ -272,26 +271,23 @@ def read_job_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"job {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"job {path}: not valid TOML: {error}") from error
-    names, hints, values = _names(), get_type_hints(JobOptions), {}
+    names, values = _names(), dict[str, Any]()
     for name, value in table.items():
         option = names.get(name.replace("_", "-"))
         if option is None:
             raise ConfigError(f"job {path}: no option {name!r}; the options are {', '.join(names)}")
         if option.name in values:
             raise ConfigError(f"job {path}: {name} stands there twice, with - and with _")
-        hint = hints[option.name]
-        hint = next((each for each in get_args(hint) if each is not NoneType), hint)  # `int` of `int | None`
-        kind = get_origin(hint) or hint
-        if kind is list and isinstance(value, str):
+        allowed, types = _TYPES[str(option.type).removesuffix(" | None")]
+        if list in types and isinstance(value, str):
             value = [value]
         least, most = option.metadata.get("min"), option.metadata.get("max")
-        is_right = type(value) in _TYPES[kind][1]  # exactly, since bool is a subclass of int
-        if is_right and kind is list:
+        is_right = type(value) in types  # exactly, since bool is a subclass of int
+        if is_right and list in types:
             is_right = all(isinstance(each, str) for each in value)
         elif is_right and least is not None:
             is_right = least <= value and (most is None or value <= most)
         if not is_right:
-            allowed = _TYPES[kind][0]
             if least is not None:
                 allowed += f" of at least {least}" if most is None else f" from {least} to {most}"
             received = str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,27 +1,132 @@
-"""Where a job writes its results and rejects: a journal that can be resumed, or a stream."""
+"""Where a job writes: its files, checked before any work is done, and the journal or stream that goes to them."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
+from lookahead.documents.inputs import Input, check_output, load_packages
 from lookahead.errors import ConfigError
-from lookahead.jobs.identity import JobIdentity, id_key, key_of, manifest_path, read_manifest, text_hash, write_manifest
-from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.identity import JobIdentity, key_of, key_of_line, text_hash
 from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines, unpack_parquet, write_parquet
 from lookahead.ngram.replacing import remove_leftovers
+from lookahead.utils.atomic import read_json, write_atomically
 
 Before = Literal["finished", "rejected"] | None  # what an earlier run did with a document
 Sink = Callable[[Record], None]  # receives the lines of results
 
+VERSION = 1  # of the manifest
+_TEXT_HASH = re.compile("[0-9a-f]{32}")
 _REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory
+
+
+def manifest_path(results: Path) -> Path:
+    """The path of the manifest of a results file."""
+    return Path(f"{results}.manifest.json")
+
+
+def write_manifest(results: Path, identity: JobIdentity, documents: int | None = None) -> None:
+    """Write the manifest of a results file, atomically; a finished job has a number of documents."""
+    record = {
+        "version": VERSION,
+        "state": "running" if documents is None else "finished",
+        "documents": documents,
+        "fingerprint": identity.fingerprint,
+        "job": identity.to_dict(),
+    }
+    write_atomically(manifest_path(results), json.dumps(record, indent=2) + "\n")
+
+
+def read_manifest(results: Path) -> dict[str, Any] | None:
+    """The manifest of a results file, with `state` and `job`, or `None`; ConfigError if it cannot be read here."""
+    path = manifest_path(results)
+    try:
+        record = read_json(path)
+        version = record["version"]
+        if version == VERSION:
+            return {"state": record["state"], "job": dict(record["job"])}
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: no manifest of a job; pass --overwrite to begin anew") from error
+    raise ConfigError(f"{path}: version {version!r}; this release goes on with version {VERSION}")
+
+
+@dataclass(slots=True)
+class OutputPaths:
+    """The files a job writes."""
+
+    results: Path | None = None  # `None` if the summaries are shown
+    rejects: Path | None = None  # `None` is `RESULTS.rejects.jsonl`, or no file without results
+    overwrite: bool = False  # replace existing files
+    resume: bool = False  # continue what an earlier run wrote
+    retry_rejects: bool = False  # try again what failed there
+    is_parquet: bool = field(init=False)  # whether the results become a Parquet file
+    running: Path | None = field(init=False)  # the file of JSON lines while the job runs
+
+    def __post_init__(self) -> None:
+        self.is_parquet = self.results is not None and self.results.suffix.lower() == ".parquet"
+        self.running = Path(f"{self.results}.running.jsonl") if self.is_parquet else self.results
+        if self.rejects is None and self.results is not None:
+            self.rejects = Path(f"{self.results}.rejects.jsonl")
+
+    @property
+    def is_journal(self) -> bool:
+        """Whether the results go to a file that can be resumed, not to a pipe or a device."""
+        return self.results is not None and (self.results.is_file() or not self.results.exists())
+
+    @property
+    def all(self) -> list[Path]:
+        """Every file of the job, existing or not."""
+        journal = (self.running, manifest_path(self.results)) if self.results is not None and self.is_journal else ()
+        return list(dict.fromkeys(path for path in (self.results, *journal, self.rejects) if path is not None))
+
+    def check(self, inputs: Sequence[Input]) -> None:
+        """Refuse a path that cannot be written or that holds something else with a ConfigError, before any work."""
+        results = self.results
+        if self.resume and self.overwrite:
+            raise ConfigError("--resume goes on with an output and --overwrite begins anew; pass one of them")
+        if self.resume and not self.is_journal:
+            raise ConfigError("--resume needs --output, the file to go on with")
+        if results is not None and self.rejects is not None:
+            named = {self.running: "the running job", results: "the summaries", manifest_path(results): "the manifest"}
+            for path, content in named.items():
+                if path is not None and path.resolve() == self.rejects.resolve():
+                    raise ConfigError(f"output {path} cannot hold both {content} and the rejects")
+        manifest = read_manifest(results) if results is not None and self.is_journal and not self.overwrite else None
+        if manifest is None and self.resume:
+            if any(path is not None and path.is_file() and path.stat().st_size for path in (results, self.running)):
+                raise ConfigError(
+                    f"output {results} has no manifest ({results}.manifest.json), so what wrote it is unknown; name "
+                    "another --output, or pass --overwrite to begin anew"
+                )
+        elif manifest is not None and not self.resume:
+            state = "a finished job" if manifest["state"] == "finished" else "a job that did not finish"
+            raise ConfigError(
+                f"output {results} is of {state}; pass --resume to do what is missing, or --overwrite to begin anew"
+            )
+        if self.is_parquet:
+            load_packages("parquet", str(results))
+        for path in self.all:
+            check_output(path, inputs, overwrite=self.overwrite or self.resume)
+
+    def clear(self) -> None:
+        """With `overwrite`, remove the files of an earlier job; call it after `check`."""
+        for path in self.all if self.overwrite else ():
+            if path.is_file():
+                path.unlink()
 
 
 class Stream(ExitStack):
@@ -29,7 +134,6 @@ class Stream(ExitStack):
 
     def __init__(self, paths: OutputPaths, shown: Sink | None) -> None:
         super().__init__()
-        self.notes: list[str] = []  # what the user should know about the files
         self.lines = 0  # of results, written by this run
         paths.clear()
         self._rejects = self.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
@@ -65,59 +169,53 @@ class Journal(ExitStack):
 
     A document is finished if it has a line with its id and the hash of its text. Lines are appended as documents
     finish; at the end they are sorted into the order of the inputs. With `is_part` the lines of documents that are not
-    taken are kept. ConfigError if another job wrote the results, another process writes them, or they are damaged.
+    taken are kept. What the user should know about the files is added to `notes` at once. ConfigError if another job
+    wrote the results, another process writes them, or they are damaged.
     """
 
-    def __init__(
-        self, paths: OutputPaths, identity: JobIdentity, *, retry_rejects: bool = False, is_part: bool = False
-    ) -> None:
+    def __init__(self, paths: OutputPaths, identity: JobIdentity, notes: list[str], *, is_part: bool = False) -> None:
         super().__init__()
-        self.notes: list[str] = []  # what the user should know about the files
-        self._identity = identity
+        self._identity, self._notes = identity, notes
         assert paths.results is not None and paths.running is not None and paths.rejects is not None
         self._is_part, self._is_parquet = is_part, paths.is_parquet
         self._results, self._running, self._rejects = paths.results, paths.running, paths.rejects
         self._finished: Counter[bytes] = Counter()  # lines of earlier runs by key, less those taken
         self._offsets: dict[bytes, int] = {}  # of the first line of each text, by text hash
         self._rejected: set[bytes] = set()  # keys of the lines of rejects
-        self._order: list[bytes] = []  # keys of the documents taken
-        self._order_of_rejects: list[bytes] = []
-        self._text_of_id: dict[int, bytes] = {}  # 8 bytes of the first text hash of each id
-        self._unreadable: set[int] = set()  # ids of documents that could not be read
+        self._order: list[bytes] = []  # keys of the documents of the inputs
+        self._text_of_id: dict[bytes, bytes] = {}  # the first text hash of each id, by its key
+        self._unreadable: set[bytes] = set()  # keys of the ids of documents that could not be read, without `is_part`
         self._same_ids: list[DocumentId] = []  # of documents with the id of another and a different text
         with ExitStack() as files:  # releases the lock if opening fails
             files.callback(_acquire_lock(self._results).release)
             if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # other jobs may have been given the same
                 files.callback(_acquire_lock(self._rejects).release)
-            self._open(paths, files, retry_rejects)
+            self._open(paths, files)
             self.enter_context(files.pop_all())
 
     @property
     def lines(self) -> int:
         """Lines of results, written by this run."""
-        return self._file.lines
+        return self._file.whole[1]
 
     def take(self, document: Document) -> tuple[bytes | None, Before]:
         """Register a document of the inputs; returns the hash of its text and what an earlier run did with it."""
         content = text_hash(document.text)
         key = key_of(document.id, content)
         self._order.append(key)
-        if self._text_of_id.setdefault(id_key(document.id), content[:8]) != content[:8]:
+        if self._text_of_id.setdefault(key_of(document.id), content) != content:
             self._same_ids.append(document.id)
         if self._finished[key] > 0:
             self._finished[key] -= 1
             return content, "finished"
-        if key in self._rejected:
-            self._order_of_rejects.append(key)
-            return content, "rejected"
-        return content, None
+        return content, "rejected" if key in self._rejected else None
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a document that failed, unless an earlier run did; `content` is its text hash, if read."""
         key = key_of(reject.id, content or reject.error)
-        if content is None:
-            self._unreadable.add(id_key(reject.id))
-        self._order_of_rejects.append(key)
+        if content is None and not self._is_part:
+            self._unreadable.add(key_of(reject.id))
+        self._order.append(key)
         if key not in self._rejected:
             known = {"document": content.hex()} if content else {}
             self._reject_file.write({"id": reject.id, "error": reject.error, **known})
@@ -127,15 +225,26 @@ class Journal(ExitStack):
         """Sort the lines into the order of the inputs and mark the job as finished; an OSError leaves the lines."""
         if self._same_ids:
             have = "document has" if len(self._same_ids) == 1 else "documents have"
-            self.notes.append(
+            self._notes.append(
                 f"{len(self._same_ids)} {have} the id of another with a different text, the first of them "
                 f"{self._same_ids[0]!r}; lines of one id stand in the order of the inputs"
             )
-        count, dropped = sort_lines(self._running, self._order, _key_of_result, self._has_changed)
+        # A line that matches no document of this run is outdated if its id is that of one.
+        ids = set() if self._is_part else {*self._text_of_id}
+        count, dropped = sort_lines(self._running, self._order, lambda record: key_of(record["id"]) in ids)
         if dropped:
-            self.notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
+            self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
-            self._sort_rejects()
+            # So are rejects that have a newer error, or whose documents are finished.
+            others, taken = ids | self._unreadable, {*self._order}
+            sort_lines(
+                self._rejects,
+                (key for key in self._order if key in self._rejected),
+                lambda record: key_of(record["id"]) in others or key_of_line(record) in taken,
+                newest_only=True,
+            )
+            if self._rejects.stat().st_size == 0:
+                self._rejects.unlink()
         if self._is_parquet:
             write_parquet(self._running, self._results)
         write_manifest(self._results, self._identity, count)
@@ -144,7 +253,7 @@ class Journal(ExitStack):
 
     def append(self, record: Record, content: bytes) -> None:
         """Write the line of a document with this text hash; after an OSError the lines before it are whole."""
-        offset = self._file.size
+        offset, _ = self._file.whole
         self._file.write(record)
         self._offsets.setdefault(content, offset)
 
@@ -156,23 +265,7 @@ class Journal(ExitStack):
             file.seek(self._offsets[content])
             return parse_record(file.readline())
 
-    def _has_changed(self, record: Record) -> bool:
-        """Whether a line that matches no document of this run has the id of one."""
-        return not self._is_part and id_key(record["id"]) in self._text_of_id
-
-    def _sort_rejects(self) -> None:
-        """Sort the rejects. Drop those of documents that are finished or have a newer error."""
-        taken = set(self._order)
-
-        def is_outdated(record: Record) -> bool:
-            has_newer_error = not self._is_part and id_key(record["id"]) in self._unreadable
-            return has_newer_error or self._has_changed(record) or _key_of_reject(record) in taken
-
-        sort_lines(self._rejects, self._order_of_rejects, _key_of_reject, is_outdated, newest_only=True)
-        if self._rejects.stat().st_size == 0:
-            self._rejects.unlink()
-
-    def _open(self, paths: OutputPaths, files: ExitStack, retry_rejects: bool) -> None:
+    def _open(self, paths: OutputPaths, files: ExitStack) -> None:
         """Read what earlier runs wrote, and open the files for appending."""
         paths.clear()
         earlier = read_manifest(self._results)
@@ -182,7 +275,7 @@ class Journal(ExitStack):
                 "--overwrite to begin anew"
             )
         try:
-            for path in {self._running, self._results, self._rejects, manifest_path(self._results)}:
+            for path in paths.all:
                 remove_leftovers(path)
             if self._is_parquet and self._results.is_file() and not self._running.exists():
                 unpack_parquet(self._results, self._running, self._is_own)
@@ -190,13 +283,13 @@ class Journal(ExitStack):
         except OSError as error:
             raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
         for offset, record in self._read_lines(self._running, self._is_own):
-            self._finished[_key_of_result(record)] += 1
+            self._finished[key_of_line(record)] += 1
             self._offsets.setdefault(bytes.fromhex(record["document"]), offset)
-        rejects = self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys())
-        earlier_rejects = {_key_of_reject(record) for _, record in rejects}
-        self._rejected = set() if retry_rejects else earlier_rejects
-        self._file = files.enter_context(JsonLinesFile(self._running, append=True))
-        self._reject_file = files.enter_context(JsonLinesFile(self._rejects, lazy=True, append=True))
+        for _, record in self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys()):
+            if not paths.retry_rejects:
+                self._rejected.add(key_of_line(record))
+        self._file = files.enter_context(JsonLinesFile(self._running))
+        self._reject_file = files.enter_context(JsonLinesFile(self._rejects, lazy=True))
 
     def _read_lines(self, path: Path, is_valid: Callable[[Record], bool]) -> Iterator[tuple[int, Record]]:
         """The lines of a file with their byte offsets. A torn last line is cut off: a crash may lose part of it."""
@@ -206,13 +299,12 @@ class Journal(ExitStack):
             offset, size = 0, os.fstat(file.fileno()).st_size
             for number, line in enumerate(file, start=1):
                 record: Record | None = None
-                if line.endswith(b"\n"):
-                    with suppress(ValueError):
-                        record = parse_record(line)
+                with suppress(ValueError):
+                    record = parse_record(line)
                 if record is None and offset + len(line) == size:
                     file.truncate(offset)
                     os.fsync(file.fileno())
-                    self.notes.append(f"{path}: cut off its last line, which was torn ({len(line)} bytes)")
+                    self._notes.append(f"{path}: cut off its last line, which was torn ({len(line)} bytes)")
                     return
                 if record is None or not is_valid(record):
                     raise ConfigError(
@@ -222,19 +314,8 @@ class Journal(ExitStack):
                 offset += len(line)
 
     def _is_own(self, record: Record) -> bool:
-        try:
-            bytes.fromhex(record["document"])
-            return "id" in record and bool(record["fingerprint"] == self._identity.fingerprint)
-        except (ValueError, KeyError, TypeError):
-            return False
-
-
-def _key_of_result(record: Record) -> bytes:
-    return key_of(record["id"], record["document"])
-
-
-def _key_of_reject(record: Record) -> bytes:
-    return key_of(record["id"], record.get("document") or record["error"])
+        is_of_job = "id" in record and record.get("fingerprint") == self._identity.fingerprint
+        return is_of_job and _TEXT_HASH.fullmatch(str(record.get("document"))) is not None
 
 
 def _acquire_lock(output: Path) -> FileLock:

@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from lookahead.errors import PoolError
 from lookahead.models.model_state import state_of
+from lookahead.models.support import vocabulary_size
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.pool_file import write_pool
 from lookahead.pools.open_pool import open_pool, pool_errors, read_pool_header
@@ -41,8 +42,7 @@ class OutputMemory:
         self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._saved_at = time.monotonic()
         if path.exists():
-            embedding: Any = model.get_input_embeddings()
-            pool = open_pool(str(path), fingerprint=self._fingerprint, vocabulary=int(embedding.weight.shape[0]))
+            pool = open_pool(str(path), fingerprint=self._fingerprint, vocabulary=vocabulary_size(model))
             self._outputs.append_documents(np.array(pool.tokens[1:]))
             self.loaded = pool.header.tokens
 

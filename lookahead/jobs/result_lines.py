@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from io import FileIO
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from lookahead.documents.decode_text import DocumentId
 from lookahead.documents.inputs import load_packages
 from lookahead.documents.table_files import parquet_records
 from lookahead.errors import ConfigError
+from lookahead.jobs.identity import key_of_line
 from lookahead.ngram.replacing import replacing, sync_folder
 from lookahead.utils.atomic import parse_json
 
@@ -40,29 +42,19 @@ def copy_of(record: Record, name: DocumentId) -> Record:
     return {**kept, "id": name, "stats": None, "copy_of": record.get("copy_of", record["id"])}
 
 
-class JsonLinesFile:
+class JsonLinesFile(ExitStack):
     """A file of JSON lines, each written whole or not at all: in one unbuffered write, and synced to the disk.
 
-    If the write fails (no space left) or is interrupted, the file is truncated to its last whole line. With `lazy` the
-    file is created with its first line, with `append` earlier lines are kept. ConfigError if it cannot be created.
+    If the write fails (no space left) or is interrupted, the file is truncated to its last whole line. Lines that stand
+    there are kept. With `lazy` the file is created with its first line. ConfigError if it cannot be created.
     """
 
-    def __init__(self, path: Path, *, lazy: bool = False, append: bool = False) -> None:
+    def __init__(self, path: Path, *, lazy: bool = False) -> None:
+        super().__init__()
         self.path = path
         # Bytes of whole lines, and lines of this run. One tuple: an interrupt must not come between the two.
-        self._whole = (path.stat().st_size if append and path.exists() else 0, 0)
-        self._mode = "ab" if append else "wb"
-        self._file: BinaryIO | None = None if lazy else self._open()
-
-    @property
-    def size(self) -> int:
-        """Bytes of whole lines."""
-        return self._whole[0]
-
-    @property
-    def lines(self) -> int:
-        """Lines written since the file was opened."""
-        return self._whole[1]
+        self.whole = (path.stat().st_size if path.exists() else 0, 0)
+        self._file: FileIO | None = None if lazy else self._open()
 
     def write(self, record: Record) -> None:
         """Append one line; after an OSError the file is unchanged."""
@@ -74,33 +66,25 @@ class JsonLinesFile:
             while written < len(line):
                 written += self._file.write(line[written:])
             _sync(self._file)
-            self._whole = (self.size + len(line), self.lines + 1)
+            self.whole = (self.whole[0] + len(line), self.whole[1] + 1)
         except BaseException:
-            with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
-                self._file.truncate(self.size)
-                self._file.seek(self.size)
+            with suppress(OSError):  # a pipe or a device cannot be truncated
+                self._file.truncate(self.whole[0])
             raise
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> FileIO:
         """Open the file without a buffer, which would write parts of lines."""
         try:
             is_new = not self.path.exists()
-            file = cast(BinaryIO, open(self.path, self._mode, buffering=0))  # noqa: SIM115 - the caller closes it
+            file = self.enter_context(FileIO(self.path, "ab"))
             if is_new:  # the lines of a file whose name is lost with the power are lost too
                 sync_folder(self.path.parent)
             return file
         except OSError as error:
             raise ConfigError(f"output {self.path} cannot be written: {error.strerror}") from error
 
-    def __enter__(self) -> JsonLinesFile:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-def _sync(file: BinaryIO) -> None:
+def _sync(file: FileIO) -> None:
     try:
         os.fsync(file.fileno())
     except OSError as error:  # pipes and devices have no disk
@@ -115,16 +99,16 @@ def print_line(record: Record) -> None:
         sys.stdout.buffer.flush()
     except OSError:
         # Python flushes the buffer at exit, and would print the same error again.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
 
 def parse_record(line: bytes) -> Record:
-    """The JSON object of a line; ValueError if it is something else."""
+    """The JSON object of a whole line; ValueError if it is something else."""
     record = parse_json(line)
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+    if not isinstance(record, dict) or not line.endswith(b"\n"):
+        raise ValueError("not a JSON object in a line")
     return record
 
 
@@ -135,12 +119,7 @@ def records_in(path: Path) -> Iterator[Record]:
 
 
 def sort_lines(
-    path: Path,
-    order: Iterable[bytes],
-    key_of_record: Callable[[Record], bytes],
-    is_outdated: Callable[[Record], bool],
-    *,
-    newest_only: bool = False,
+    path: Path, order: Iterable[bytes], is_outdated: Callable[[Record], bool], *, newest_only: bool = False
 ) -> tuple[int, int]:
     """Sort the lines of a file, which is replaced atomically, and only if a line moves or goes.
 
@@ -153,7 +132,7 @@ def sort_lines(
     with open(path, "rb") as file:
         for line in file:
             record = parse_record(line)
-            alike = places[key_of_record(record)]
+            alike = places[key_of_line(record)]
             if newest_only:
                 alike.clear()
             alike.append((offset, len(line), is_outdated(record)))

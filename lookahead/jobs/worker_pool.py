@@ -1,33 +1,28 @@
-"""A pool of workers on a Ray cluster, used like one summarizer.
+"""A pool of workers on a Ray cluster, used like one summarizer; `docs/ray.md` says why it is not `map_batches`.
 
 A worker is a Ray actor: an engine in a process of its own. One document is one call. A worker has a few more documents
 in flight than it has rows, and decodes them together. Documents of a dead worker go to others; those that several
-workers died with are retried last and alone. Ray's own `map_batches` is as fast, but it reads all documents before the
-first result, retries a document that kills workers without end or loses its neighbours, and waits with the work of a
-dead worker until it is restarted.
+workers died with are retried last and alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError, LookaheadError
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job_options import WorkerOptions
 from lookahead.models.loading import first_line, load, prepare_process
-from lookahead.summarization.summarizer import Summarized, Summarizer, Summary
-
-Outcome = Summarized | Reject
+from lookahead.summarization.summarizer import Outcome, Summarized, Summarizer, Summary
 
 TRIES = 3  # workers that may die with a document in flight before it is rejected
 FAILED_STARTS = 3  # workers in a row that may die while they start before no more are added
@@ -35,8 +30,7 @@ _MAX_CONCURRENCY = 2048  # concurrent calls of an actor: more than it ever gets
 _CONNECT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
+class WorkerInfo(NamedTuple):
     """What a worker reports when it is ready."""
 
     identity: JobIdentity  # of the job with the worker's model
@@ -48,9 +42,8 @@ class RayWorker:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = WorkerOptions(**options)
-        self._inbox: SimpleQueue[Document] = SimpleQueue()
-        self._waiting: dict[int, tuple[Document, Future[Summary | str]]] = {}  # by the `id` of the document
-        self._in_flight = 0
+        self._inbox: SimpleQueue[tuple[Document, Future[Summary | str]]] = SimpleQueue()
+        self._in_flight: dict[int, tuple[Document, Future[Summary | str]]] = {}  # by the `id` of the document
         self._failure: BaseException | None = None
 
     async def start(self) -> WorkerInfo | LookaheadError:
@@ -76,8 +69,7 @@ class RayWorker:
     async def summarize(self, document: Document) -> Summary | str:
         """The summary of a document, or an error message. RuntimeError if the engine has stopped."""
         answer: Future[Summary | str] = Future()
-        self._waiting[id(document)] = document, answer
-        self._inbox.put(document)
+        self._inbox.put((document, answer))
         if self._failure is not None:  # checked last: an engine that stops later fails the pending futures
             raise RuntimeError(f"the engine stopped: {self._failure!r}")
         return await asyncio.wrap_future(answer)
@@ -85,30 +77,29 @@ class RayWorker:
     def _serve(self, summarizer: Summarizer) -> None:
         try:
             for outcome in summarizer.summarize_all(self._documents(), self._options.rows):
-                self._in_flight -= 1
-                _, answer = self._waiting.pop(id(outcome.document))
+                _, answer = self._in_flight.pop(id(outcome.document))
                 answer.set_result(outcome.summary if isinstance(outcome, Summarized) else outcome.error)
             raise RuntimeError("the engine ended before its input did")
         except BaseException as error:
             # No caller sees an error of this thread: fail the pending calls and all later ones.
             self._failure = error
-            for _, answer in list(self._waiting.values()):
+            waiting = [self._inbox.get() for _ in range(self._inbox.qsize())]
+            for _, answer in [*self._in_flight.values(), *waiting]:
                 answer.set_exception(RuntimeError(f"the engine stopped: {error!r}"))
 
     def _documents(self) -> Iterator[Document | None]:
         """The documents as they arrive. While some are in flight, None instead of waiting."""
         while True:
             try:
-                document = self._inbox.get(block=self._in_flight == 0)
+                document, answer = self._inbox.get(block=not self._in_flight)
             except Empty:
                 yield None
             else:
-                self._in_flight += 1
+                self._in_flight[id(document)] = document, answer
                 yield document
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The number of workers and the resources of each."""
 
     workers: int  # those without room wait, and let an autoscaling cluster grow
@@ -121,11 +112,9 @@ class _Worker:
     handle: Any
     capacity: int = 0  # documents it may have in flight; 0 until it is ready
     in_flight: int = 0
-    is_alive: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """A pending call: to start, or to summarize a document that `deaths` workers died with."""
 
     worker: _Worker
@@ -144,10 +133,10 @@ class WorkerPool:
         self._options, self._size = options, plan.workers
         self._workers: list[_Worker] = []
         self._calls: dict[Any, _Call] = {}
-        self._retries: deque[tuple[Document, int]] = deque()  # with the number of workers that died
-        self._last_tries: deque[Document] = deque()
+        self._retries: list[tuple[Document, int]] = []  # by the number of workers that died with the document
         self._first: WorkerInfo | None = None
         self._failed_starts = 0
+        self._last_words = ""  # why the last worker was removed
         self.notes: list[str] = []  # what the user should know about workers
 
     def __enter__(self) -> WorkerPool:
@@ -162,15 +151,14 @@ class WorkerPool:
     def wait_ready(self, workers: int = 1) -> WorkerInfo:
         """Wait until so many workers are ready; LookaheadError if options are wrong, or all died while they started."""
         while self._first is None or sum(worker.capacity > 0 for worker in self._workers) < workers:
-            for _ in self._collect(waits=True):
-                pass
+            list(self._collect(waits=True))
         return self._first
 
-    def summarize_all(self, documents: Iterable[Document], rows: int | None = None) -> Iterator[Outcome]:
+    def summarize_all(self, documents: Iterable[Document]) -> Iterator[Outcome]:
         """Summarize documents. They are taken when a worker has room, and yielded as they finish.
 
         If `documents` raises, what is in flight is finished and yielded first. ClusterError if no worker is left, and
-        none can be started. `rows` is unused: the rows of a worker are among its options.
+        none can be started.
         """
         source, is_open = iter(documents), True
         error: Exception | None = None
@@ -180,22 +168,20 @@ class WorkerPool:
             document, deaths = None, 0
             if worker is None:
                 pass
-            elif self._retries:
-                document, deaths = self._retries.popleft()
+            elif self._retries and (self._retries[0][1] < TRIES - 1 or not (is_open or worker.in_flight)):
+                document, deaths = self._retries.pop(0)
             elif is_open:
                 try:
                     document = next(source)
                 except Exception as raised:
                     is_open, error = False, None if isinstance(raised, StopIteration) else raised
                     continue
-            elif self._last_tries and worker.in_flight == 0:
-                document, deaths = self._last_tries.popleft(), TRIES - 1
             if worker is not None and document is not None:
-                size = worker.capacity if deaths == TRIES - 1 else 1  # the last try is alone
+                size = worker.capacity if deaths == TRIES - 1 else 1  # the last try is alone, after all others
                 self._calls[worker.handle.summarize.remote(document)] = _Call(worker, document, deaths, size)
                 worker.in_flight += size
             is_busy = any(call.document is not None for call in self._calls.values())
-            if not (is_open or is_busy or self._retries or self._last_tries):
+            if not (is_open or is_busy or self._retries):
                 break
             yield from self._collect(waits=document is None)
         if error is not None:
@@ -207,7 +193,7 @@ class WorkerPool:
         self._calls[worker.handle.start.remote()] = _Call(worker)
 
     def _collect(self, *, waits: bool) -> Iterator[Outcome]:
-        """Yield what is finished; with `waits`, wait for at least one answer."""
+        """Yield what is finished; with `waits`, wait for at least one answer. ClusterError if no worker is left."""
         calls = list(self._calls)
         done, _ = self._ray.wait(calls, num_returns=1 if waits else len(calls), timeout=None if waits else 0)
         for each in done:
@@ -216,7 +202,7 @@ class WorkerPool:
             try:
                 answer = self._ray.get(each)
             except self._ray.exceptions.RayError as error:
-                yield from self._fail(call, error)
+                yield from self._fail(call, first_line(error))
                 continue
             if call.document is None:
                 self._accept(call.worker, answer)
@@ -224,6 +210,8 @@ class WorkerPool:
                 yield Reject(call.document.id, answer, call.document)
             else:
                 yield Summarized(call.document, answer)
+        if not self._workers:
+            raise ClusterError(f"no worker is left; the last one: {self._last_words}")
 
     def _accept(self, worker: _Worker, answer: WorkerInfo | LookaheadError) -> None:
         """Use a worker that is ready, if its job is that of the others."""
@@ -237,41 +225,33 @@ class WorkerPool:
             answer = ClusterError(f"it would do another job: {different}")
         if self._first is None:
             raise answer
-        self._remove(worker)
+        self._remove(worker, str(answer))
         self.notes.append(f"a worker was left out: {answer}")
-        self._check_not_empty(str(answer))
 
-    def _fail(self, call: _Call, error: Exception) -> Iterator[Outcome]:
+    def _fail(self, call: _Call, reason: str) -> Iterator[Outcome]:
         """Replace a worker that died, and retry or reject the document it had in flight."""
-        reason = first_line(error)
-        if call.worker.is_alive:
-            self._remove(call.worker)
+        if call.worker in self._workers:  # its first call to fail
+            self._remove(call.worker, reason)
             if call.document is None:
                 self._failed_starts += 1
             else:
                 self.notes.append(f"a worker died, and its documents went to others: {reason}")
             if self._failed_starts < FAILED_STARTS:
                 self._add()
-            self._check_not_empty(reason)
         if call.document is None:
             return
-        deaths, name = call.deaths + 1, call.document.id
-        if deaths < TRIES - 1:
-            self._retries.append((call.document, deaths))
-        elif deaths < TRIES:
-            self._last_tries.append(call.document)
+        if call.deaths + 1 < TRIES:
+            self._retries.append((call.document, call.deaths + 1))
+            self._retries.sort(key=lambda each: each[1])
         else:
+            name = call.document.id
             yield Reject(name, f"{name}: {TRIES} workers died while they summarized it: {reason}", call.document)
 
-    def _remove(self, worker: _Worker) -> None:
+    def _remove(self, worker: _Worker, reason: str) -> None:
         """Stop a worker; its pending calls end with an error."""
-        worker.is_alive, worker.capacity = False, 0
+        self._last_words = reason
         self._workers.remove(worker)
         self._ray.kill(worker.handle)
-
-    def _check_not_empty(self, reason: str) -> None:
-        if not self._workers:
-            raise ClusterError(f"no worker is left; the last one: {reason}")
 
 
 @contextmanager

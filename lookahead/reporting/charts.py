@@ -7,9 +7,8 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -64,10 +63,10 @@ def round_step(least: float) -> float:
     return next((step * power for step in (1.0, 2.0, 5.0) if step * power >= least * (1 - 1e-9)), 10.0 * power)
 
 
-def scale_from_zero(largest: float) -> Scale:
+def scale_from_zero(largest: float, least_step: float = 0.0) -> Scale:
     """A linear axis from 0 to a round value that is not below `largest`."""
-    step = round_step((largest or 1.0) / 5)
-    return Scale(0.0, step * max(1, math.ceil(largest / step - 1e-9)))
+    step = max(round_step((largest or 1.0) / 5), least_step)
+    return Scale(0.0, step * max(1, math.ceil(largest / step - 1e-9)), least_step=least_step)
 
 
 def scale_of(smallest: float, largest: float) -> Scale:
@@ -78,9 +77,9 @@ def scale_of(smallest: float, largest: float) -> Scale:
     return scale_from_zero(largest)
 
 
-def exact(value: float | None) -> str:
-    """A count or a rounded value in full: `12,345`, `12.3`, `0.0457`; a dash for `None`."""
-    if value is None:
+def exact(value: float) -> str:
+    """A count or a rounded value in full: `12,345`, `12.3`, `0.0457`; a dash for NaN."""
+    if math.isnan(value):
         return "–"
     if value == int(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
@@ -95,9 +94,9 @@ def brief(value: float) -> str:
     return f"{value:.4g}"
 
 
-def duration(seconds: float | None) -> str:
-    """Seconds in seconds, minutes or hours; a dash for `None`."""
-    if seconds is None:
+def duration(seconds: float) -> str:
+    """Seconds in seconds, minutes or hours; a dash for NaN."""
+    if math.isnan(seconds):
         return "–"
     if seconds < 120:
         return f"{seconds:.3g} s"
@@ -106,41 +105,32 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 3600:,.1f} h"
 
 
-def units(number: float) -> str:
-    """A position in a chart, rounded to a tenth: `12.3`, `12`."""
-    return f"{number:.1f}".removesuffix(".0")
-
-
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot. Positions are in SVG units, from the top left."""
+    """A plot. Positions are in SVG units, from the top left, rounded to a tenth."""
 
-    WIDTH: ClassVar[int] = 420
-    HEIGHT: ClassVar[int] = 236
-    LEFT: ClassVar[int] = 46
-    RIGHT: ClassVar[int] = 402
-    TOP: ClassVar[int] = 24
-    BOTTOM: ClassVar[int] = 196
+    WIDTH, HEIGHT = 420, 236
+    LEFT, RIGHT, TOP, BOTTOM = 46, 402, 24, 196  # of the axes
 
     x: Scale
     y: Scale
     x_name: str
     y_name: str
-    shapes: list[tuple[str, dict[str, str], str]] = field(default_factory=list)  # tags, attributes and tooltips
+    shapes: list[tuple[str, dict[str, str | float], str]] = field(default_factory=list)  # tags, attributes and tooltips
 
     def left(self, value: float) -> float:
         """Horizontal position of a value."""
-        return float(self.LEFT + (self.RIGHT - self.LEFT) * self.x.place(value))
+        return round(float(self.LEFT + (self.RIGHT - self.LEFT) * self.x.place(value)), 1)
 
     def top(self, value: float) -> float:
         """Vertical position of a value."""
-        return float(self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value))
+        return round(float(self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value)), 1)
 
     def add(self, tag: str, tooltip: str = "", /, **attributes: str | float) -> None:
         """Draw an element. Numbers are positions; `style` is its class."""
         named = {"class" if name == "style" else name: value for name, value in attributes.items()}
-        texts = {name: value if isinstance(value, str) else units(value) for name, value in named.items()}
-        self.shapes.append((tag, texts, tooltip))
+        rounded = {name: value if isinstance(value, str) else round(value, 1) for name, value in named.items()}
+        self.shapes.append((tag, rounded, tooltip))
 
     def add_point(self, x: float, y: float, tooltip: str = "") -> None:
         """Draw a dot at a pair of values."""
@@ -149,8 +139,7 @@ class Chart:
     def add_line(self, style: str, xs: Values, ys: Values) -> None:
         """Draw a line through points; a single point becomes a dot."""
         points = zip(xs.tolist(), ys.tolist(), strict=True)
-        places = " ".join(f"{units(self.left(x))},{units(self.top(y))}" for x, y in points)
-        self.add("polyline", style=style, points=places)
+        self.add("polyline", style=style, points=" ".join(f"{self.left(x)},{self.top(y)}" for x, y in points))
         if len(xs) == 1:
             self.add_point(float(xs[0]), float(ys[0]))
 
@@ -181,8 +170,7 @@ def bin_values(values: Values) -> Bins:
 def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
     """A bar for each bin, and vertical lines at the values of `rules`, by their style."""
     ends = [float(bins.edges[0]), float(bins.edges[-1]), *rules.values()]
-    most = max(bins.counts)
-    y = Scale(0.0, scale_from_zero(most).high if most >= 5 else float(most), least_step=1.0)
+    y = scale_from_zero(max(bins.counts), least_step=1.0)
     chart = Chart(Scale(min(ends), max(ends)), y, x_name, "documents")
     for i, count in enumerate(bins.counts):
         if count:
@@ -193,23 +181,18 @@ def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
             height = chart.BOTTOM - top
             chart.add("rect", f"{span}: {count:,}", style="bar", x=left + 0.5, y=top, width=width, height=height)
     for style, value in rules.items():
-        chart.add("path", style=style, d=f"M{units(chart.left(value))} {chart.TOP}V{chart.BOTTOM}")
+        chart.add("path", style=style, d=f"M{chart.left(value)} {chart.TOP}V{chart.BOTTOM}")
     return chart
 
 
 def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str) -> Chart:
     """A point for each document at values `[documents]`, or shaded cells for more than `MOST_POINTS` documents."""
     chart = Chart(scale_of(x.min(), x.max()), scale_of(y.min(), y.max()), x_name, y_name)
-    if x.size > MOST_POINTS:
-        _add_cells(chart, x, y)
-    else:
+    if x.size <= MOST_POINTS:
         for a, b, name in zip(x.tolist(), y.tolist(), names, strict=False):
             chart.add_point(a, b, f"{name}: {exact(a)}, {exact(b)}")
-    return chart
-
-
-def _add_cells(chart: Chart, x: Values, y: Values) -> None:
-    """Shade cells by the logarithm of the number of documents in them."""
+        return chart
+    # Cells are shaded by the logarithm of the number of documents in them.
     across, up = np.clip(chart.x.place(x), 0.0, 1.0), np.clip(chart.y.place(y), 0.0, 1.0)
     counts = np.histogram2d(across, up, bins=_CELLS, range=[(0.0, 1.0)] * 2)[0].astype(np.int64)
     width, height = (chart.RIGHT - chart.LEFT) / _CELLS[0], (chart.BOTTOM - chart.TOP) / _CELLS[1]
@@ -218,11 +201,25 @@ def _add_cells(chart: Chart, x: Values, y: Values) -> None:
         shade = 1 + int((_SHADES - 1) * math.log(count) / math.log(max(int(counts.max()), 2)))
         left, top = chart.LEFT + column * width, chart.BOTTOM - (row + 1) * height
         chart.add("rect", f"{count:,}", style=f"shade-{shade}", x=left, y=top, width=width, height=height)
+    return chart
+
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("lookahead.reporting"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
+_TEMPLATES.filters |= {each.__name__: each for each in (brief, duration, exact)}
+_TEMPLATES.filters |= {"count": "{:,}".format, "percent": "{:.1%}".format}
+_TEMPLATES.tests["known"] = math.isfinite
 
 
 def render(template: str, **values: Any) -> str:
     """Fill a template of `templates/`. Text is escaped; characters that are invalid in HTML become U+FFFD."""
-    return _INVALID.sub("\ufffd", _environment().get_template(template).render(values))
+    return _INVALID.sub("\ufffd", _TEMPLATES.get_template(template).render(values))
 
 
 def check_page(path: Path, option: str, command: str) -> None:
@@ -238,18 +235,3 @@ def check_page(path: Path, option: str, command: str) -> None:
             if _MARK.format(command).encode() in file.read(_MARK_WITHIN):
                 return
     raise ConfigError(f"{option} {path} exists and is no page of {command}; name another file with --{option}")
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("lookahead.reporting"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {each.__name__: each for each in (brief, duration, exact, units)}
-    environment.filters |= {"count": "{:,}".format, "percent": "{:.1%}".format}
-    return environment

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lookahead.errors import ConfigError, DocumentError
-from lookahead.reporting import charts, results_file
-from lookahead.reporting.results_file import Aggregate, Failures, Reading, Result, read_rejects, read_results
+from lookahead.reporting import charts
+from lookahead.reporting.results_file import Aggregate, Failures, Reading, Result, read_results
 from lookahead.utils.atomic import write_atomically
 
 _MOST_REASONS = 12  # rows of the table of failures
@@ -39,30 +39,15 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
     beside = Path(f"{results}.rejects.jsonl") if rejects is None else rejects
     failures = None
     if rejects is not None or beside.exists():
-        reading = readings.setdefault(beside.name, Reading())
-        failures = Failures()
-        for record in read_rejects(beside, reading):
-            failures.add(record)
+        failures = Failures(beside, readings.setdefault(beside.name, Reading()))
     if not aggregate.documents and not (failures and failures.total):
         raise DocumentError(f"{results} is empty: there are no results in it to report")
     problems = [f"{name}: {reading.describe()}" for name, reading in readings.items() if reading.malformed]
-    text = _render_report(aggregate, failures, results.name, beside.name, problems)
-    try:
-        write_atomically(page, text)
-    except OSError as error:
-        raise ConfigError(f"output {page} cannot be written: {error.strerror}") from error
-    return WrittenReport(page, aggregate.documents, failures.total if failures else None, problems)
-
-
-def _render_report(
-    aggregate: Aggregate, failures: Failures | None, name: str, rejects_name: str, problems: list[str]
-) -> str:
     drafted = [(name, counts) for name, counts in aggregate.sources.items() if counts.drafted]
-    lengths = {"document_tokens": "tokens of the document", "summary_tokens": "tokens of the summary"}
-    return charts.render(
+    text = charts.render(
         "report.html.j2",
-        name=name,
-        rejects_name=rejects_name,
+        name=results.name,
+        rejects_name=beside.name,
         problems=problems,
         totals=aggregate,
         failures=failures,
@@ -71,10 +56,15 @@ def _render_report(
         lengths=_distribution(aggregate, "acceptance_length", "mean acceptance length of a document", {}),
         sources=sorted(drafted, key=lambda item: -item[1].drafted),
         job_speed=_job_speed(aggregate),
-        times=[(x_name.split()[-1], _times(aggregate, column, x_name)) for column, x_name in lengths.items()],
+        times=[(what, _times(aggregate, what)) for what in ("document", "summary")],
         most_points=charts.MOST_POINTS,
         document_lists=_document_lists(aggregate),
     )
+    try:
+        write_atomically(page, text)
+    except OSError as error:
+        raise ConfigError(f"output {page} cannot be written: {error.strerror}") from error
+    return WrittenReport(page, aggregate.documents, failures.total if failures else None, problems)
 
 
 def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[str, float]) -> dict[str, Any] | None:
@@ -91,8 +81,7 @@ def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[st
 
 def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
     """Tokens per second along the file, in stretches of `stretch` documents."""
-    ours = _speed_by_stretch(aggregate.column("decoded"), aggregate.column("decode_s"))
-    plain = _speed_by_stretch(aggregate.column("plain_decoded"), aggregate.column("plain_decode_s"))
+    ours, plain = _speed_by_stretch(aggregate, ""), _speed_by_stretch(aggregate, "plain_")
     if ours is None:
         return None
     fastest = max(float(speeds.max()) for _, speeds in (ours, plain or ours))
@@ -103,13 +92,14 @@ def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
     chart.add_line("ours", *ours)
     if plain:
         chart.add_line("plain-line", *plain)
-    stretch = -(-int(np.isfinite(aggregate.column("decode_s")).sum()) // _MOST_STRETCHES)
+    stretch = -(-aggregate.count("decode_s") // _MOST_STRETCHES)
     return {"chart": chart, "has_plain": plain is not None, "stretch": stretch}
 
 
-def _speed_by_stretch(decoded: charts.Values, seconds: charts.Values) -> tuple[charts.Values, charts.Values] | None:
+def _speed_by_stretch(aggregate: Aggregate, prefix: str) -> tuple[charts.Values, charts.Values] | None:
     """The middle of each stretch of the file, counted in documents, and its tokens per second."""
-    known = np.flatnonzero(np.isfinite(decoded) & np.isfinite(seconds) & (seconds > 0))
+    decoded, seconds = aggregate.column(f"{prefix}decoded"), aggregate.column(f"{prefix}decode_s")
+    known = np.flatnonzero(np.isfinite(decoded) & (seconds > 0))
     if not known.size:
         return None
     parts = np.array_split(known, min(_MOST_STRETCHES, known.size))
@@ -117,27 +107,24 @@ def _speed_by_stretch(decoded: charts.Values, seconds: charts.Values) -> tuple[c
     return np.array([part.mean() + 1 for part in parts]), speeds
 
 
-def _times(aggregate: Aggregate, column: str, x_name: str) -> tuple[charts.Chart, int] | None:
-    """A plot of seconds by a length, and its number of documents; `None` if no line has both."""
-    lengths, seconds = aggregate.known(column, "seconds")
-    if not lengths.size:
+def _times(aggregate: Aggregate, what: str) -> tuple[charts.Chart, int] | None:
+    """A plot of seconds by the tokens of the document or summary, and its number of documents; `None` without any."""
+    tokens, seconds = aggregate.column(f"{what}_tokens"), aggregate.column("seconds")
+    whole = np.flatnonzero(np.isfinite(tokens + seconds))
+    if not whole.size:
         return None
-    whole = np.isfinite(aggregate.column(column)) & np.isfinite(aggregate.column("seconds"))
-    names = [each for each, is_whole in zip(aggregate.names, whole.tolist(), strict=False) if is_whole]
-    return charts.scatter(lengths, seconds, names, x_name, "seconds"), lengths.size
+    names = [aggregate.names[i] for i in whole[: charts.MOST_POINTS].tolist() if i < len(aggregate.names)]
+    return charts.scatter(tokens[whole], seconds[whole], names, f"tokens of the {what}", "seconds"), whole.size
 
 
 def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
-    (most, least), what = aggregate.gains["speedup"], "speedup"
-    if not most:
-        (most, least), what = aggregate.gains["acceptance_length"], "tokens per pass"
-    # No document is in both lists.
-    shown = results_file.MOST_SHOWN
-    half = shown if len(most) == shown and aggregate.documents >= 2 * shown else (len(most) + 1) // 2
-    best = most[:half]
-    worst = [result for result in least if not any(result is each for each in best)][:half]
+    ranked = aggregate.ranked
+    column, what = ("speedup", "speedup") if ranked["speedup", 1] else ("acceptance_length", "tokens per pass")
+    most, least = ranked[column, -1], ranked[column, 1]
+    best = most[: (aggregate.count(column) + 1) // 2]
+    worst = [result for result in least if not any(result is each for each in best)]  # no document is in both lists
     lists = [
-        ("Took longest", aggregate.longest),
+        ("Took longest", ranked["seconds", -1]),
         (f"Gained most, by {what}", best),
         (f"Gained least, by {what}", worst),
     ]

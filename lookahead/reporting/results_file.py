@@ -1,4 +1,4 @@
-"""Results and rejects, read leniently: a malformed line is counted and named, a missing field is `None`; their totals.
+"""Results and rejects, read leniently: a malformed line is counted and named, a missing figure is NaN; their totals.
 
 Memory grows by a few numbers per document and by no text.
 """
@@ -6,14 +6,16 @@ Memory grows by a few numbers per document and by no text.
 from __future__ import annotations
 
 import json
+import math
 import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -38,6 +40,7 @@ MOST_COMPLAINTS = 5
 PATIENCE = 1000  # malformed lines after which a file without a valid one is given up
 _AS_JSON = ("stats", "plain")  # columns that a Parquet file holds as JSON strings
 _LENGTH = re.compile("[0-9]{1,9}")
+_RANKED = ("seconds", "speedup", "acceptance_length")  # columns
 
 
 class SourceCounts(NamedTuple):
@@ -50,14 +53,11 @@ class SourceCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One line of results. A field that the line lacks, or holds with another type, is `None`."""
+    """One line of results. A figure that the line lacks, or holds with another type, is NaN."""
 
     name: str  # the id
     text: str
-    figures: dict[str, float | None]  # by name: tokens, draft nodes, passes after the prefill, and seconds
-    identical: bool | None  # to plain decoding
-    is_cut: bool | None  # by the token limit
-    is_copy: bool  # of the summary of an equal document; then there are no statistics
+    figures: dict[str, float]  # by name: tokens, draft nodes, passes after the prefill, seconds, 1 for yes
     model: str | None
     sources: dict[str, SourceCounts]  # by proposer
 
@@ -66,41 +66,46 @@ class Result:
         """The valid fields of a line."""
         stats = _mapping(record.get("stats"))
         columns = [_mapping(stats.get(f"{which}_by_source")) for which in ("drafted", "accepted", "expected")]
-        identical, text, reason = record.get("identical"), record.get("summary"), record.get("finish_reason")
-        text = text if isinstance(text, str) else ""
+        text = record["summary"] if isinstance(record.get("summary"), str) else ""
         return cls(
             name=as_text(record.get("id"))[:MOST_NAME],
             text=text if len(text) <= MOST_TEXT else text[:MOST_TEXT].rstrip() + " […]",
             figures=_figures(record, stats, _mapping(record.get("plain"))),
-            identical=identical if isinstance(identical, bool) else None,
-            is_cut=None if reason not in ("stop", "length") else reason == "length",
-            is_copy=record.get("copy_of") is not None,
             model=as_text(record["model"])[:MOST_NAME] if record.get("model") is not None else None,
             sources={
-                str(name)[:MOST_NAME]: SourceCounts(*(_number(column.get(name)) or 0.0 for column in columns))
+                str(name)[:MOST_NAME]: SourceCounts(*(_number(column.get(name), 0.0) for column in columns))
                 for name in columns[0]
             },
         )
 
 
-def _figures(record: Mapping[str, Any], stats: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, float | None]:
+def _figures(record: Mapping[str, Any], stats: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, float]:
     prefill_s, decode_s = _number(stats.get("prefill_s")), _number(stats.get("decode_s"))
-    decoded, plain_decode_s = _decoded(stats, decode_s), _number(plain.get("decode_s"))
+    plain_decode_s, histogram = _number(plain.get("decode_s")), stats.get("acceptance_histogram")
+    identical, reason = record.get("identical"), record.get("finish_reason")
+    if isinstance(histogram, Mapping):
+        counts = [(key, _number(passes, 0.0)) for key, passes in histogram.items() if _LENGTH.fullmatch(str(key))]
+        decoded = sum(int(length) * passes for length, passes in counts)
+    else:
+        decoded = _number(stats.get("tokens_per_s")) * decode_s
     return {
         "document_tokens": _number(record.get("document_tokens")),
         "summary_tokens": _number(record.get("summary_tokens")),
         "forwards": _number(stats.get("target_forwards")),
         "drafted": _number(stats.get("drafted_tokens")),
         "accepted": _number(stats.get("accepted_tokens")),
-        "acceptance_length": _number(stats.get("mean_acceptance_length")) or None,
+        "acceptance_length": _number(stats.get("mean_acceptance_length")) or math.nan,
         "prefill_s": prefill_s,  # until the first token
         "decode_s": decode_s,  # after it
-        "seconds": None if prefill_s is None or decode_s is None else prefill_s + decode_s,
+        "seconds": prefill_s + decode_s,
         "decoded": decoded,  # tokens after the first
-        "tokens_per_s": decoded / decode_s if decoded and decode_s else None,
-        "plain_decoded": _product(_number(plain.get("tokens_per_s")), plain_decode_s),
+        "tokens_per_s": decoded / decode_s if decoded and decode_s else math.nan,
+        "plain_decoded": _number(plain.get("tokens_per_s")) * plain_decode_s,
         "plain_decode_s": plain_decode_s,
         "speedup": _number(record.get("speedup")),
+        "identical": float(identical) if isinstance(identical, bool) else math.nan,  # to plain decoding
+        "is_cut": float(reason == "length") if reason in ("stop", "length") else math.nan,  # by the token limit
+        "is_copy": float(record.get("copy_of") is not None),  # of an equal document; then there are no statistics
     }
 
 
@@ -109,28 +114,15 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _number(value: Any) -> float | None:
-    """A number from 0 to `MOST`, else `None`; below 1 / `MOST` it is 0."""
+def _number(value: Any, missing: float = math.nan) -> float:
+    """A number from 0 to `MOST`, else `missing`; below 1 / `MOST` it is 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:  # false for NaN
-        return None
+        return missing
     return float(value) if value >= 1 / MOST else 0.0
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _product(left: float | None, right: float | None) -> float | None:
-    return None if left is None or right is None else left * right
-
-
-def _decoded(stats: Mapping[str, Any], decode_s: float | None) -> float | None:
-    """Tokens of the forward passes: exactly from the histogram, else from the speed."""
-    histogram = stats.get("acceptance_histogram")
-    if not isinstance(histogram, Mapping):
-        return _product(_number(stats.get("tokens_per_s")), decode_s)
-    counts = [(key, _number(passes) or 0.0) for key, passes in histogram.items() if _LENGTH.fullmatch(str(key))]
-    return sum(int(length) * passes for length, passes in counts)
 
 
 @dataclass(slots=True)
@@ -149,9 +141,7 @@ class Reading:
             self.complaints.append(f"line {number} {what}")
 
     def describe(self) -> str:
-        """What could not be read; empty if nothing."""
-        if not self.malformed:
-            return ""
+        """The lines that could not be read."""
         more = "; …" if self.malformed > len(self.complaints) else ""
         torn = " The last line is incomplete: the job was stopped, or is writing it." if self.is_torn else ""
         lines = "1 line was" if self.malformed == 1 else f"{self.malformed:,} lines were"
@@ -177,68 +167,49 @@ def read_results(path: Path, reading: Reading) -> Iterator[Result]:
         )
 
 
-def read_rejects(path: Path, reading: Reading) -> Iterator[dict[str, Any]]:
-    """The lines of a rejects file."""
-    for number, record in _json_lines(path, reading):
-        if isinstance(record.get("error"), str):
-            reading.taken += 1
-            yield record
-        else:
-            reading.complain(number, "has no error")
-
-
-def _check_is_file(path: Path) -> None:
-    """Refuse devices, and pipes, which would block."""
+def _opened(path: Path) -> BinaryIO:
+    """Open a file, but no device, and no pipe, which would block."""
     if path.exists() and not path.is_file():
         raise DocumentError(f"{path}: not a regular file")
+    return open(path, "rb")
 
 
 def _json_lines(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON lines file with their line numbers; empty lines are skipped."""
-    _check_is_file(path)
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         for number, (_, line) in enumerate(bounded_lines(file, MOST_BYTES), start=1):
             if line is None:
                 reading.complain(number, f"is longer than {MOST_BYTES >> 20} MiB")
             elif line.strip():
-                record, problem = _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-                if record is not None:
-                    yield number, record
-                else:
+                try:
+                    yield number, _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+                except ValueError as error:
                     reading.is_torn = not line.endswith(b"\n")
-                    reading.complain(number, "is torn, the last one" if reading.is_torn else problem)
+                    reading.complain(number, "is torn, the last one" if reading.is_torn else str(error))
             if not reading.taken and reading.malformed >= PATIENCE:
                 break
 
 
-def _parse(line: bytes) -> tuple[dict[str, Any] | None, str]:
+def _parse(line: bytes) -> dict[str, Any]:
+    """The object of a line; ValueError with what the line is instead."""
     try:
         record = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return None, f"is no UTF-8 text: {error.reason} at byte {error.start}"
+        raise ValueError(f"is no UTF-8 text: {error.reason} at byte {error.start}") from error
     except ValueError as error:
-        return None, f"is no JSON: {error}"
+        raise ValueError(f"is no JSON: {error}") from error
     if not isinstance(record, dict):
-        return None, f"is no JSON object but a {type(record).__name__}"
-    return record, ""
+        raise ValueError(f"is no JSON object but a {type(record).__name__}")
+    return record
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    _check_is_file(path)
-    open(path, "rb").close()  # a missing file raises the same error as for JSON lines
+    _opened(path).close()  # a missing file raises the same error as for JSON lines
     for number, record in enumerate(parquet_records(path), start=1):
-        for name in _AS_JSON:
-            if isinstance(record.get(name), str):
-                record[name] = _parse(record[name].encode("utf-8", "replace"))[0]
+        for name in record.keys() & _AS_JSON:
+            with suppress(ValueError, TypeError):  # it is no string, or holds no JSON
+                record[name] = parse_json(record[name])
         yield number, record
-
-
-def _rank(ranking: list[Result], result: Result, column: str, sign: int = 1) -> None:
-    """Keep the `MOST_SHOWN` results with the largest values, or the smallest; the earlier of equal values."""
-    if result.figures[column] is not None:
-        ranking.append(result)
-        ranking.sort(key=lambda each: -sign * (each.figures[column] or 0.0))
-        del ranking[MOST_SHOWN:]
 
 
 def _kind(name: str, known: Mapping[str, Any]) -> str:
@@ -247,22 +218,25 @@ def _kind(name: str, known: Mapping[str, Any]) -> str:
 
 
 class Failures:
-    """Failures by reason. Reasons that differ only in locations, ids and numbers are one."""
+    """The lines of a rejects file by reason. Reasons that differ only in locations, ids and numbers are one."""
 
-    def __init__(self) -> None:
-        self.total = 0
+    def __init__(self, path: Path, reading: Reading) -> None:
         self.count: Counter[str] = Counter()
         self.first: dict[str, str] = {}  # message of each reason
         self.examples: dict[str, list[str]] = {}  # the first ids of each reason
+        for number, record in _json_lines(path, reading):
+            if isinstance(record.get("error"), str):
+                reading.taken += 1
+                self._add(as_text(record.get("id")), record["error"])
+            else:
+                reading.complain(number, "has no error")
+        self.total = self.count.total()
 
-    def add(self, record: dict[str, Any]) -> None:
-        """Count a line of a rejects file."""
-        name, message = as_text(record.get("id")), str(record["error"])
+    def _add(self, name: str, message: str) -> None:
         message = _LOCATION.sub("", message.removeprefix(f"{name}: ")).strip()[:MOST_NAME]
         reason = re.sub(r"\d+", "#", message.replace(name, "…") if name else message)
         if reason not in self.count and len(self.count) >= MOST_REASONS:
             reason = message = "other reasons"
-        self.total += 1
         self.count[reason] += 1
         self.first.setdefault(reason, message)
         examples = self.examples.setdefault(reason, [])
@@ -274,16 +248,13 @@ class Aggregate:
     """Totals, columns and rankings of the lines of a results file."""
 
     def __init__(self, results: Iterable[Result]) -> None:
-        self.documents = self.copies = 0  # lines, and those with the summary of an equal document
-        self.known_ends = self.cut = 0  # lines that say whether the token limit cut them off, and those where it did
-        self.compared = self.different = 0  # lines compared with plain decoding, and those that differ from it
+        self.documents = 0  # lines
         self.names: list[str] = []  # of the first lines
-        self.names_of_different: list[str] = []  # of the first of those
+        self.names_of_different: list[str] = []  # of the first lines with other tokens by plain decoding
         self.models: Counter[str] = Counter()
         self.sources: dict[str, SourceCounts] = {}  # by proposer
-        self.longest: list[Result] = []
-        # By speedup and by tokens per pass, the largest and the smallest.
-        self.gains: dict[str, tuple[list[Result], list[Result]]] = {"speedup": ([], []), "acceptance_length": ([], [])}
+        # The lines with the smallest values of a column, or with sign -1 the largest; the earlier of equal values.
+        self.ranked: dict[tuple[str, int], list[Result]] = {(name, sign): [] for name in _RANKED for sign in (1, -1)}
         self._columns = {name: array("d") for name in Result.from_record({}).figures}
         for result in results:
             self._add(result)
@@ -298,41 +269,40 @@ class Aggregate:
         whole = np.isfinite(columns).all(axis=0)
         return [column[whole] for column in columns]
 
-    def sum(self, name: str) -> float | None:
-        """Sum of a column; `None` if no line has it."""
-        (known,) = self.known(name)
-        return float(known.sum()) if known.size else None
+    def count(self, name: str) -> int:
+        """Number of lines that have a value."""
+        return self.known(name)[0].size
 
-    def ratio(self, above: str, below: str) -> float | None:
-        """Quotient of the sums of two columns, over the lines that have both."""
+    def sum(self, name: str) -> float:
+        """Sum of a column; NaN if no line has it."""
+        (known,) = self.known(name)
+        return float(known.sum()) if known.size else math.nan
+
+    def ratio(self, above: str, below: str) -> float:
+        """Quotient of the sums of two columns, over the lines that have both; NaN if there is none."""
         tops, bottoms = self.known(above, below)
-        return float(tops.sum() / bottoms.sum()) if bottoms.sum() else None
+        return float(tops.sum() / bottoms.sum()) if bottoms.sum() else math.nan
 
     @property
-    def speedup(self) -> float | None:
+    def speedup(self) -> float:
         """Tokens per second over those of plain decoding, of all documents decoded both ways."""
         columns = self.known("decoded", "decode_s", "plain_decoded", "plain_decode_s")
         ours, ours_s, plain, plain_s = (column.sum() for column in columns)
-        return float((ours / ours_s) / (plain / plain_s)) if ours_s and plain_s and plain else None
+        return float((ours / ours_s) / (plain / plain_s)) if ours_s and plain_s and plain else math.nan
 
     def _add(self, result: Result) -> None:
         for name, column in self._columns.items():
-            value = result.figures[name]
-            column.append(np.nan if value is None else value)
-        _rank(self.longest, result, "seconds")
-        for name, (most, least) in self.gains.items():
-            _rank(most, result, name)
-            _rank(least, result, name, -1)
+            column.append(result.figures[name])
+        for (name, sign), ranking in self.ranked.items():
+            if math.isfinite(result.figures[name]):
+                ranking.append(result)
+                ranking.sort(key=lambda each: sign * each.figures[name])
+                del ranking[MOST_SHOWN:]
         if len(self.names) < MOST_NAMED:
             self.names.append(result.name)
         self.documents += 1
-        self.copies += result.is_copy
-        self.known_ends += result.is_cut is not None
-        self.cut += bool(result.is_cut)
-        self.compared += result.identical is not None
-        if result.identical is False:
-            self.different += 1
-            self.names_of_different += [result.name] * (len(self.names_of_different) < MOST_DIFFERENT)
+        if result.figures["identical"] == 0.0 and len(self.names_of_different) < MOST_DIFFERENT:
+            self.names_of_different.append(result.name)
         if result.model is not None:
             self.models[_kind(result.model, self.models)] += 1
         for source, counts in result.sources.items():

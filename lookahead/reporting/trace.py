@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,6 @@ from lookahead.stats import DecodingStats
 
 STEP_HEADINGS = ("step", "drafted", "expected", "accepted", "ms")
 SOURCE_HEADINGS = ("source", "passes", "drafted", "expected", "accepted", "calibration error")
-SWEEP_HEADINGS = (
-    "nodes",
-    "ms\nmeasured",
-    "ms at\nbest",
-    "FLOP\nper byte",
-    "tokens to\nbreak even",
-    "accepted\nto break even",
-)
 _COLOURS = (("#bfe3c4", "#1f5a2b"), ("#ffd9a8", "#6e4310"), ("#c9d8ff", "#2a3f80"), ("#f5c6e4", "#6b2456"))
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes a character before its last byte
 
@@ -88,49 +81,35 @@ def trace(
     ids = PromptReader(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
     engine = prepare_ids(model, tokenizer, [ids], config, None, None, generate_kwargs)
     names = list(getattr(engine, "sources", ()))
-    decoder = _PieceDecoder(tokenizer)
+    tokens: list[int] = []  # emitted so far
     steps = []
     with engine.serving():
         begin = clock()
         for step_outputs in engine.run():
             seconds = clock() - begin
-            steps.append(_step(step_outputs[0], names, decoder, seconds))
+            steps.append(_step(step_outputs[0], names, tokenizer, tokens, seconds))
             begin = clock()
     read = prompt if isinstance(prompt, str) else str(tokenizer.decode(ids))
     return Trace(read, names, steps, engine.stats[0])
 
 
-def _step(step_output: StepOutput, names: list[str], decoder: _PieceDecoder, seconds: float) -> Step:
-    tokens = step_output.tokens.tolist()
-    if step_output.draft is None:
-        return Step([decoder.add(token) for token in tokens], 0, 0.0, 0, seconds)
-    origins = step_output.draft.tree.sources[step_output.path[1:]].tolist()
-    # The last token is the model's own. After a stop there are fewer tokens than origins.
-    pieces = [
-        decoder.add(token, tuple(name for bit, name in enumerate(names) if origin >> bit & 1))
-        for token, origin in zip(tokens, [*origins, 0], strict=False)
-    ]
-    expected = float(np.sum(step_output.draft.path_probs)) - 1.0
-    return Step(pieces, len(step_output.draft.tree) - 1, expected, len(step_output.path) - 1, seconds)
-
-
-class _PieceDecoder:
-    """Decodes tokens one at a time, so that the pieces add up to the text of all."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._text = ""
-        self._specials = set(tokenizer.all_special_ids)
-
-    def add(self, token: int, sources: tuple[str, ...] = ()) -> TracePiece:
-        self._tokens.append(token)
-        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-        if text.endswith(_INCOMPLETE):
-            return TracePiece("", sources)
-        piece, self._text = text[len(self._text) :], text
-        special = str(self._tokenizer.convert_ids_to_tokens(token)) if token in self._specials and not piece else ""
-        return TracePiece(piece, sources, special)
+def _step(
+    step_output: StepOutput, names: list[str], tokenizer: PreTrainedTokenizerBase, tokens: list[int], seconds: float
+) -> Step:
+    origins, drafted, expected = [], 0, 0.0
+    if (draft := step_output.draft) is not None:
+        origins = draft.tree.sources[step_output.path[1:]].tolist()
+        drafted, expected = len(draft.tree) - 1, float(np.sum(draft.path_probs)) - 1.0
+    pieces = []
+    # The last token is the model's own, as all are without a draft. After a stop there are fewer tokens than origins.
+    for token, origin in zip(step_output.tokens.tolist(), chain(origins, repeat(0)), strict=False):
+        tokens.append(token)
+        before, text = (str(tokenizer.decode(each, skip_special_tokens=True)) for each in (tokens[:-1], tokens))
+        added = "" if text.endswith(_INCOMPLETE) else text[len(before.rstrip(_INCOMPLETE)) :]
+        is_special = not added and token in tokenizer.all_special_ids
+        special = str(tokenizer.convert_ids_to_tokens(token)) if is_special else ""
+        pieces.append(TracePiece(added, tuple(name for bit, name in enumerate(names) if origin >> bit & 1), special))
+    return Step(pieces, drafted, expected, len(step_output.path) - 1, seconds)
 
 
 def step_cells(number: int, step: Step) -> tuple[str, ...]:
@@ -166,17 +145,17 @@ def total_line(trace: Trace) -> str:
     )
 
 
-def sweep_rows(sweep: Sweep) -> list[tuple[str, ...]]:
-    """A row under `SWEEP_HEADINGS` for each number of nodes."""
+def sweep_rows(sweep: Sweep) -> list[dict[str, str]]:
+    """A row for each number of nodes, its cells by their headings."""
     return [
-        (
-            str(point.nodes),
-            f"{1e3 * point.seconds:.3f}",
-            f"{1e3 * point.bound_s:.3f}",
-            f"{point.intensity:.2f}",
-            f"{point.break_even:.2f}",
-            f"{point.acceptance_needed:.0%}" if point.nodes > 1 else "-",
-        )
+        {
+            "nodes": str(point.nodes),
+            "ms\nmeasured": f"{1e3 * point.seconds:.3f}",
+            "ms at\nbest": f"{1e3 * point.bound_s:.3f}",
+            "FLOP\nper byte": f"{point.intensity:.2f}",
+            "tokens to\nbreak even": f"{point.break_even:.2f}",
+            "accepted\nto break even": f"{point.acceptance_needed:.0%}" if point.nodes > 1 else "-",
+        }
         for point in sweep.points
     ]
 

@@ -13,7 +13,7 @@ from lookahead.summarization.summarizer import Summarized, Summary
 class StandIn:
     """Summarizes without a model: the first words of a document, in upper case."""
 
-    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Summarized | Reject]:
+    def summarize_all(self, documents: Iterable[Document]) -> Iterator[Summarized | Reject]:
         """Documents one by one, with some work for each."""
         for document in documents:
             words = document.text.upper().split()
