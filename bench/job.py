@@ -98,7 +98,7 @@ def huggingface(
     def run(documents: Sequence[str]) -> Texts:
         texts: list[str] = []
         for begin in range(0, len(documents), size):
-            prompts = [fitter.fit(document).prompts[0] for document in documents[begin : begin + size]]
+            prompts = [fitter.prompts(fitter.fit(document).parts)[0] for document in documents[begin : begin + size]]
             inputs = encode(prompts, padding=True)
             ids, mask = inputs["input_ids"], inputs["attention_mask"]
             out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)

@@ -142,8 +142,8 @@ def test_the_shorter_of_the_model_and_the_tokenizer_tells_the_context(tiny_llama
 @pytest.mark.parametrize("text", [SENTENCE * 60, "x" * 1500, "😀" * 700], ids=["sentences", "one word", "emoji"])
 def test_every_prompt_leaves_room_for_its_summary(tiny_llama, summarizer_path, tiny_tokenizer, text, max_new_tokens):
     for tokenizer in (tiny_tokenizer, AutoTokenizer.from_pretrained(summarizer_path, model_max_length=512)):
-        fitted = PromptFitter(tiny_llama, tokenizer, max_new_tokens).fit(text)
-        lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in fitted.prompts]
+        fitter = PromptFitter(tiny_llama, tokenizer, max_new_tokens)
+        lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in fitter.prompts(fitter.fit(text).parts)]
         assert max(lengths) <= 512 - max_new_tokens
 
 

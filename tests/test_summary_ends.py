@@ -18,7 +18,7 @@ def test_a_summary_tells_whether_the_token_limit_cut_it_off(tiny_llama, tiny_tok
     model = copy.deepcopy(tiny_llama)
     whole = Summarizer(model, tiny_tokenizer, max_new_tokens=20)
     assert whole.summarize(SENTENCE).finish_reason == "length"
-    prompt = whole.fitter.fit(SENTENCE).prompts[0]
+    (prompt,) = whole.fitter.prompts(whole.fitter.fit(SENTENCE).parts)
     tokens = lookahead.generate(model, tiny_tokenizer, prompt, max_new_tokens=20, do_sample=False).token_ids[0]
     model.generation_config.eos_token_id = [101, tokens[11]]
     end = tokens.index(tokens[11]) + 1

@@ -89,7 +89,7 @@ def estimate_job(
             readable += 1
             continue
         try:
-            fitted = fitter.fit(document.text).parts
+            fitted = fitter.fit(document.text)
         except LookaheadError:
             failed += 1
             continue

@@ -158,16 +158,14 @@ class WorkerOptions(DraftingOptions, ModelOptions):
 
     def summarizer_settings(self) -> dict[str, Any]:
         """The keyword arguments of `Summarizer`, checked; ConfigError if an option is out of its range."""
-        from lookahead.summarization.prompt_fitter import Approach, check_max_new_tokens
+        from lookahead.summarization.prompt_fitter import check_max_new_tokens
         from lookahead.summarization.prompting import SummaryRequest
 
         check_max_new_tokens(self.max_new_tokens)
-        is_default = self.prompt is None and self.style is None
         return {
             "max_new_tokens": self.max_new_tokens,
             "num_beams": self.num_beams,
-            "request": None if is_default else SummaryRequest(prompt=self.prompt, style=self.style),
-            "approach": Approach(overlap=self.overlap, refine=self.refine),
+            "request": SummaryRequest(prompt=self.prompt, style=self.style, overlap=self.overlap, refine=self.refine),
             "keep_parts": self.keep_parts,
             "config": self.config(),
             "compare": self.compare,

@@ -35,10 +35,16 @@ _NO_CHAT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRequest:
-    """What a model is asked for instead of the usual summary: a prompt or a style."""
+    """What a model is asked for, and how a document longer than a prompt is read.
+
+    Without a prompt or a style it is a summary in two sentences. Without `refine` all parts are read, and then their
+    summaries together.
+    """
 
     prompt: str | None = None  # `{document}` in it stands for the document, which follows it otherwise
     style: str | None = None  # a key of `STYLES`
+    overlap: int = 0  # tokens at the end of a part that the next part repeats
+    refine: bool = False  # read parts in order, each with the summary so far; the model must follow instructions
 
     def __post_init__(self) -> None:
         if self.prompt is not None and not self.prompt.strip():
@@ -47,6 +53,8 @@ class SummaryRequest:
             raise ConfigError(f"style must be {', '.join(STYLES)}, got {self.style!r}")
         if self.prompt is not None and self.style is not None:
             raise ConfigError("a prompt and a style both say what to ask for; give one of them")
+        if self.overlap < 0:
+            raise ConfigError(f"overlap must be at least 0 tokens, got {self.overlap}")
 
 
 class Prompting:
@@ -56,8 +64,7 @@ class Prompting:
     document as a user's message. Without one the prompt is the document and `Summary:`. An encoder-decoder model
     reads the document itself after the prefix that its configuration names (T5's `summarize: `).
 
-    Without a request it is a summary in two sentences. The model tells whether there is an encoder. ConfigError if the
-    model follows no instructions, and the request needs it to.
+    The model tells whether there is an encoder. ConfigError if it follows no instructions, and the request needs it to.
     """
 
     def __init__(
@@ -88,19 +95,16 @@ class Prompting:
             own = ", or write a prompt of your own with --prompt-file" if self.template != SUMMARIZE_TEMPLATE else ""
             asked = f"style {style!r}" if style else "prompt"
             raise ConfigError(f"{reason}, so a {asked} has no effect; give --model an instruction model{own}")
+        if reason is not None and self._request.refine:
+            raise ConfigError(
+                f"{reason}, so it cannot refine a summary part by part; give --model an instruction model, or leave "
+                "--refine out"
+            )
         # Some markers, such as `<|im_start|>`, are special without a role among the named special tokens.
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         markers = {marker for marker in (*tokenizer.all_special_tokens, *added) if len(marker) > 1}
         longest_first = sorted(markers, key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-    def check_refining(self) -> None:
-        """Refuse a model that cannot be given a summary beside a document with a ConfigError."""
-        if self.template in _NO_CHAT:
-            raise ConfigError(
-                f"{_NO_CHAT[self.template]}, so it cannot refine a summary part by part; give --model an instruction "
-                "model, or leave --refine out"
-            )
 
     def clean(self, text: str) -> str:
         """Prepare a piece of a document for the model; every document passes here once.

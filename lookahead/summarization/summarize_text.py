@@ -62,10 +62,10 @@ def summarize(
     from lookahead.generation.validation import check_config, check_pair
     from lookahead.models.loading import load_default
     from lookahead.models.support import check_model
-    from lookahead.summarization.prompt_fitter import Approach
+    from lookahead.summarization.prompting import SummaryRequest
     from lookahead.summarization.summarizer import Summarizer
 
-    approach = Approach(overlap=overlap, refine=refine)
+    request = SummaryRequest(overlap=overlap, refine=refine)
     document = _read(text)
     check_config("config", config)
     if model is None and tokenizer is None:
@@ -76,7 +76,7 @@ def summarize(
         check_model(model)
         raise ConfigError("model and tokenizer must be given together, got a model but no tokenizer")
     check_pair(model, tokenizer)
-    options: Any = {"num_beams": num_beams, "config": config, "approach": approach, "keep_parts": keep_parts}
+    options: Any = {"num_beams": num_beams, "config": config, "request": request, "keep_parts": keep_parts}
     return Summarizer(model, tokenizer, max_new_tokens=max_new_tokens, **options).summarize(document)
 
 

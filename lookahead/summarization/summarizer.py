@@ -18,7 +18,7 @@ from lookahead.generation.prompts import pad_token_of
 from lookahead.generation.request import pad_prompts
 from lookahead.stats import DecodingStats, total, total_in_sequence
 from lookahead.summarization.pipeline import Summarized, Summary, SummaryPipeline
-from lookahead.summarization.prompt_fitter import Approach, PromptFitter
+from lookahead.summarization.prompt_fitter import PromptFitter
 from lookahead.summarization.prompting import SummaryRequest
 
 if TYPE_CHECKING:
@@ -100,9 +100,8 @@ class _Clock(StoppingCriteria):
 class Summarizer:
     """Summarizes documents with one model.
 
-    Beside the arguments of `lookahead.summarize` it takes `compare`, whether every document is decoded plainly too,
-    `request`, what the model is asked for if not for two sentences, and `approach`, how a document longer than a prompt
-    is read. ConfigError if no document would fit, or the model cannot follow the request or the approach.
+    Beside the arguments of `lookahead.summarize` it takes `compare`, whether every document is decoded plainly too, and
+    in place of `overlap` and `refine` a `request`. ConfigError if no document would fit, or the model cannot follow it.
     """
 
     def __init__(
@@ -115,10 +114,9 @@ class Summarizer:
         config: LookaheadConfig | None = None,
         compare: bool = False,
         request: SummaryRequest | None = None,
-        approach: Approach | None = None,
         keep_parts: bool = False,
     ) -> None:
-        self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request, approach)
+        self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
         self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._compare, self._keep_parts = compare, keep_parts
@@ -166,7 +164,7 @@ class Summarizer:
         """Decode a few tokens with every proposer, so that compiling is not charged to the first document."""
         from lookahead.config import LookaheadConfig
 
-        prompts = self.fitter.fit("One, two, three. One, two, three.").prompts
+        prompts = self.fitter.prompts(self.fitter.fit("One, two, three. One, two, three.").parts)
         everything = replace(self._config or LookaheadConfig(), draft="fixed", min_probability=0.0)
         self._generate(prompts[:1], 12, config=everything, num_beams=1)
         self._decode(prompts, 8)
