@@ -7,27 +7,23 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, DocumentError, LookaheadError
+from lookahead.generation.api import GenerationResult, generate
 from lookahead.generation.prompts import pad_token_of
 from lookahead.generation.request import pad_prompts
+from lookahead.generation.scheduler import Completion, Scheduler, cache_tokens_of
+from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats, total, total_in_sequence
 from lookahead.summarization.pipeline import Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompt_fitter import PromptFitter
 from lookahead.summarization.prompting import SummaryRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from lookahead.config import LookaheadConfig
-    from lookahead.generation.api import GenerationResult
-    from lookahead.generation.scheduler import Completion, Scheduler
-    from lookahead.models.target import OnPrefill
 
 __all__ = ["Summarized", "Summarizer", "Summary"]
 
@@ -120,6 +116,7 @@ class Summarizer:
         self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._compare, self._keep_parts = compare, keep_parts
+        self._encoding: dict[str, Any] = {"add_special_tokens": self.fitter.prompting.add_special_tokens}
         if num_beams is not None and num_beams < 1:
             raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
         own = model.generation_config.num_beams if model.generation_config is not None else None
@@ -162,8 +159,6 @@ class Summarizer:
 
     def warm_up(self) -> None:
         """Decode a few tokens with every proposer, so that compiling is not charged to the first document."""
-        from lookahead.config import LookaheadConfig
-
         prompts = self.fitter.prompts(self.fitter.fit("One, two, three. One, two, three.").parts)
         everything = replace(self._config or LookaheadConfig(), draft="fixed", min_probability=0.0)
         self._generate(prompts[:1], 12, config=everything, num_beams=1)
@@ -176,21 +171,15 @@ class Summarizer:
 
     def open_scheduler(self, rows: int | None) -> Scheduler:
         """A scheduler that decodes the prompts of several documents together."""
-        from lookahead.generation.scheduler import Scheduler
-
-        add = self.fitter.prompting.add_special_tokens
         scheduler = Scheduler(
-            self._model, self._tokenizer, rows=rows, config=self._config, add_special_tokens=add, do_sample=False
+            self._model, self._tokenizer, rows=rows, config=self._config, do_sample=False, **self._encoding
         )
         scheduler.on_prefill = self.on_prefill
         return scheduler
 
     def _decode(self, prompts: Sequence[str], limit: int) -> tuple[list[GenerationResult], PlainFigures]:
         """Continue each prompt by at most `limit` tokens, as many together as the cache has room for."""
-        from lookahead.generation.scheduler import cache_tokens_of
-
-        add = self.fitter.prompting.add_special_tokens
-        ids: list[list[int]] = self._tokenizer(list(prompts), add_special_tokens=add, verbose=False)["input_ids"]
+        ids: list[list[int]] = self._tokenizer(list(prompts), **self._encoding, verbose=False)["input_ids"]
         room = cache_tokens_of(self._model, _ROWS_TOGETHER) // (max(map(len, ids)) + limit)
         rows = max(1, min(_ROWS_TOGETHER // self._num_beams, room))
         done: list[GenerationResult] = []
@@ -206,11 +195,8 @@ class Summarizer:
         return done, plain
 
     def _generate(self, prompts: list[str], limit: int, **changed: Any) -> GenerationResult:
-        from lookahead.generation.api import generate
-
         options = {"config": self._config, "num_beams": self._num_beams, "on_prefill": self.on_prefill, **changed}
-        add = self.fitter.prompting.add_special_tokens
-        options |= {"add_special_tokens": add, "max_new_tokens": limit, "do_sample": False}
+        options |= {"max_new_tokens": limit, "do_sample": False, **self._encoding}
         return generate(self._model, self._tokenizer, prompts, **options)
 
 
@@ -254,13 +240,12 @@ class _BatchSummarizer:
                     self._queue_round(_Task(document, self._summarizer.begin(document.text)))
                 except Exception:
                     self._outcomes.append(self._summarizer.summarize_or_reject(document))
-            if not self._outcomes and self._scheduler.is_idle:
-                if error is not None:
-                    raise error
-                return
-            while self._outcomes:
-                yield self._outcomes.pop(0)
-            self._step()
+            if not self._outcomes:
+                if self._scheduler.is_idle:
+                    if error is not None:
+                        raise error
+                    return
+                self._step()
             while self._outcomes:
                 yield self._outcomes.pop(0)
 
