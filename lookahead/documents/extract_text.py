@@ -9,10 +9,9 @@ import io
 import logging
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from lookahead.documents.byte_sources import too_long
+from lookahead.documents.byte_sources import read_errors, too_long
 from lookahead.documents.inputs import load_packages
 from lookahead.errors import DocumentError, one_line
 
@@ -25,7 +24,7 @@ _BREAKS = {f"{_WORD}p": "\n\n", f"{_WORD}br": "\n", f"{_WORD}cr": "\n", f"{_WORD
 def html_text(data: bytes, path: str, limit: int) -> str:
     """The main text of a web page without menus, advertisements and footers. The page declares its own encoding."""
     (trafilatura,) = load_packages("html", path)
-    with _read_errors(path, "HTML"):
+    with read_errors(path, "HTML"):
         text = trafilatura.extract(data, include_comments=False, favor_recall=True)
     if not text:
         raise DocumentError(f"{path}: no main text found in this page")
@@ -38,7 +37,7 @@ def pdf_text(data: bytes, path: str, limit: int) -> str:
     pages: list[str] = []
     size = 0
     log = logging.getLogger("pypdf")  # it says something about every damaged page
-    with _read_errors(path, "PDF"):
+    with read_errors(path, "PDF"):
         level = log.level
         log.setLevel(logging.CRITICAL)
         try:
@@ -67,7 +66,7 @@ def docx_text(data: bytes, path: str, limit: int) -> str:
     (docx,) = load_packages("docx", path)
     if data.startswith(_OLD_WORD):
         raise DocumentError(f"{path}: an old or encrypted Word file; save it as .docx without a password")
-    with _read_errors(path, "a Word file"):
+    with read_errors(path, "a Word file"):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:  # an entry never yields more bytes than it declares
             if sum(entry.file_size for entry in archive.infolist()) > limit:
                 raise DocumentError(too_long(f"{path}, unpacked", limit))
@@ -88,14 +87,3 @@ def _body_text(body: Any) -> Iterator[str]:
             yield element.text or ""
         elif element.tag in _BREAKS and not is_tab_stop:
             yield _BREAKS[element.tag]
-
-
-@contextmanager
-def _read_errors(path: str, kind: str) -> Iterator[None]:
-    """Turn the errors of a library about a damaged file, which have dozens of types, into one that names the file."""
-    try:
-        yield
-    except DocumentError:
-        raise
-    except Exception as error:
-        raise DocumentError(f"{path}: cannot be read as {kind}: {one_line(error)}") from error

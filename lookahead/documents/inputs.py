@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from lookahead.documents.byte_sources import STDIN, driver_errors, file_system, in_time, is_url
+from lookahead.documents.byte_sources import STDIN, ask, file_system, is_url
 from lookahead.errors import ConfigError, DocumentError
 
 Format = Literal["text", "html", "pdf", "docx", "jsonl", "csv", "tsv", "parquet"]
@@ -172,13 +172,12 @@ def _expand_url(url: str, on_skip: Skip) -> list[str]:
     if url.lower().startswith(("http://", "https://")):
         return [url]  # HTTP has neither folders nor patterns, and a `?` begins a query
     is_pattern = glob.has_magic(path)
-    with driver_errors(url):
-        if is_pattern:
-            found = in_time(lambda: sorted(name for name in system.glob(path) if not system.isdir(name)))
-        elif in_time(lambda: system.isdir(path)):
-            found = in_time(lambda: sorted(system.find(path)))
-        else:
-            return [url]  # reading it tells whether it exists
+    if is_pattern:
+        found = ask(url, lambda: sorted(name for name in system.glob(path) if not system.isdir(name)))
+    elif ask(url, lambda: system.isdir(path)):
+        found = ask(url, lambda: sorted(system.find(path)))
+    else:
+        return [url]  # reading it tells whether it exists
     names = [system.unstrip_protocol(name) for name in found]
     if not is_pattern:
         return _documents_of(url, names, (), on_skip)

@@ -10,10 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lookahead.documents.byte_sources import bounded_lines, opened, too_long
+from lookahead.documents.byte_sources import bounded_lines, opened, read_errors, too_long
 from lookahead.documents.decode_text import Document, DocumentId, Reject, checked, decode_bytes, encoding_of, given_id
 from lookahead.documents.inputs import DEFAULT_ID_FIELD, Input, load_packages
-from lookahead.errors import DocumentError, one_line
+from lookahead.errors import DocumentError
 
 _UNPACKED = 64 << 20  # bytes; a row group that unpacks to no more is read whatever its size in the file
 _MOST_FOLD = 100  # how many times its size in the file a larger row group may unpack to
@@ -77,42 +77,37 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
     """Read one document per row. DocumentError if the file is damaged, or the column is missing or holds no text."""
     arrow, parquet = load_packages("parquet", source.path)
     number = 0
-    with opened(source.path, seekable=True) as file:
-        try:
-            table = parquet.ParquetFile(file)
-            names: list[str] = table.schema_arrow.names
-            text_at, id_at = _columns(source, field, names)
-            kind = table.schema_arrow.field(text_at).type
-            kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
-            if str(kind) not in ("string", "large_string", "string_view"):
-                raise DocumentError(f"{source.path}: column {field!r} must hold strings, it holds {kind}")
-            columns = [names[at] for at in (text_at, id_at) if at is not None]
-            for rows, batches in _row_groups(table, columns, max(limit, _UNPACKED)):
-                if batches is None:
-                    number += rows
-                    place = f"{source.path}:{number - rows + 1}-{number}"
-                    yield Reject(place, f"{place}: {_UNPACKS_TOO_FAR}")
-                    continue
-                for batch in batches:
-                    number += 1
-                    text, given = (None if at is None else _cell(batch, names[at]) for at in (text_at, id_at))
-                    yield _document(f"{source.path}:{number}", source, field, text, given, limit)
-        except (arrow.ArrowException, OSError) as error:
-            raise DocumentError(f"{source.path}: cannot be read as Parquet: {one_line(error)}") from error
+    with opened(source.path, seekable=True) as file, read_errors(source.path, "Parquet"):
+        table = parquet.ParquetFile(file)
+        names: list[str] = table.schema_arrow.names
+        text_at, id_at = _columns(source, field, names)
+        kind = table.schema_arrow.field(text_at).type
+        kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+        if str(kind) not in ("string", "large_string", "string_view"):
+            raise DocumentError(f"{source.path}: column {field!r} must hold strings, it holds {kind}")
+        columns = [names[at] for at in (text_at, id_at) if at is not None]
+        for rows, batches in _row_groups(table, columns, max(limit, _UNPACKED)):
+            if batches is None:
+                number += rows
+                place = f"{source.path}:{number - rows + 1}-{number}"
+                yield Reject(place, f"{place}: {_UNPACKS_TOO_FAR}")
+                continue
+            for batch in batches:
+                number += 1
+                text, given = (None if at is None else _cell(batch, names[at]) for at in (text_at, id_at))
+                yield _document(f"{source.path}:{number}", source, field, text, given, limit)
 
 
 def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file on this machine, without null fields; DocumentError if they cannot be read."""
-    arrow, parquet = load_packages("parquet", str(path))
-    try:
+    _, parquet = load_packages("parquet", str(path))
+    with read_errors(str(path), "Parquet"):
         for _, batches in _row_groups(parquet.ParquetFile(path), rows=_BATCH_ROWS):
             if batches is None:
                 raise DocumentError(f"{path}: {_UNPACKS_TOO_FAR}")
             for batch in batches:
                 for row in batch.to_pylist():
                     yield {name: value for name, value in row.items() if value is not None}
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DocumentError(f"{path}: cannot be read as Parquet: {one_line(error)}") from error
 
 
 def _row_groups(
