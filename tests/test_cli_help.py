@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -98,4 +99,4 @@ def test_compiling_is_told_in_one_line_once_it_takes_a_while(monkeypatch, capsys
     numba.njit(lambda x: abs(min(x, 1)))(1)
     numba.njit(lambda x: abs(min(x, 2)))(1)
     assert capsys.readouterr().err.count("\n") == lines
-    assert notice.spent > 0.0
+    assert notice.began < math.inf

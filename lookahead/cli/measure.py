@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lookahead.cli.options import PromptOptions, read_prompt_file, truncation_named
+from lookahead.cli.options import PromptOptions, read_prompt_file
 from lookahead.cli.terminal import console, load, remembering, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
@@ -118,7 +118,7 @@ def explain(options: ExplainOptions) -> None:
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
     settings["truncate"] = options.truncate
-    with remembering(options, loaded.model), truncation_named():
+    with remembering(options, loaded.model):
         traced = trace(*loaded, prompt, config=config, **settings)
     plain = generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
     model, dtype = loaded.model, str(loaded.model.dtype).removeprefix("torch.")
