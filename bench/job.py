@@ -44,7 +44,7 @@ from bench.prompts import SUMMARIZER, read_texts
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.models.loading import load
 from lookahead.models.model_state import LearnedState, use_learned
-from lookahead.summarization.prompt_fitter import PromptFitter
+from lookahead.summarization.prompting import PromptFitter
 from lookahead.summarization.segmentation import split_sentences
 from lookahead.summarization.summarizer import Summarizer
 

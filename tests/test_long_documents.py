@@ -20,8 +20,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.stats import DecodingStats
 from lookahead.summarization.chunking import MeasuredText, cut
 from lookahead.summarization.pipeline import SummaryPipeline
-from lookahead.summarization.prompt_fitter import PromptFitter
-from lookahead.summarization.prompting import INSTRUCTION, Prompting, SummaryRequest
+from lookahead.summarization.prompting import INSTRUCTION, PromptFitter, Prompting, SummaryRequest
 from lookahead.summarization.segmentation import Break, split_pieces
 from lookahead.summarization.summarizer import Summarizer
 
@@ -238,8 +237,7 @@ from types import SimpleNamespace
 from transformers import AutoConfig, AutoTokenizer
 from lookahead.stats import DecodingStats
 from lookahead.summarization.pipeline import SummaryPipeline
-from lookahead.summarization.prompt_fitter import PromptFitter
-from lookahead.summarization.prompting import SummaryRequest
+from lookahead.summarization.prompting import PromptFitter, SummaryRequest
 draw, words = random.Random(0), "the old house on hill was quiet that night and nobody came to see him".split()
 def chapter(number):
     sentences = (" ".join(draw.choices(words, k=draw.randrange(4, 24))).capitalize() + "." for _ in range(80))

@@ -14,7 +14,7 @@ from lookahead.errors import ConfigError
 from lookahead.jobs import estimate as estimating
 from lookahead.jobs.estimate import MOST_PARTS, estimate_job, select_documents
 from lookahead.jobs.job_options import JobOptions
-from lookahead.summarization.prompt_fitter import PromptFitter
+from lookahead.summarization.prompting import PromptFitter
 from tests.support.stand_ins import StandIn
 
 

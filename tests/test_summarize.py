@@ -19,8 +19,7 @@ from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models import loading
 from lookahead.stats import DecodingStats, total_in_sequence
 from lookahead.summarization.chunking import MeasuredText, cut
-from lookahead.summarization.prompt_fitter import PromptFitter, context_length
-from lookahead.summarization.prompting import INSTRUCTION, Prompting
+from lookahead.summarization.prompting import INSTRUCTION, PromptFitter, Prompting, context_length
 from lookahead.summarization.segmentation import split_pieces
 from lookahead.summarization.summarizer import PlainFigures, Summarizer
 from tests.support.forked import status_of

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import typer
 from rich.text import Text
 
+import lookahead
 from lookahead.cli.options import PromptOptions, SamplingOptions, read_prompt_file
 from lookahead.cli.terminal import console, harmless, load, prepare, reading, remembering, say, table
 from lookahead.config import LookaheadConfig
@@ -58,9 +59,6 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
-    from lookahead.summarization.prompt_fitter import check_max_new_tokens
-
-    check_max_new_tokens(options.max_new_tokens)
     if options.raw and options.system is not None:
         raise ConfigError("--system is part of the chat template, which --raw leaves out")
     config = options.config()
@@ -72,17 +70,14 @@ def generate(options: GenerateOptions) -> None:
     loaded = load(options)
     if options.draft_model is not None:
         draft, tokenizer = load(options, options.draft_model, measures_costs=False)
-        from lookahead.proposers.draft_model import DraftModel
-
         config = config or LookaheadConfig()
-        config = replace(config, proposers=(*config.proposers, DraftModel(draft, tokenizer=tokenizer)))
-    from lookahead.generation.api import stream
+        config = replace(config, proposers=(*config.proposers, lookahead.DraftModel(draft, tokenizer=tokenizer)))
     from lookahead.generation.prompts import as_chat
 
     decoding = options.sampling if options.num_beams is None else {**options.sampling, "num_beams": options.num_beams}
     with remembering(options, loaded.model), reading() as on_prefill:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
-        pieces = stream(
+        pieces = lookahead.stream(
             *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncate,
             max_new_tokens=options.max_new_tokens, **decoding,
         )  # fmt: skip
@@ -117,9 +112,6 @@ def chat(options: ChatOptions) -> None:
       lookahead chat --system "Answer in one sentence." --temperature 0.7
       printf 'Hello!\\nAnd in French?\\n' | lookahead chat > answers.txt
     """
-    from lookahead.summarization.prompt_fitter import check_max_new_tokens
-
-    check_max_new_tokens(options.max_new_tokens)
     config = options.config()
     loaded = load(options)
     import torch

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+import lookahead
 from lookahead.cli.options import PromptOptions, read_prompt_file
 from lookahead.cli.terminal import console, load, remembering, say, table
 from lookahead.config import LookaheadConfig
@@ -53,13 +54,12 @@ def calibrate(options: CalibrateOptions) -> None:
     if options.cache is not None and options.cache.exists() and not options.cache.is_dir():
         raise ConfigError(f"cache must be a folder, got the file {str(options.cache)!r}")
     loaded = load(options, measures_costs=False)
-    from lookahead.generation.step_costs import calibrate_costs, save_costs
     from lookahead.models.calibration import CONTEXTS
     from lookahead.reporting.trace import SWEEP_HEADINGS, sweep_rows
 
     with console(sys.stderr).status("measuring"):
-        calibration = calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
-    path = save_costs(loaded.model, options.cache, compile=options.compile)
+        calibration = lookahead.calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
+    path = lookahead.save_costs(loaded.model, options.cache, compile=options.compile)
     if options.as_json:
         print(json.dumps({**calibration.to_dict(), "file": str(path)}))
     else:
@@ -100,9 +100,6 @@ def explain(options: ExplainOptions) -> None:
       lookahead explain prompt.txt --max-new-tokens 200 --html page.html
       lookahead explain prompt.txt --raw --window auto
     """
-    from lookahead.summarization.prompt_fitter import check_max_new_tokens
-
-    check_max_new_tokens(options.max_new_tokens)
     locate_model(options.model)
     config = options.config()
     from lookahead.reporting.charts import check_page
@@ -111,7 +108,6 @@ def explain(options: ExplainOptions) -> None:
     if options.html is not None:
         check_page(options.html, "html", "explain")
     loaded = load(options)
-    from lookahead.generation.api import generate
     from lookahead.generation.prompts import as_chat
     from lookahead.reporting.trace import render_trace, trace
 
@@ -120,7 +116,7 @@ def explain(options: ExplainOptions) -> None:
     settings["truncate"] = options.truncate
     with remembering(options, loaded.model):
         traced = trace(*loaded, prompt, config=config, **settings)
-    plain = generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
+    plain = lookahead.generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
     model, dtype = loaded.model, str(loaded.model.dtype).removeprefix("torch.")
     described = f"{options.model} ({type(model).__name__}, {model.num_parameters():,} parameters, {dtype})"
     traced = replace(traced, model=described, plain=plain)
@@ -181,12 +177,11 @@ def pick_draft(options: PickDraftOptions) -> None:
     prompts = [line.strip() for line in lines if line.strip()]
     loaded = load(options, measures_costs=False)
     from lookahead.generation.draft_selection import PROMPTS, pick_draft
-    from lookahead.proposers.draft_model import DraftModel
 
     drafts = {}
     for name in names:
         draft, tokenizer = load(options, name, measures_costs=False)
-        drafts[name] = DraftModel(draft, tokenizer=tokenizer, name=name)
+        drafts[name] = lookahead.DraftModel(draft, tokenizer=tokenizer, name=name)
     temperature = options.temperature
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     with console(sys.stderr).status("measuring"):

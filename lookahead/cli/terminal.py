@@ -22,6 +22,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+import lookahead
 from lookahead.documents.decode_text import DocumentId, Reject
 from lookahead.documents.inputs import Input, find_inputs
 from lookahead.documents.readers import check_readers
@@ -155,17 +156,15 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
                 read_memory_header(memory)
     with console(sys.stderr).status("loading the model") as status:
         prepare(options, location)
-        from lookahead.generation.step_costs import load_costs, prepare_costs
-
         loaded = loading.load(name, dtype=options.dtype, device=options.device, quantize=options.quantize)
         with warnings.catch_warnings():
             warnings.simplefilter("always")  # a line each, whatever Python is told to do with warnings
             if not measures_costs:
-                load_costs(loaded.model)
+                lookahead.load_costs(loaded.model)
                 return loaded
             status.update("measuring what steps cost, once for this model on this machine")
             try:
-                prepare_costs(loaded.model)
+                lookahead.prepare_costs(loaded.model)
             except OSError as error:
                 say("warning", f"step costs are not kept for the next time: {error}")
     return loaded
@@ -184,15 +183,15 @@ def prepare(options: DeviceOptions, location: str) -> None:
 @contextmanager
 def remembering(options: DraftingOptions, model: Any) -> Iterator[None]:
     """Open the memory file of a command, if it has one, and save it at the end, an early end included."""
-    from lookahead.generation.model_memory import open_memory, save_memory
-
     if options.memory is not None:
+        from lookahead.generation.model_memory import open_memory
+
         open_memory(model, options.memory)
     try:
         yield
     finally:
         if options.memory is not None:
-            save_memory(model, options.memory)
+            lookahead.save_memory(model, options.memory)
 
 
 def convert(location: str) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lookahead.jobs.job import Worker
     from lookahead.jobs.job_options import JobOptions
     from lookahead.summarization.chunking import Parts
-    from lookahead.summarization.prompt_fitter import PromptFitter
+    from lookahead.summarization.prompting import PromptFitter
 
 TRIED = 3  # documents that are summarized to measure the time
 MOST_PARTS = 8  # parts of each that are summarized

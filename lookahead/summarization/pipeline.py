@@ -10,7 +10,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.errors import DocumentError
 from lookahead.stats import DecodingStats, total_in_sequence
 from lookahead.summarization.chunking import Parts, Split
-from lookahead.summarization.prompt_fitter import PromptFitter
+from lookahead.summarization.prompting import PromptFitter
 
 if TYPE_CHECKING:
     from lookahead.summarization.summarizer import PlainFigures

@@ -61,16 +61,23 @@ def summarize(
     """
     from lookahead.generation.validation import check_config, check_pair
     from lookahead.models.loading import load_default
+    from lookahead.models.support import check_model
     from lookahead.summarization.prompting import SummaryRequest
     from lookahead.summarization.summarizer import Summarizer
 
     request = SummaryRequest(overlap=overlap, refine=refine)
     document = _read(text)
     check_config("config", config)
-    loaded: Any = load_default() if model is None and tokenizer is None else (model, tokenizer)
-    check_pair(*loaded)
+    if model is None and tokenizer is None:
+        model, tokenizer = load_default()
+    elif model is None:
+        raise ConfigError("model and tokenizer must be given together, got a tokenizer but no model")
+    elif tokenizer is None:
+        check_model(model)
+        raise ConfigError("model and tokenizer must be given together, got a model but no tokenizer")
+    check_pair(model, tokenizer)
     options: Any = {"num_beams": num_beams, "config": config, "request": request, "keep_parts": keep_parts}
-    return Summarizer(*loaded, max_new_tokens=max_new_tokens, **options).summarize(document)
+    return Summarizer(model, tokenizer, max_new_tokens=max_new_tokens, **options).summarize(document)
 
 
 def _read(text: Any) -> str:

@@ -22,8 +22,7 @@ from lookahead.generation.scheduler import Completion, Scheduler, cache_tokens_o
 from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats, total, total_in_sequence
 from lookahead.summarization.pipeline import Summarized, Summary, SummaryPipeline
-from lookahead.summarization.prompt_fitter import PromptFitter
-from lookahead.summarization.prompting import SummaryRequest
+from lookahead.summarization.prompting import PromptFitter, SummaryRequest
 
 __all__ = ["Summarized", "Summarizer", "Summary"]
 
