@@ -51,7 +51,3 @@ def root(
 
     For example: lookahead summarize article.txt --compare
     """
-
-
-if __name__ == "__main__":
-    main()

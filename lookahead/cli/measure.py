@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lookahead.reporting.trace import Trace
 
 _STYLES = ("black on green", "black on yellow", "white on blue", "white on magenta")
-_PICK_HEADINGS = ("", "parameters", "ms/pass", "tokens/pass", "drafted/pass", "tokens/s", "same")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +204,9 @@ def _print_pick(pick: Pick) -> None:
         )
         for each in pick.candidates
     ]
+    headings = ("", "parameters", "ms/pass", "tokens/pass", "drafted/pass", "tokens/s", "same")
     out = console(sys.stdout)
-    out.print(table(_PICK_HEADINGS, rows))
+    out.print(table(headings, rows))
     out.print(
         f"a pass of the target: {1e3 * pick.target_pass_s:.2f} ms; same: outputs that are those of model.generate"
     )

@@ -63,22 +63,22 @@ def check_readers(inputs: Sequence[Input]) -> None:
 def count_documents(inputs: Sequence[Input]) -> int | None:
     """The number of documents, or `None` where only reading the inputs would tell."""
     total = 0
-    for source in inputs:
-        if source.field is None:
-            total += 1
-        elif source.format not in ("jsonl", "parquet") or not os.path.isfile(source.path):
-            return None
-        else:
-            try:
-                if source.format == "parquet":
-                    _, parquet = load_packages("parquet", source.path)
-                    total += parquet.ParquetFile(source.path).metadata.num_rows
-                    continue
+    try:
+        for source in inputs:
+            is_file = os.path.isfile(source.path)
+            if source.field is None:
+                total += 1
+            elif source.format == "parquet" and is_file:
+                _, parquet = load_packages("parquet", source.path)
+                total += parquet.ParquetFile(source.path).metadata.num_rows
+            elif source.format == "jsonl" and is_file:
                 with open(source.path, "rb") as file:
                     lines = bounded_lines(file, MEGABYTE)  # a line may be longer than the memory
                     total += sum(1 for _, line in lines if line is None or line.strip())
-            except (OSError, ValueError):
+            else:
                 return None
+    except (OSError, ValueError):
+        return None
     return total
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -50,8 +50,12 @@ class MeasuredText:
         # In characters of the cleaned text: the end of each piece, the start of each token without leading whitespace.
         self.ends = array("q", accumulate(len(piece.text) for piece in self.pieces))
         self.starts = array("q")
-        for begin, block in _blocks(self.text, self.ends):
-            self.starts.extend(begin + start for start in _token_starts(tokenizer, block))
+        begin = 0
+        while begin < len(self.text):  # in blocks that end between pieces where possible
+            last = bisect_right(self.ends, begin + _BLOCK) - 1
+            end = self.ends[last] if last >= 0 and self.ends[last] > begin else begin + _BLOCK
+            self.starts.extend(begin + start for start in _token_starts(tokenizer, self.text[begin:end]))
+            begin = end
         self.tokens = len(self.starts)
 
     def token_at(self, place: int) -> int:
@@ -152,16 +156,6 @@ def _token_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         return [match.start() for match in _WORD_PIECE.finditer(text)]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [end - len(text[start:end].lstrip() or text[start:end]) for start, end in encoded["offset_mapping"]]
-
-
-def _blocks(text: str, ends: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Stretches of text to tokenize at once, each with its start; they end between pieces where possible."""
-    begin = 0
-    while begin < len(text):
-        last = bisect_right(ends, begin + _BLOCK) - 1
-        end = ends[last] if last >= 0 and ends[last] > begin else begin + _BLOCK
-        yield begin, text[begin:end]
-        begin = end
 
 
 def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
