@@ -44,7 +44,7 @@ _SILENT_S = 1.0  # preparation that takes less is not reported
 _COMPILING = "compiling what drafts and attends, once after an install: about 20 s"
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=8)
 def console(file: TextIO) -> Console:
     """The console of a stream: it prints text unchanged, above a status line or a progress bar."""
     return Console(file=file, highlight=False, markup=False, emoji=False)
@@ -223,13 +223,11 @@ class _Bar:
 
     def __init__(self, template: str, total: int | None, *, is_shown: bool = True, **values: Any) -> None:
         stderr = console(sys.stderr)
-        columns = (bars.SpinnerColumn(), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TextColumn(template))
-        times = (bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
-        is_hidden = not (is_shown and stderr.is_terminal)
+        columns = (bars.SpinnerColumn(), bars.BarColumn(), bars.MofNCompleteColumn(), template)
+        times = (bars.TimeElapsedColumn(), "left", bars.TimeRemainingColumn())
         # With `redirect_stdout` rich would print that to stderr.
-        self.progress = bars.Progress(
-            *columns, *times, console=stderr, transient=True, redirect_stdout=False, disable=is_hidden
-        )
+        options: Any = {"transient": True, "redirect_stdout": False, "disable": not (is_shown and stderr.is_terminal)}
+        self.progress = bars.Progress(*columns, *times, console=stderr, **options)
         self._task = self.progress.add_task("", total=total, **values)
 
     def rejected(self, reject: Reject, *_: object) -> None:

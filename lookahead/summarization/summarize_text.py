@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lookahead.documents.decode_text import Reject
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import read_documents
 from lookahead.errors import ConfigError, DocumentError
 
 if TYPE_CHECKING:
@@ -82,15 +85,10 @@ def summarize(
 
 def _read(text: Any) -> str:
     if isinstance(text, os.PathLike):
-        from lookahead.documents.decode_text import Reject
-        from lookahead.documents.inputs import find_inputs
-        from lookahead.documents.readers import check_readers, read_documents
-
         path = Path(text)
         if not path.is_file():
             raise DocumentError(f"{path} is not a file; text must be a string or the pathlib.Path of a file")
         sources = find_inputs([str(path)])
-        check_readers(sources)
         if sources[0].field is not None:
             raise DocumentError(f"{path} holds one document per line or row; 'lookahead summarize' reads such files")
         (document,) = read_documents(sources)
