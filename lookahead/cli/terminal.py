@@ -18,6 +18,7 @@ import typer
 from rich import progress as bars
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -47,6 +48,8 @@ _COMPILING = "compiling what drafts and attends, once after an install: about 20
 @functools.lru_cache(maxsize=8)
 def console(file: TextIO) -> Console:
     """The console of a stream: it prints text unchanged, above a status line or a progress bar."""
+    if isinstance(file, FileProxy):  # that rich puts in place of stderr while it shows a status line or a bar
+        return console(file.rich_proxied_file)
     return Console(file=file, highlight=False, markup=False, emoji=False)
 
 
