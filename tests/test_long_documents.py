@@ -45,6 +45,10 @@ def measured(text, tokenizer, clean=str):
     return MeasuredText(split_pieces(text), tokenizer, clean)
 
 
+def texts(parts):
+    return [part.text for part in parts.parts]
+
+
 def letters(text):
     return "".join(text.split())
 
@@ -101,14 +105,14 @@ def test_parts_begin_with_a_heading_where_one_is_near(tiny_tokenizer, heading):
     sections = [f"{heading}\n\n" + SENTENCE * count for count in (9, 8, 10, 9, 8, 7)]
     parts = cut(measured("\n\n".join(sections), tiny_tokenizer), 300)
     assert parts.split == "sections"
-    assert list(parts.texts) == [section.strip() for section in sections]
+    assert texts(parts) == [section.strip() for section in sections]
 
 
 def test_a_paragraph_is_a_better_place_than_a_sentence_and_a_sentence_than_a_line(tiny_tokenizer):
     text = f"{SENTENCE * 5}\n\n{SENTENCE * 7}"
-    assert [part.count(".") for part in cut(measured(text, tiny_tokenizer), 200).texts] == [5, 7]
+    assert [part.count(".") for part in texts(cut(measured(text, tiny_tokenizer), 200))] == [5, 7]
     text = f"{SENTENCE * 4}The cat\nsat on\nthe mat.{' And so on' * 9}"
-    assert cut(measured(text, tiny_tokenizer), 130).texts[0] == (SENTENCE * 4).strip()
+    assert texts(cut(measured(text, tiny_tokenizer), 130))[0] == (SENTENCE * 4).strip()
 
 
 # Parts
@@ -306,7 +310,7 @@ def test_refining_reads_the_parts_in_order_each_with_the_summary_so_far(tiny_lla
     fitter = PromptFitter(tiny_llama, tokenizer, 30, request=SummaryRequest(refine=True))
     text = "".join(f"Sentence {i} is here. " for i in range(50))
     pipeline = SummaryPipeline(text, fitter, keep_parts=True)
-    parts = fitter.fit(text).texts
+    parts = texts(fitter.fit(text))
     assert len(parts) > 5
     seen = []
     while pipeline.summary is None:

@@ -120,7 +120,6 @@ def chat(options: ChatOptions) -> None:
     from lookahead.generation.validation import check_seed
 
     check_seed(options.seed)
-
     conversation = Conversation(
         *loaded, system=options.system, config=config, max_new_tokens=options.max_new_tokens, **options.sampling
     )

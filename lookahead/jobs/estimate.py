@@ -96,7 +96,7 @@ def estimate_job(
         readable += 1
         seen.add(content)
         tokens += fitted.tokens
-        parts += len(fitted.texts)
+        parts += len(fitted.parts)
         if len(trials) < TRIED:
             trials.append(_Trial.of(document, fitted, draw))
         elif (place := draw.randrange(len(seen))) < TRIED:  # reservoir sampling: every document is as likely

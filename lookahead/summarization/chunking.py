@@ -102,11 +102,6 @@ class Parts:
     tokens: int  # of the whole document
     split: Split
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The text of each part."""
-        return tuple(part.text for part in self.parts)
-
 
 def cut(measured: MeasuredText, budget: int, overlap: int = 0) -> Parts:
     """Cut a document into parts of at most `budget` tokens and of similar length.

@@ -240,7 +240,7 @@ class PromptFitter:
             if refine and summary is None and measured.tokens > limit:
                 limit, room, summary = self._part_limit, room - self.max_new_tokens, ""
             parts = cut(measured, limit, overlap)
-            prompts = (self.prompting.render(text, summary) for text in parts.texts)
+            prompts = (self.prompting.render(part.text, summary) for part in parts.parts)
             # A part alone can have a few more tokens than within the document.
             excess = max(map(self.prompting.count_tokens, prompts)) - room
             if excess <= 0:
