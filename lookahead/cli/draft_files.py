@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -17,9 +17,6 @@ from lookahead.documents.readers import count_documents
 from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, ModelOptions, option
 from lookahead.models.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_process
-
-if TYPE_CHECKING:
-    from lookahead.pools.build_pool import PoolTotals
 
 _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
 
@@ -239,42 +236,39 @@ def memory_verify(options: VerifyOptions) -> None:
 
 
 def _fill_pool(options: PoolBuildOptions | PoolAddOptions, output: Path, *, overwrite: bool, **settings: Any) -> None:
-    reading = _reading(options, output, overwrite=overwrite)
+    display, reading = _reading(options, output, overwrite=overwrite)
     tokenizer = _load_tokenizer(options.model)
     from lookahead.pools.build_pool import PoolTotals, build_pool
     from lookahead.pools.open_pool import describe_pool
 
     totals = PoolTotals()
-    with reading["observer"].progress:
+    with display.progress:
         header = build_pool(str(output), tokenizer=tokenizer, totals=totals, **reading, **settings)
-    _conclude(totals, describe_pool(str(output), header))
+    console(sys.stderr).print(f"{totals}\n{describe_pool(str(output), header)}")
+    raise typer.Exit(1 if totals.rejected else 0)
 
 
 def _fill_memory(options: MemoryBuildOptions | MemoryAddOptions, output: Path, *, overwrite: bool, **most: Any) -> None:
-    reading = _reading(options, output, overwrite=overwrite)
+    display, reading = _reading(options, output, overwrite=overwrite)
     model, tokenizer = load(options, measures_costs=False)
     from lookahead.generation.model_memory import build_memory
     from lookahead.pools.build_pool import PoolTotals
 
     totals = PoolTotals()
-    with reading["observer"].progress:
+    with display.progress:
         header = build_memory(
             str(output), model, tokenizer, max_tokens=options.max_tokens, totals=totals, **reading, **most
         )
-    _conclude(totals, _describe_memory(str(output), header.contexts))
+    console(sys.stderr).print(f"{totals}\n{_describe_memory(str(output), header.contexts)}")
+    raise typer.Exit(1 if totals.rejected else 0)
 
 
-def _reading(options: SourceOptions, output: Path, *, overwrite: bool) -> dict[str, Any]:
-    """What the documents of a file are read with, after checks of the inputs and the file."""
+def _reading(options: SourceOptions, output: Path, *, overwrite: bool) -> tuple[PoolDisplay, dict[str, Any]]:
+    """A display and what documents are read with, after checks of the inputs and the file."""
     inputs, _ = find_sources(options.inputs, options.field)
     check_output(output, inputs, overwrite=overwrite)
     display = PoolDisplay(count_documents(inputs))
-    return {"inputs": inputs, "limit": int(options.max_document_mb * MEGABYTE), "observer": display}
-
-
-def _conclude(totals: PoolTotals, line: str) -> None:
-    console(sys.stderr).print(f"{totals}\n{line}")
-    raise typer.Exit(1 if totals.rejected else 0)
+    return display, {"inputs": inputs, "limit": int(options.max_document_mb * MEGABYTE), "observer": display}
 
 
 def _load_tokenizer(model: str) -> Any:

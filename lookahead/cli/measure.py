@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +112,7 @@ def explain(options: ExplainOptions) -> None:
     from lookahead.reporting.trace import render_trace, trace
 
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
-    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
-    settings["truncate"] = options.truncate
+    settings: Any = {"max_new_tokens": options.max_new_tokens, "truncate": options.truncate, "do_sample": False}
     with remembering(options, loaded.model):
         traced = trace(*loaded, prompt, config=config, **settings)
     plain = lookahead.generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
@@ -258,11 +258,7 @@ def train(options: TrainOptions) -> None:
     settings = Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
     check_trainer()
     loaded = load(options, measures_costs=False)
-    stderr = console(sys.stderr)
-
-    def tell(line: str) -> None:
-        stderr.print(line, soft_wrap=True)
-
+    tell = partial(console(sys.stderr).print, soft_wrap=True)
     try:
         metrics = train_heads(loaded, options.data, options.output, settings, resume=options.resume, say=tell)
     except KeyboardInterrupt as error:
@@ -276,4 +272,4 @@ def train(options: TrainOptions) -> None:
         for place in range(1, options.heads + 1)
     ]
     console(sys.stdout).print(table(("tokens ahead", "guessed right", "one of five"), rows))
-    stderr.print(f"written to {options.output}", soft_wrap=True)
+    tell(f"written to {options.output}")

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject, check_words
@@ -58,7 +58,12 @@ def decode_plainly(
     """The new tokens of each prompt by `model.generate`, up to its end-of-sequence token, and the counters."""
     pad, has_encoder = pad_token_of(tokenizer), model.config.is_encoder_decoder
     ids, mask = pad_prompts(prompts, pad, on_the_right=has_encoder)
-    clock = _Clock()
+    ticks: list[float] = []  # when each token was there; the first ends the prefill
+
+    def tick(input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        ticks.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
     start = time.perf_counter()
     output: torch.Tensor = model.generate(
         input_ids=torch.tensor(ids, device=model.device),
@@ -67,10 +72,9 @@ def decode_plainly(
         do_sample=False,
         num_beams=num_beams,
         pad_token_id=pad,
-        stopping_criteria=StoppingCriteriaList([clock]),
+        stopping_criteria=StoppingCriteriaList([tick]),
     )
-    end = time.perf_counter()
-    first = clock.first or end
+    first, end = ticks[0], time.perf_counter()
     stops = model.generation_config.eos_token_id if model.generation_config is not None else None
     stop_ids = set(stops) if isinstance(stops, list) else {stops}
     rows = []
@@ -82,14 +86,6 @@ def decode_plainly(
     return rows, DecodingStats(
         emitted_tokens=emitted, acceptance_histogram=passes, prefill_s=first - start, decode_s=end - first
     )
-
-
-class _Clock(StoppingCriteria):
-    first: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        self.first = self.first or time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class Summarizer:
