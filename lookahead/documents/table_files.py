@@ -57,7 +57,7 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
                     raise wrong[0]
                 if not names and row:
                     names = row
-                    text_at, id_at = _columns(source, field, names)
+                    places = _columns(source, field, names)
                 elif wrong:
                     yield Reject(place, str(wrong[0]))
                     wrong.clear()
@@ -66,7 +66,7 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
                 elif len(row) != len(names):
                     yield Reject(place, f"{place}: {len(row)} cells, and there are {len(names)} columns")
                 else:
-                    yield _document(place, source, field, row[text_at], None if id_at is None else row[id_at])
+                    yield _document(place, source, field, *(row[at] for at in places))
         except csv.Error as error:
             where = f"{source.path}:{rows.line_num}"
             message = too_long(where, limit) if "field limit" in str(error) else f"{where}: not valid CSV: {error}"
@@ -80,12 +80,12 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
     with opened(source.path, seekable=True) as file, read_errors(source.path, "Parquet"):
         table = parquet.ParquetFile(file)
         names: list[str] = table.schema_arrow.names
-        text_at, id_at = _columns(source, field, names)
-        kind = table.schema_arrow.field(text_at).type
+        places = _columns(source, field, names)
+        kind = table.schema_arrow.field(places[0]).type
         kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
         if str(kind) not in ("string", "large_string", "string_view"):
             raise DocumentError(f"{source.path}: column {field!r} must hold strings, it holds {kind}")
-        columns = [names[at] for at in (text_at, id_at) if at is not None]
+        columns = [names[at] for at in places]
         for rows, batches in _row_groups(table, columns, max(limit, _UNPACKED)):
             if batches is None:
                 number += rows
@@ -94,8 +94,8 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
                 continue
             for batch in batches:
                 number += 1
-                text, given = (None if at is None else _cell(batch, names[at]) for at in (text_at, id_at))
-                yield _document(f"{source.path}:{number}", source, field, text, given, limit)
+                cells = (_cell(batch, name) for name in columns)
+                yield _document(f"{source.path}:{number}", source, field, *cells, limit=limit)
 
 
 def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -176,15 +176,15 @@ def _csv_lines(file: io.BufferedReader, path: str, limit: int, wrong: list[Docum
         yield line
 
 
-def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | None]:
-    """Indices of the columns of the text and of the id, the latter `None` without an id column."""
+def _columns(source: Input, field: str, names: list[str]) -> list[int]:
+    """The index of the column of the text, and that of the id if there is an id column."""
     for needed in (field, source.id_field):
         if needed is not None and needed not in names:
             there = ", ".join(names) or "none"
             option = "--id-field" if needed == source.id_field else "--text-field"
             raise DocumentError(f"{source.path}: no column {needed!r}; the columns are {there} ({option} names one)")
     id_name = source.id_field or DEFAULT_ID_FIELD
-    return names.index(field), names.index(id_name) if id_name in names else None
+    return [names.index(name) for name in (field, id_name) if name in names]
 
 
 def _json_document(line: bytes, place: str, offset: int, source: Input, field: str) -> Document | Reject:
@@ -210,7 +210,7 @@ def _json_document(line: bytes, place: str, offset: int, source: Input, field: s
 
 
 def _document(
-    place: str, source: Input, field: str, text: object, given: object = None, limit: int | None = None
+    place: str, source: Input, field: str, text: object, given: object = None, *, limit: int | None = None
 ) -> Document | Reject:
     name: DocumentId = place
     where = f"{place}: {'field' if source.format == 'jsonl' else 'column'} {field!r}"
