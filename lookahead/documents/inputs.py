@@ -165,19 +165,15 @@ def _expand_url(url: str, on_skip: Skip) -> list[str]:
     system, path = file_system(url)
     if url.lower().startswith(("http://", "https://")):
         return [url]  # HTTP has neither folders nor patterns, and a `?` begins a query
-    is_pattern = glob.has_magic(path)
-    if is_pattern:
+    if glob.has_magic(path):
         found = ask(url, lambda: sorted(name for name in system.glob(path) if not system.isdir(name)))
-    elif ask(url, lambda: system.isdir(path)):
-        found = ask(url, lambda: sorted(system.find(path)))
-    else:
+        if not found:
+            raise DocumentError(f"{url}: no file matches this pattern")
+        return [system.unstrip_protocol(name) for name in found]
+    if not ask(url, lambda: system.isdir(path)):
         return [url]  # reading it tells whether it exists
-    names = [system.unstrip_protocol(name) for name in found]
-    if not is_pattern:
-        return _documents_of(url, names, (), on_skip)
-    if not names:
-        raise DocumentError(f"{url}: no file matches this pattern")
-    return names
+    found = ask(url, lambda: sorted(system.find(path)))
+    return _documents_of(url, [system.unstrip_protocol(name) for name in found], (), on_skip)
 
 
 def _documents_of(folder: str, names: Sequence[str], without: Collection[str], on_skip: Skip) -> list[str]:
