@@ -44,7 +44,7 @@ from bench.prompts import SUMMARIZER, read_texts
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.models.loading import load
 from lookahead.models.model_state import LearnedState, use_learned
-from lookahead.summarization.prompt_fitter import PromptFitter
+from lookahead.summarization.prompting import PromptFitter
 from lookahead.summarization.segmentation import split_sentences
 from lookahead.summarization.summarizer import Summarizer
 
@@ -98,7 +98,7 @@ def huggingface(
     def run(documents: Sequence[str]) -> Texts:
         texts: list[str] = []
         for begin in range(0, len(documents), size):
-            prompts = [fitter.fit(document).prompts[0] for document in documents[begin : begin + size]]
+            prompts = [fitter.prompts(fitter.fit(document).parts)[0] for document in documents[begin : begin + size]]
             inputs = encode(prompts, padding=True)
             ids, mask = inputs["input_ids"], inputs["attention_mask"]
             out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)

@@ -211,7 +211,7 @@ def test_what_commands_a_terminal_is_taken_out_of_answers(run, monkeypatch):
         def __iter__(self):
             return iter(["a\x1b[2Jb", "\x07c\n\td"])
 
-    monkeypatch.setattr("lookahead.generation.api.stream", lambda *_, **__: Stream())
+    monkeypatch.setattr("lookahead.stream", lambda *_, **__: Stream())
     assert run("generate", "abab").stdout == "a\ufffd[2Jb\ufffdc\n\td\n"
 
 

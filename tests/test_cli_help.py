@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import re
 import subprocess
@@ -98,4 +100,16 @@ def test_compiling_is_told_in_one_line_once_it_takes_a_while(monkeypatch, capsys
     numba.njit(lambda x: abs(min(x, 1)))(1)
     numba.njit(lambda x: abs(min(x, 2)))(1)
     assert capsys.readouterr().err.count("\n") == lines
-    assert notice.spent > 0.0
+    assert notice.began < math.inf
+
+
+def test_what_is_said_beside_a_status_line_stands_above_it_in_one_piece(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = terminal.console(sys.stderr)
+    with shown.status("loading"):
+        assert sys.stderr is not screen and terminal.console(sys.stderr) is shown
+        terminal.say("warning", "word " * 60)
+    assert "word " * 60 in screen.getvalue()

@@ -184,7 +184,7 @@ def desk(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     command = tmp_path / "bin" / "lookahead"
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m lookahead.cli.app "$@"\n')
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m lookahead "$@"\n')
     command.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)

@@ -20,8 +20,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.stats import DecodingStats
 from lookahead.summarization.chunking import MeasuredText, cut
 from lookahead.summarization.pipeline import SummaryPipeline
-from lookahead.summarization.prompt_fitter import Approach, PromptFitter
-from lookahead.summarization.prompting import INSTRUCTION, Prompting
+from lookahead.summarization.prompting import INSTRUCTION, PromptFitter, Prompting, SummaryRequest
 from lookahead.summarization.segmentation import Break, split_pieces
 from lookahead.summarization.summarizer import Summarizer
 
@@ -44,6 +43,10 @@ def summarizer_tokenizer(summarizer_path):
 
 def measured(text, tokenizer, clean=str):
     return MeasuredText(split_pieces(text), tokenizer, clean)
+
+
+def texts(parts):
+    return [part.text for part in parts.parts]
 
 
 def letters(text):
@@ -102,14 +105,14 @@ def test_parts_begin_with_a_heading_where_one_is_near(tiny_tokenizer, heading):
     sections = [f"{heading}\n\n" + SENTENCE * count for count in (9, 8, 10, 9, 8, 7)]
     parts = cut(measured("\n\n".join(sections), tiny_tokenizer), 300)
     assert parts.split == "sections"
-    assert list(parts.texts) == [section.strip() for section in sections]
+    assert texts(parts) == [section.strip() for section in sections]
 
 
 def test_a_paragraph_is_a_better_place_than_a_sentence_and_a_sentence_than_a_line(tiny_tokenizer):
     text = f"{SENTENCE * 5}\n\n{SENTENCE * 7}"
-    assert [part.count(".") for part in cut(measured(text, tiny_tokenizer), 200).texts] == [5, 7]
+    assert [part.count(".") for part in texts(cut(measured(text, tiny_tokenizer), 200))] == [5, 7]
     text = f"{SENTENCE * 4}The cat\nsat on\nthe mat.{' And so on' * 9}"
-    assert cut(measured(text, tiny_tokenizer), 130).texts[0] == (SENTENCE * 4).strip()
+    assert texts(cut(measured(text, tiny_tokenizer), 130))[0] == (SENTENCE * 4).strip()
 
 
 # Parts
@@ -159,7 +162,7 @@ def test_spans_are_those_of_the_document_as_it_was_given_however_it_is_cleaned(s
 
 def test_what_stands_before_a_document_is_counted_in_its_spans(tiny_llama, tiny_tokenizer):
     text = "\n\n  " + SENTENCE * 40
-    parts = PromptFitter(tiny_llama, tiny_tokenizer, 64).fit(text).parts.parts
+    parts = PromptFitter(tiny_llama, tiny_tokenizer, 64).fit(text).parts
     assert len(parts) > 1
     assert all(text[slice(*part.chars)] == part.text for part in parts)
 
@@ -205,7 +208,7 @@ def assert_is_a_tree(summary, text):
 @pytest.mark.parametrize("speaker", SPEAKERS)
 def test_levels_come_to_an_end_whatever_the_model_says(tiny_tokenizer, speaker, text, room, new, overlap):
     model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=room + new + len("\n\nSummary:")))
-    fitter = PromptFitter(model, tiny_tokenizer, new, approach=Approach(overlap=overlap))
+    fitter = PromptFitter(model, tiny_tokenizer, new, request=SummaryRequest(overlap=overlap))
     summary, rounds = summary_of(text * 3, fitter, SPEAKERS[speaker])
     assert all(after < before for before, after in pairwise(rounds)) and rounds[-1] == 1
     assert_is_a_tree(summary, text * 3)
@@ -238,7 +241,7 @@ from types import SimpleNamespace
 from transformers import AutoConfig, AutoTokenizer
 from lookahead.stats import DecodingStats
 from lookahead.summarization.pipeline import SummaryPipeline
-from lookahead.summarization.prompt_fitter import Approach, PromptFitter
+from lookahead.summarization.prompting import PromptFitter, SummaryRequest
 draw, words = random.Random(0), "the old house on hill was quiet that night and nobody came to see him".split()
 def chapter(number):
     sentences = (" ".join(draw.choices(words, k=draw.randrange(4, 24))).capitalize() + "." for _ in range(80))
@@ -248,7 +251,7 @@ model = SimpleNamespace(config=AutoConfig.from_pretrained(sys.argv[1]))
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 memory = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 before = memory()
-pipeline = SummaryPipeline(text, PromptFitter(model, tokenizer, 128, None, Approach(overlap=64)), keep_parts=True)
+pipeline = SummaryPipeline(text, PromptFitter(model, tokenizer, 128, SummaryRequest(overlap=64)), keep_parts=True)
 while pipeline.summary is None:
     assert max(len(tokenizer(prompt)["input_ids"]) for prompt in pipeline.prompts) <= 1152 - 128
     pipeline.take([prompt[-900:-100] for prompt in pipeline.prompts], DecodingStats())
@@ -281,12 +284,13 @@ def test_a_book_of_a_million_tokens_comes_to_an_end_in_little_memory(summarizer_
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "approach", [Approach(), Approach(overlap=20), Approach(refine=True), Approach(overlap=9, refine=True)]
+    "asked",
+    [SummaryRequest(), SummaryRequest(overlap=20), SummaryRequest(refine=True), SummaryRequest(overlap=9, refine=True)],
 )
 @pytest.mark.parametrize("rows", [1, 5])
-def test_trees_are_the_same_for_one_document_and_for_many_together(tiny_llama, tiny_tokenizer, approach, rows):
-    tokenizer = chat(tiny_tokenizer, 512 if approach.refine else 150)
-    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=12, approach=approach, keep_parts=True)
+def test_trees_are_the_same_for_one_document_and_for_many_together(tiny_llama, tiny_tokenizer, asked, rows):
+    tokenizer = chat(tiny_tokenizer, 512 if asked.refine else 150)
+    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=12, request=asked, keep_parts=True)
     documents = [Document(i, f"Number {i}. " + SENTENCE * count) for i, count in enumerate((2, 30, 1, 20, 50))]
     outcomes = {done.document.id: done.summary for done in summarizer.summarize_all(documents, rows)}
     assert len(outcomes) == 5
@@ -303,10 +307,10 @@ def test_trees_are_the_same_for_one_document_and_for_many_together(tiny_llama, t
 
 def test_refining_reads_the_parts_in_order_each_with_the_summary_so_far(tiny_llama, tiny_tokenizer):
     tokenizer = chat(tiny_tokenizer)
-    fitter = PromptFitter(tiny_llama, tokenizer, 30, approach=Approach(refine=True))
+    fitter = PromptFitter(tiny_llama, tokenizer, 30, request=SummaryRequest(refine=True))
     text = "".join(f"Sentence {i} is here. " for i in range(50))
     pipeline = SummaryPipeline(text, fitter, keep_parts=True)
-    parts = fitter.fit(text).parts.texts
+    parts = texts(fitter.fit(text))
     assert len(parts) > 5
     seen = []
     while pipeline.summary is None:
@@ -323,8 +327,8 @@ def test_refining_reads_the_parts_in_order_each_with_the_summary_so_far(tiny_lla
 
 
 def test_refining_decodes_what_generate_does_with_the_same_prompts(tiny_llama, tiny_tokenizer):
-    tokenizer, approach = chat(tiny_tokenizer), Approach(refine=True, overlap=10)
-    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=24, approach=approach, keep_parts=True)
+    tokenizer, request = chat(tiny_tokenizer), SummaryRequest(refine=True, overlap=10)
+    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=24, request=request, keep_parts=True)
 
     def generate(prompt, limit):
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
@@ -339,7 +343,7 @@ def test_refining_decodes_what_generate_does_with_the_same_prompts(tiny_llama, t
 
 def test_a_summary_that_is_too_long_for_its_place_is_cut_and_an_empty_one_changes_nothing(tiny_llama, tiny_tokenizer):
     tokenizer = chat(tiny_tokenizer)
-    fitter = PromptFitter(tiny_llama, tokenizer, 30, approach=Approach(refine=True))
+    fitter = PromptFitter(tiny_llama, tokenizer, 30, request=SummaryRequest(refine=True))
     pipeline = SummaryPipeline(SENTENCE * 40, fitter, keep_parts=True)
     said = iter(["", "s" * 999, " ", *["<eos>" * 200] * 99])
     lengths = []
@@ -387,6 +391,6 @@ def test_the_longest_summary_that_is_named_is_one_that_can_be_refined(tiny_llama
     with pytest.raises(ConfigError) as refusal:
         lookahead.summarize(SENTENCE, tiny_llama, tokenizer, max_new_tokens=200, refine=True)
     most = int(str(refusal.value).split("at most ")[1].split()[0])
-    Summarizer(tiny_llama, tokenizer, max_new_tokens=most, approach=Approach(refine=True))
+    Summarizer(tiny_llama, tokenizer, max_new_tokens=most, request=SummaryRequest(refine=True))
     with pytest.raises(ConfigError, match=f"at most {most} to leave room"):
-        Summarizer(tiny_llama, tokenizer, max_new_tokens=most + 1, approach=Approach(refine=True))
+        Summarizer(tiny_llama, tokenizer, max_new_tokens=most + 1, request=SummaryRequest(refine=True))

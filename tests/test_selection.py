@@ -14,7 +14,7 @@ from lookahead.errors import ConfigError
 from lookahead.jobs import estimate as estimating
 from lookahead.jobs.estimate import MOST_PARTS, estimate_job, select_documents
 from lookahead.jobs.job_options import JobOptions
-from lookahead.summarization.prompt_fitter import PromptFitter
+from lookahead.summarization.prompting import PromptFitter
 from tests.support.stand_ins import StandIn
 
 
@@ -76,12 +76,12 @@ def test_an_estimate_of_books_summarizes_some_parts_of_each_and_reckons_by_token
     fitter, worker = PromptFitter(tiny_llama, tiny_tokenizer, 8), Clocked(monkeypatch)
     estimate = estimate_job(books, fitter, worker.summarize_all, JobOptions(max_new_tokens=8))
     tried = min(copies, 3)
-    parts = len(fitter.fit(books[0].text).parts.parts)
+    parts = len(fitter.fit(books[0].text).parts)
     assert parts > 5 * MOST_PARTS and estimate.parts == copies * parts
     assert (estimate.tried, estimate.tried_parts, estimate.timed_parts) == (tried, tried * parts, tried * MOST_PARTS)
     assert len(worker.seen) == tried
     for text in worker.seen:
-        assert len(fitter.fit(text).parts.parts) <= MOST_PARTS + 1 and any(text in book.text for book in books)
+        assert len(fitter.fit(text).parts) <= MOST_PARTS + 1 and any(text in book.text for book in books)
     assert estimate.seconds == pytest.approx(sum(len(book.text) for book in books), rel=0.01)
 
 

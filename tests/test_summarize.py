@@ -19,8 +19,7 @@ from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models import loading
 from lookahead.stats import DecodingStats, total_in_sequence
 from lookahead.summarization.chunking import MeasuredText, cut
-from lookahead.summarization.prompt_fitter import PromptFitter, context_length
-from lookahead.summarization.prompting import INSTRUCTION, Prompting
+from lookahead.summarization.prompting import INSTRUCTION, PromptFitter, Prompting, context_length
 from lookahead.summarization.segmentation import split_pieces
 from lookahead.summarization.summarizer import PlainFigures, Summarizer
 from tests.support.forked import status_of
@@ -42,39 +41,43 @@ def split_document(text, tokenizer, budget):
     return cut(MeasuredText(split_pieces(text.strip()), tokenizer), budget)
 
 
+def texts(parts):
+    return [part.text for part in parts.parts]
+
+
 def test_a_document_that_fits_is_left_whole(tiny_tokenizer):
     text = (SENTENCE * 3).strip()
     parts = split_document(f"\n{text} \n", tiny_tokenizer, len(text))
-    assert (parts.texts, parts.tokens, parts.split) == ((text,), len(text), "none")
+    assert (texts(parts), parts.tokens, parts.split) == ([text], len(text), "none")
 
 
 def test_a_long_document_is_cut_between_sentences_into_parts_of_similar_length(tiny_tokenizer):
     parts = split_document(SENTENCE * 11, tiny_tokenizer, 240)
     assert parts.split == "sentences"
-    assert [len(text) for text in parts.texts] == [24 * 6 - 1, 24 * 5 - 1]
-    assert "".join(parts.texts).count("The cat sat on the mat.") == 11
+    assert [len(text) for text in texts(parts)] == [24 * 6 - 1, 24 * 5 - 1]
+    assert "".join(texts(parts)).count("The cat sat on the mat.") == 11
 
 
 def test_a_long_sentence_is_cut_between_its_lines_first(tiny_tokenizer):
     lines = "\n".join(f"line {i} of a list" for i in range(10, 30))
     parts = split_document(lines, tiny_tokenizer, 60)
     assert parts.split == "sentences"
-    assert all(text.startswith("line") and text.endswith("list") for text in parts.texts)
-    assert "\n".join(parts.texts) == lines
+    assert all(text.startswith("line") and text.endswith("list") for text in texts(parts))
+    assert "\n".join(texts(parts)) == lines
 
 
 def test_words_without_a_sentence_or_line_end_are_cut_hard_between_words(tiny_tokenizer):
     words = " ".join(["word"] * 50)
     parts = split_document(words, tiny_tokenizer, 42)
     assert parts.split == "hard"
-    assert all(set(text.split()) == {"word"} and len(text) <= 42 for text in parts.texts)
-    assert " ".join(parts.texts) == words
+    assert all(set(text.split()) == {"word"} and len(text) <= 42 for text in texts(parts))
+    assert " ".join(texts(parts)) == words
 
 
 def test_one_endless_word_is_cut_hard_between_tokens(tiny_tokenizer):
     parts = split_document("x" * 100, tiny_tokenizer, 40)
-    assert (parts.split, "".join(parts.texts)) == ("hard", "x" * 100)
-    assert all(len(text) <= 40 for text in parts.texts)
+    assert (parts.split, "".join(texts(parts))) == ("hard", "x" * 100)
+    assert all(len(text) <= 40 for text in texts(parts))
 
 
 def test_a_slow_tokenizer_without_offsets_gets_parts_that_are_rather_too_short(tiny_tokenizer):
@@ -82,8 +85,8 @@ def test_a_slow_tokenizer_without_offsets_gets_parts_that_are_rather_too_short(t
         is_fast = False
 
     parts = split_document("word " * 100, Slow(), 40)
-    assert "".join(parts.texts).replace(" ", "") == "word" * 100
-    assert all(len(text.split()) <= 40 for text in parts.texts)
+    assert "".join(texts(parts)).replace(" ", "") == "word" * 100
+    assert all(len(text.split()) <= 40 for text in texts(parts))
 
 
 @pytest.mark.parametrize("budget", [16, 17, 40, 100])
@@ -92,8 +95,8 @@ def test_a_slow_tokenizer_without_offsets_gets_parts_that_are_rather_too_short(t
 )
 def test_no_part_is_longer_than_the_budget_or_lost(tiny_tokenizer, text, budget):
     parts = split_document(text, tiny_tokenizer, budget)
-    assert all(0 < len(tiny_tokenizer(part)["input_ids"]) <= budget for part in parts.texts)
-    assert "".join("".join(parts.texts).split()) == "".join(text.split())
+    assert all(0 < len(tiny_tokenizer(part)["input_ids"]) <= budget for part in texts(parts))
+    assert "".join("".join(texts(parts)).split()) == "".join(text.split())
 
 
 # Prompts
@@ -142,8 +145,8 @@ def test_the_shorter_of_the_model_and_the_tokenizer_tells_the_context(tiny_llama
 @pytest.mark.parametrize("text", [SENTENCE * 60, "x" * 1500, "😀" * 700], ids=["sentences", "one word", "emoji"])
 def test_every_prompt_leaves_room_for_its_summary(tiny_llama, summarizer_path, tiny_tokenizer, text, max_new_tokens):
     for tokenizer in (tiny_tokenizer, AutoTokenizer.from_pretrained(summarizer_path, model_max_length=512)):
-        fitted = PromptFitter(tiny_llama, tokenizer, max_new_tokens).fit(text)
-        lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in fitted.prompts]
+        fitter = PromptFitter(tiny_llama, tokenizer, max_new_tokens)
+        lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in fitter.prompts(fitter.fit(text).parts)]
         assert max(lengths) <= 512 - max_new_tokens
 
 

@@ -9,7 +9,7 @@ import pytest
 from lookahead import ConfigError
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.generation.scheduler import Scheduler
-from lookahead.summarization.prompt_fitter import PromptFitter
+from lookahead.summarization.prompting import PromptFitter
 from lookahead.summarization.summarizer import Summarizer
 
 SENTENCE = "The cat sat on the mat. "

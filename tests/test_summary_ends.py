@@ -18,7 +18,7 @@ def test_a_summary_tells_whether_the_token_limit_cut_it_off(tiny_llama, tiny_tok
     model = copy.deepcopy(tiny_llama)
     whole = Summarizer(model, tiny_tokenizer, max_new_tokens=20)
     assert whole.summarize(SENTENCE).finish_reason == "length"
-    prompt = whole.fitter.fit(SENTENCE).prompts[0]
+    (prompt,) = whole.fitter.prompts(whole.fitter.fit(SENTENCE).parts)
     tokens = lookahead.generate(model, tiny_tokenizer, prompt, max_new_tokens=20, do_sample=False).token_ids[0]
     model.generation_config.eos_token_id = [101, tokens[11]]
     end = tokens.index(tokens[11]) + 1
@@ -41,7 +41,7 @@ def test_a_document_of_which_the_model_says_nothing_is_not_done(tiny_llama, tiny
 
 
 def test_parts_too_long_for_the_cache_together_are_read_one_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("lookahead.generation.scheduler.cache_tokens_of", lambda *_: 900)
+    monkeypatch.setattr("lookahead.summarization.summarizer.cache_tokens_of", lambda *_: 900)
     summarizer, together = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=16), []
     generate = lookahead.generate
 
@@ -50,6 +50,6 @@ def test_parts_too_long_for_the_cache_together_are_read_one_after_the_other(tiny
         assert len(prompts) == 1 or len(prompts) * (max(map(len, prompts)) + max_new_tokens) <= 900
         return generate(model, tokenizer, prompts, max_new_tokens=max_new_tokens, **options)
 
-    monkeypatch.setattr("lookahead.generation.api.generate", watched)
+    monkeypatch.setattr("lookahead.summarization.summarizer.generate", watched)
     assert summarizer.summarize(SENTENCE * 60).parts > 2
     assert max(together[:-1]) == 1

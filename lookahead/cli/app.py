@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+import lookahead
 from lookahead.cli.draft_files import memory_app, pool_app
 from lookahead.cli.generate import chat, generate, serve
 from lookahead.cli.measure import calibrate, explain, pick_draft, train
@@ -35,9 +36,7 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from lookahead import __version__
-
-        typer.echo(f"lookahead {__version__}")
+        typer.echo(f"lookahead {lookahead.__version__}")
         raise typer.Exit()
 
 
@@ -51,7 +50,3 @@ def root(
 
     For example: lookahead summarize article.txt --compare
     """
-
-
-if __name__ == "__main__":
-    main()

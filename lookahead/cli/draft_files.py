@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from lookahead.cli.options import App
-from lookahead.cli.terminal import PoolDisplay, console, convert, load, say_skipped, table
+from lookahead.cli.terminal import PoolDisplay, console, convert, find_sources, load, table
 from lookahead.documents.byte_sources import MEGABYTE
+from lookahead.documents.inputs import Input, check_output
+from lookahead.documents.readers import count_documents
 from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, ModelOptions, option
-from lookahead.models.loading import locate_model
+from lookahead.models.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_process
 
 _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
 
@@ -180,7 +180,6 @@ def memory_merge(options: MemoryMergeOptions) -> None:
 
     Exit status: 0 it is written; 2 a file cannot be used, and nothing was written.
     """
-    from lookahead.documents.inputs import Input, check_output
     from lookahead.proposers.file_memory import merge_files
 
     _check_name(options.output)
@@ -237,53 +236,42 @@ def memory_verify(options: VerifyOptions) -> None:
 
 
 def _fill_pool(options: PoolBuildOptions | PoolAddOptions, output: Path, *, overwrite: bool, **settings: Any) -> None:
-    def prepare() -> Callable[..., str]:
-        tokenizer, path = _load_tokenizer(options.model), str(output)
-        from lookahead.pools.build_pool import build_pool
-        from lookahead.pools.open_pool import describe_pool
+    display, reading = _reading(options, output, overwrite=overwrite)
+    tokenizer = _load_tokenizer(options.model)
+    from lookahead.pools.build_pool import PoolTotals, build_pool
+    from lookahead.pools.open_pool import describe_pool
 
-        return lambda **reading: describe_pool(path, build_pool(path, tokenizer=tokenizer, **settings, **reading))
-
-    _fill(options, output, prepare, overwrite=overwrite)
-
-
-def _fill_memory(
-    options: MemoryBuildOptions | MemoryAddOptions, output: Path, *, overwrite: bool, max_contexts: int | None
-) -> None:
-    def prepare() -> Callable[..., str]:
-        (model, tokenizer), path = load(options, measures_costs=False), str(output)
-        from lookahead.generation.model_memory import build_memory
-
-        make = partial(build_memory, max_contexts=max_contexts, max_tokens=options.max_tokens)
-        return lambda **reading: _describe_memory(path, make(path, model, tokenizer, **reading).contexts)
-
-    _fill(options, output, prepare, overwrite=overwrite)
-
-
-def _fill(options: SourceOptions, output: Path, prepare: Callable[[], Callable[..., str]], *, overwrite: bool) -> None:
-    """Check the inputs and the file, load what writing it takes, write it, show the progress, and exit."""
-    from lookahead.documents.inputs import check_output, find_inputs
-    from lookahead.documents.readers import check_readers, count_documents
-
-    skipped: list[str] = []
-    sources = find_inputs(options.inputs, options.field, on_skip=skipped.append)
-    say_skipped(skipped)
-    check_readers(sources)
-    check_output(output, sources, overwrite=overwrite)
-    write = prepare()
-    from lookahead.pools.build_pool import PoolTotals
-
-    totals, display = PoolTotals(), PoolDisplay(count_documents(sources))
-    limit = int(options.max_document_mb * MEGABYTE)
+    totals = PoolTotals()
     with display.progress:
-        line = write(inputs=sources, limit=limit, totals=totals, observer=display)
-    console(sys.stderr).print(f"{totals}\n{line}")
+        header = build_pool(str(output), tokenizer=tokenizer, totals=totals, **reading, **settings)
+    console(sys.stderr).print(f"{totals}\n{describe_pool(str(output), header)}")
     raise typer.Exit(1 if totals.rejected else 0)
 
 
-def _load_tokenizer(model: str) -> Any:
-    from lookahead.models.loading import TOKENIZER_FILES, load_tokenizer, prepare_process
+def _fill_memory(options: MemoryBuildOptions | MemoryAddOptions, output: Path, *, overwrite: bool, **most: Any) -> None:
+    display, reading = _reading(options, output, overwrite=overwrite)
+    model, tokenizer = load(options, measures_costs=False)
+    from lookahead.generation.model_memory import build_memory
+    from lookahead.pools.build_pool import PoolTotals
 
+    totals = PoolTotals()
+    with display.progress:
+        header = build_memory(
+            str(output), model, tokenizer, max_tokens=options.max_tokens, totals=totals, **reading, **most
+        )
+    console(sys.stderr).print(f"{totals}\n{_describe_memory(str(output), header.contexts)}")
+    raise typer.Exit(1 if totals.rejected else 0)
+
+
+def _reading(options: SourceOptions, output: Path, *, overwrite: bool) -> tuple[PoolDisplay, dict[str, Any]]:
+    """A display and what documents are read with, after checks of the inputs and the file."""
+    inputs, _ = find_sources(options.inputs, options.field)
+    check_output(output, inputs, overwrite=overwrite)
+    display = PoolDisplay(count_documents(inputs))
+    return display, {"inputs": inputs, "limit": int(options.max_document_mb * MEGABYTE), "observer": display}
+
+
+def _load_tokenizer(model: str) -> Any:
     location, _ = locate_model(model, TOKENIZER_FILES)
     with console(sys.stderr).status("loading the tokenizer"):
         prepare_process(None)
@@ -302,12 +290,7 @@ def _describe_memory(path: str, contexts: int) -> str:
 
 pool_app = App(help="Make pools: files of your documents to draft from.")
 memory_app = App(help="Make memories: files of what a model expects after each context, to draft from.")
-for name, of_pool, of_memory in (
-    ("build", pool_build, memory_build),
-    ("add", pool_add, memory_add),
-    ("info", pool_info, memory_info),
-    ("verify", pool_verify, memory_verify),
-):
-    pool_app.add(of_pool, name)
-    memory_app.add(of_memory, name)
-memory_app.add(memory_merge, "merge")
+for pool_command in (pool_build, pool_add, pool_info, pool_verify):
+    pool_app.add(pool_command, pool_command.__name__.removeprefix("pool_"))
+for memory_command in (memory_build, memory_add, memory_info, memory_verify, memory_merge):
+    memory_app.add(memory_command, memory_command.__name__.removeprefix("memory_"))

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import typer
 from rich.text import Text
 
-from lookahead.cli.options import PromptOptions, SamplingOptions, read_prompt_file, truncation_named
-from lookahead.cli.terminal import console, convert, harmless, load, reading, remembering, say, table, watch_compilation
+import lookahead
+from lookahead.cli.options import PromptOptions, SamplingOptions, read_prompt_file
+from lookahead.cli.terminal import console, harmless, load, prepare, reading, remembering, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN
 from lookahead.errors import ConfigError, PromptError
 from lookahead.jobs.job_figures import stats_rows
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions, new_tokens_option, option
-from lookahead.models.loading import DEFAULT_MODEL, locate_model, prepare_process, resolve_device
+from lookahead.models.loading import DEFAULT_MODEL, locate_model
 
 if TYPE_CHECKING:
     from lookahead.generation.conversation import Conversation
@@ -58,9 +59,6 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
-    from lookahead.summarization.prompt_fitter import check_max_new_tokens
-
-    check_max_new_tokens(options.max_new_tokens)
     if options.raw and options.system is not None:
         raise ConfigError("--system is part of the chat template, which --raw leaves out")
     config = options.config()
@@ -72,21 +70,17 @@ def generate(options: GenerateOptions) -> None:
     loaded = load(options)
     if options.draft_model is not None:
         draft, tokenizer = load(options, options.draft_model, measures_costs=False)
-        from lookahead.proposers.draft_model import DraftModel
-
         config = config or LookaheadConfig()
-        config = replace(config, proposers=(*config.proposers, DraftModel(draft, tokenizer=tokenizer)))
-    from lookahead.generation.api import stream
+        config = replace(config, proposers=(*config.proposers, lookahead.DraftModel(draft, tokenizer=tokenizer)))
     from lookahead.generation.prompts import as_chat
 
     decoding = options.sampling if options.num_beams is None else {**options.sampling, "num_beams": options.num_beams}
     with remembering(options, loaded.model), reading() as on_prefill:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
-        with truncation_named():
-            pieces = stream(
-                *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncate,
-                max_new_tokens=options.max_new_tokens, **decoding,
-            )  # fmt: skip
+        pieces = lookahead.stream(
+            *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncate,
+            max_new_tokens=options.max_new_tokens, **decoding,
+        )  # fmt: skip
         with pieces.serving():
             for piece in pieces:
                 on_prefill(1, 1)  # a model that cannot score trees does not report its prefill
@@ -118,9 +112,6 @@ def chat(options: ChatOptions) -> None:
       lookahead chat --system "Answer in one sentence." --temperature 0.7
       printf 'Hello!\\nAnd in French?\\n' | lookahead chat > answers.txt
     """
-    from lookahead.summarization.prompt_fitter import check_max_new_tokens
-
-    check_max_new_tokens(options.max_new_tokens)
     config = options.config()
     loaded = load(options)
     import torch
@@ -129,7 +120,6 @@ def chat(options: ChatOptions) -> None:
     from lookahead.generation.validation import check_seed
 
     check_seed(options.seed)
-
     conversation = Conversation(
         *loaded, system=options.system, config=config, max_new_tokens=options.max_new_tokens, **options.sampling
     )
@@ -143,44 +133,36 @@ def chat(options: ChatOptions) -> None:
 
 def _talk(conversation: Conversation, max_new_tokens: int) -> bool:
     """Answer every line of input; returns False if a message of a pipe was not answered."""
-    is_terminal = sys.stdin.isatty()
+    is_terminal, are_answered, stderr = sys.stdin.isatty(), True, console(sys.stderr)
     if is_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  # gives input() a history and editing
-        console(sys.stderr).print(_HELP, style="dim", soft_wrap=True)
+        stderr.print(_HELP, style="dim", soft_wrap=True)
     elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    are_answered = True
     while True:
         try:
             shows_prompt = is_terminal and sys.stdout.isatty()
             if is_terminal and not shows_prompt:
-                console(sys.stderr).print("> ", end="")
+                stderr.print("> ", end="")
             line = input("> " if shows_prompt else "").strip()
             if line in ("/quit", "/exit"):
                 return are_answered
-            are_answered = _take(conversation, line, max_new_tokens, is_terminal) and are_answered
+            if line == "/reset":
+                conversation.reset()
+            elif line.startswith("/") and line[1:].isalpha():
+                stderr.print(_HELP if line == "/help" else f"no command {line}: {_HELP}", soft_wrap=True)
+            elif line:
+                _answer(conversation, line, max_new_tokens, stops_alone=is_terminal)
         except EOFError:
             return are_answered
+        except PromptError as error:
+            say("error", str(error))
+            are_answered = is_terminal
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
-            console(sys.stderr).print(f"\n{_HELP}", style="dim", soft_wrap=True)
-
-
-def _take(conversation: Conversation, line: str, max_new_tokens: int, is_terminal: bool) -> bool:
-    """Run a command or answer a message; returns False if a message of a pipe cannot be answered."""
-    if line == "/reset":
-        conversation.reset()
-    elif line.startswith("/") and line[1:].isalpha():
-        console(sys.stderr).print(_HELP if line == "/help" else f"no command {line}: {_HELP}", soft_wrap=True)
-    elif line:
-        try:
-            _answer(conversation, line, max_new_tokens, stops_alone=is_terminal)
-        except PromptError as error:
-            say("error", str(error))
-            return is_terminal
-    return True
+            stderr.print(f"\n{_HELP}", style="dim", soft_wrap=True)
 
 
 def _answer(conversation: Conversation, line: str, max_new_tokens: int, *, stops_alone: bool) -> None:
@@ -244,15 +226,11 @@ def serve(options: ServeOptions) -> None:
     if options.memory is not None and options.model is None:
         raise ConfigError(f"memory {options.memory} is that of one model: name the only MODEL to serve")
     with console(sys.stderr).status("loading the model"):
-        prepare_process(options.threads)
         from lookahead.generation import serving
-        from lookahead.models.quantized import resolve_quantize
 
-        resolve_quantize(options.quantize, resolve_device(options.device))
         serving.check_packages()
-        watch_compilation()
         listener = serving.listen(options.host, options.port)
-        convert(location)
+        prepare(options, location)
         models = serving.EnabledModels(
             name, only=options.model is not None, config=config, dtype=options.dtype, device=options.device,
             quantize=options.quantize, timeout_s=options.model_timeout,

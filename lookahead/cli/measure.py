@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lookahead.cli.options import PromptOptions, read_prompt_file, truncation_named
+import lookahead
+from lookahead.cli.options import PromptOptions, read_prompt_file
 from lookahead.cli.terminal import console, load, remembering, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from lookahead.reporting.trace import Trace
 
 _STYLES = ("black on green", "black on yellow", "white on blue", "white on magenta")
-_PICK_HEADINGS = ("", "parameters", "ms/pass", "tokens/pass", "drafted/pass", "tokens/s", "same")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,12 @@ def calibrate(options: CalibrateOptions) -> None:
     if options.cache is not None and options.cache.exists() and not options.cache.is_dir():
         raise ConfigError(f"cache must be a folder, got the file {str(options.cache)!r}")
     loaded = load(options, measures_costs=False)
-    from lookahead.generation.step_costs import calibrate_costs, save_costs
     from lookahead.models.calibration import CONTEXTS
     from lookahead.reporting.trace import sweep_rows
 
     with console(sys.stderr).status("measuring"):
-        calibration = calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
-    path = save_costs(loaded.model, options.cache, compile=options.compile)
+        calibration = lookahead.calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
+    path = lookahead.save_costs(loaded.model, options.cache, compile=options.compile)
     if options.as_json:
         print(json.dumps({**calibration.to_dict(), "file": str(path)}))
     else:
@@ -101,9 +101,6 @@ def explain(options: ExplainOptions) -> None:
       lookahead explain prompt.txt --max-new-tokens 200 --html page.html
       lookahead explain prompt.txt --raw --window auto
     """
-    from lookahead.summarization.prompt_fitter import check_max_new_tokens
-
-    check_max_new_tokens(options.max_new_tokens)
     locate_model(options.model)
     config = options.config()
     from lookahead.reporting.charts import check_page
@@ -112,16 +109,14 @@ def explain(options: ExplainOptions) -> None:
     if options.html is not None:
         check_page(options.html, "html", "explain")
     loaded = load(options)
-    from lookahead.generation.api import generate
     from lookahead.generation.prompts import as_chat
     from lookahead.reporting.trace import render_trace, trace
 
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
-    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
-    settings["truncate"] = options.truncate
-    with remembering(options, loaded.model), truncation_named():
+    settings: Any = {"max_new_tokens": options.max_new_tokens, "truncate": options.truncate, "do_sample": False}
+    with remembering(options, loaded.model):
         traced = trace(*loaded, prompt, config=config, **settings)
-    plain = generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
+    plain = lookahead.generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
     model, dtype = loaded.model, str(loaded.model.dtype).removeprefix("torch.")
     described = f"{options.model} ({type(model).__name__}, {model.num_parameters():,} parameters, {dtype})"
     traced = replace(traced, model=described, plain=plain)
@@ -182,12 +177,11 @@ def pick_draft(options: PickDraftOptions) -> None:
     prompts = [line.strip() for line in lines if line.strip()]
     loaded = load(options, measures_costs=False)
     from lookahead.generation.draft_selection import PROMPTS, pick_draft
-    from lookahead.proposers.draft_model import DraftModel
 
     drafts = {}
     for name in names:
         draft, tokenizer = load(options, name, measures_costs=False)
-        drafts[name] = DraftModel(draft, tokenizer=tokenizer, name=name)
+        drafts[name] = lookahead.DraftModel(draft, tokenizer=tokenizer, name=name)
     temperature = options.temperature
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     with console(sys.stderr).status("measuring"):
@@ -211,8 +205,9 @@ def _print_pick(pick: Pick) -> None:
         )
         for each in pick.candidates
     ]
+    headings = ("", "parameters", "ms/pass", "tokens/pass", "drafted/pass", "tokens/s", "same")
     out = console(sys.stdout)
-    out.print(table(_PICK_HEADINGS, rows))
+    out.print(table(headings, rows))
     out.print(
         f"a pass of the target: {1e3 * pick.target_pass_s:.2f} ms; same: outputs that are those of model.generate"
     )
@@ -264,11 +259,7 @@ def train(options: TrainOptions) -> None:
     settings = Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
     check_trainer()
     loaded = load(options, measures_costs=False)
-    stderr = console(sys.stderr)
-
-    def tell(line: str) -> None:
-        stderr.print(line, soft_wrap=True)
-
+    tell = partial(console(sys.stderr).print, soft_wrap=True)
     try:
         metrics = train_heads(loaded, options.data, options.output, settings, resume=options.resume, say=tell)
     except KeyboardInterrupt as error:
@@ -282,4 +273,4 @@ def train(options: TrainOptions) -> None:
         for place in range(1, options.heads + 1)
     ]
     console(sys.stdout).print(table(("tokens ahead", "guessed right", "one of five"), rows))
-    stderr.print(f"written to {options.output}", soft_wrap=True)
+    tell(f"written to {options.output}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
@@ -14,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from lookahead.cli.terminal import usage_errors
 from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
-from lookahead.errors import PromptError, PromptTooLongError
+from lookahead.errors import PromptError
 from lookahead.jobs.job_options import option, options_of
 
 
@@ -110,16 +109,6 @@ class App(typer.Typer):
         run.__annotations__ = {}
         run.__doc__ = function.__doc__
         self.command(name or function.__name__.replace("_", "-"), cls=_Command)(run)
-
-
-@contextmanager
-def truncation_named() -> Iterator[None]:
-    """Name the command line option in the error about a prompt that is too long."""
-    try:
-        yield
-    except PromptTooLongError as error:
-        remedy = "shorten it, or cut off its beginning with --truncate left or its end with --truncate right"
-        raise PromptTooLongError(error.lengths, remedy) from error
 
 
 def read_prompt_file(name: str) -> str:

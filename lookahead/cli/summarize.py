@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 import typer
 
-from lookahead.cli.terminal import JobDisplay, console, load, remembering, say, say_skipped, table, usage_errors
+from lookahead.cli.terminal import JobDisplay, console, find_sources, load, remembering, say, table, usage_errors
 from lookahead.documents.byte_sources import MEGABYTE
+from lookahead.documents.decode_text import Document, Reject
+from lookahead.documents.readers import count_documents
 from lookahead.errors import ClusterError, ConfigError, LookaheadError
 from lookahead.jobs import job_figures
+from lookahead.jobs.estimate import estimate_job, select_documents
+from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions, option, read_job_file, to_toml
+from lookahead.jobs.journal import OutputPaths
+from lookahead.jobs.result_lines import print_line
 
 if TYPE_CHECKING:
-    from lookahead.documents.decode_text import Document, Reject
-    from lookahead.jobs.job import JobTotals, SummarizeAll
+    from lookahead.jobs.job import SummarizeAll
     from lookahead.jobs.output_memory import OutputMemory
     from lookahead.jobs.worker_pool import WorkerPool
     from lookahead.summarization.summarizer import Summarizer
@@ -76,21 +82,11 @@ def summarize(options: SummarizeOptions) -> None:
         raise ConfigError(f"no input: name files, folders or URLs, or - for stdin{where}")
     options = replace(options, prompt=options.read_prompt_file())
     options.check()
-    from lookahead.documents.inputs import find_inputs
-    from lookahead.documents.readers import check_readers, count_documents
-    from lookahead.jobs.estimate import select_documents
-    from lookahead.jobs.identity import JobIdentity
-    from lookahead.jobs.job import JobTotals, run_job
-    from lookahead.jobs.journal import OutputPaths
-
     file, memory = _find_memory(options), None
     options = replace(options, pool=options.pool if file is None else None)
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume, options.retry_rejects)
-    skipped: list[str] = []
     rejects = [] if paths.rejects is None else [paths.rejects]  # the other files of a job are known by its manifest
-    sources = find_inputs(inputs, options.field, options.id_field, leave_out=rejects, on_skip=skipped.append)
-    say_skipped(skipped)
-    check_readers(sources)
+    sources, skipped = find_sources(inputs, options.field, options.id_field, rejects)
     if not options.dry_run:
         paths.check(sources)
     limit = int(options.max_document_mb * MEGABYTE)
@@ -122,7 +118,7 @@ def summarize(options: SummarizeOptions) -> None:
         display = JobDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
         if not options.ray:
             summarizer.on_prefill = display.reading
-        totals = JobTotals(skipped=len(skipped), notes=notes)
+        totals = JobTotals(skipped=skipped, notes=notes)
         documents = documents if memory is None else memory.save_while(documents)
         run = partial(run_job, documents, summarize_all, paths, identity, totals=totals, is_part=total != known)
         status = _run(run, options, totals, memory, display, is_exact=identity.dtype == "float32")
@@ -173,8 +169,6 @@ def _worker_pool(options: JobOptions) -> Iterator[WorkerPool]:
 
 def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summarizer: Summarizer) -> int:
     """Print what the job would take; returns the exit status."""
-    from lookahead.jobs.estimate import estimate_job
-
     with console(sys.stderr).status("counting"):
         summarize_all = partial(summarizer.summarize_all, rows=options.rows)
         estimate = estimate_job(documents, summarizer.fitter, summarize_all, options)
@@ -195,8 +189,6 @@ def _run(
     is_exact: bool,
 ) -> int:
     """Run a job and show it; returns the exit status."""
-    from lookahead.jobs.result_lines import print_line
-
     with display.progress:
         try:
             shown = None if display.as_text else print_line
@@ -204,27 +196,27 @@ def _run(
         except (KeyboardInterrupt, ClusterError, OSError) as error:
             stopped = job_figures.describe_stop(totals, options.output)
             if isinstance(error, KeyboardInterrupt):
-                _save(memory, display)
-                display.say("interrupted", stopped)
+                _save(memory)
+                say("interrupted", stopped)
                 return 130
             if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
                 what = f"writing failed: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-                display.say("error", f"{what}; {stopped}")
+                say("error", f"{what}; {stopped}")
             return 1
-    is_saved = _save(memory, display)
+    is_saved = _save(memory)
     display.conclude(totals, exact=is_exact)
     if memory is not None and is_saved:
         console(sys.stderr).print(job_figures.describe_memory(memory, totals), soft_wrap=True)
     return 1 if totals.rejected or (totals.different and is_exact) or not is_saved else 0
 
 
-def _save(memory: OutputMemory | None, display: JobDisplay) -> bool:
+def _save(memory: OutputMemory | None) -> bool:
     """Save the memory, if there is one; returns False on an error, which is printed."""
     try:
         if memory is not None:
             memory.save()
     except LookaheadError as error:
-        display.say("error", str(error))
+        say("error", str(error))
         return False
     return True
 

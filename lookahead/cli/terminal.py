@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -17,19 +18,22 @@ import typer
 from rich import progress as bars
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from lookahead.errors import LookaheadError, is_out_of_memory, one_line
+import lookahead
+from lookahead.documents.decode_text import DocumentId, Reject
+from lookahead.documents.inputs import Input, find_inputs
+from lookahead.documents.readers import check_readers
+from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
 from lookahead.jobs import job_figures as report
-from lookahead.models.loading import convert_once, is_gguf, locate_model
+from lookahead.jobs.job import JobTotals
+from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions
+from lookahead.models import loading
 
 if TYPE_CHECKING:
-    from lookahead.documents.decode_text import DocumentId, Reject
-    from lookahead.jobs.job import JobTotals
-    from lookahead.jobs.job_options import DraftingOptions, ModelOptions
-    from lookahead.models.loading import LoadedModel
     from lookahead.pools.build_pool import PoolTotals
     from lookahead.summarization.summarizer import Summarized
 
@@ -41,8 +45,11 @@ _SILENT_S = 1.0  # preparation that takes less is not reported
 _COMPILING = "compiling what drafts and attends, once after an install: about 20 s"
 
 
+@functools.lru_cache(maxsize=8)
 def console(file: TextIO) -> Console:
-    """A console that prints text unchanged."""
+    """The console of a stream: it prints text unchanged, above a status line or a progress bar."""
+    if isinstance(file, FileProxy):  # that rich puts in place of stderr while it shows a status line or a bar
+        return console(file.rich_proxied_file)
     return Console(file=file, highlight=False, markup=False, emoji=False)
 
 
@@ -51,18 +58,24 @@ def harmless(text: str) -> str:
     return _CONTROL.sub("\ufffd", text)
 
 
-def say(kind: str, message: str, out: Console | None = None) -> None:
-    """Print one line to stderr, or above the progress bar of the console `out`."""
+def say(kind: str, message: str) -> None:
+    """Print one line to stderr."""
     line = Text.assemble((f"{kind}: ", "bold red"), harmless(" ".join(message.splitlines())))
-    (out or console(sys.stderr)).print(line, soft_wrap=True)
+    console(sys.stderr).print(line, soft_wrap=True)
 
 
-def say_skipped(files: Sequence[str]) -> None:
-    """Name the files of folders that are not read."""
-    for file in files[:MOST_SKIPPED]:
+def find_sources(
+    arguments: Sequence[str], field: str | None, id_field: str | None = None, leave_out: Collection[Path] = ()
+) -> tuple[list[Input], int]:
+    """The inputs of a command, which can be read, and the number of files of folders that are not; a few are named."""
+    skipped: list[str] = []
+    sources = find_inputs(arguments, field, id_field, leave_out=leave_out, on_skip=skipped.append)
+    for file in skipped[:MOST_SKIPPED]:
         say("skipped", file)
-    if len(files) > MOST_SKIPPED:
-        say("skipped", f"{len(files) - MOST_SKIPPED:,} more files, {len(files):,} in all")
+    if len(skipped) > MOST_SKIPPED:
+        say("skipped", f"{len(skipped) - MOST_SKIPPED:,} more files, {len(skipped):,} in all")
+    check_readers(sources)
+    return sources, len(skipped)
 
 
 @contextmanager
@@ -73,6 +86,8 @@ def usage_errors() -> Iterator[None]:
             warnings.showwarning = lambda message, *_: say("warning", str(message))
             yield
     except LookaheadError as error:
+        if isinstance(error, PromptTooLongError):
+            error.remedy = "shorten it, or cut off its beginning with --truncate left or its end with --truncate right"
         say("error", str(error))
         raise typer.Exit(2) from error
     except BrokenPipeError:  # typer handles a closed stdout
@@ -93,26 +108,22 @@ def usage_errors() -> Iterator[None]:
 
 @functools.cache
 def watch_compilation() -> Any:
-    """Print one line once Numba has compiled for a second."""
+    """Print one line where Numba still compiles a second after it began to."""
     from numba.core import event
 
     class Notice(event.Listener):
-        """Counts the time of the outermost functions; those they call are compiled meanwhile."""
+        """Is told whenever a function begins and ends to be compiled."""
 
-        spent, _depth, _since, _is_said = 0.0, 0, 0.0, False
+        began, is_said = math.inf, False
 
         def on_start(self, event: Any) -> None:
-            if self._depth == 0:
-                self._since = time.perf_counter()
-            self._depth += 1
-            if not self._is_said and self.spent + time.perf_counter() - self._since > _SILENT_S:
-                self._is_said = True
+            now = time.perf_counter()
+            self.began = min(self.began, now)
+            if not self.is_said and now - self.began > _SILENT_S:
+                self.is_said = True
                 say("note", _COMPILING)
 
-        def on_end(self, event: Any) -> None:
-            self._depth -= 1
-            if self._depth == 0:
-                self.spent += time.perf_counter() - self._since
+        on_end = on_start
 
     notice = Notice()
     event.register("numba:compile", notice)
@@ -130,13 +141,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequenc
     return drawn
 
 
-def load(options: ModelOptions, model: str | None = None, *, measures_costs: bool = True) -> LoadedModel:
+def load(options: ModelOptions, model: str | None = None, *, measures_costs: bool = True) -> loading.LoadedModel:
     """Load a model, or another one in the same way, and its step costs, with a status line meanwhile.
 
     It is located before torch is imported. Costs that no file holds are measured quickly, and saved, if asked for.
     """
     name = options.model if model is None else model
-    location, _ = locate_model(name)
+    location, _ = loading.locate_model(name)
     if (memory := getattr(options, "memory", None)) is not None:
         # Refuse a file that is no memory, or that could not be written at the end.
         from lookahead.ngram.memory_file import read_memory_header
@@ -146,49 +157,50 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
         if os.path.lexists(memory):
             with pool_errors(memory):
                 read_memory_header(memory)
-    from lookahead.generation.step_costs import load_costs, prepare_costs
-    from lookahead.models import loading
+    with console(sys.stderr).status("loading the model") as status:
+        prepare(options, location)
+        loaded = loading.load(name, dtype=options.dtype, device=options.device, quantize=options.quantize)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")  # a line each, whatever Python is told to do with warnings
+            if not measures_costs:
+                lookahead.load_costs(loaded.model)
+                return loaded
+            status.update("measuring what steps cost, once for this model on this machine")
+            try:
+                lookahead.prepare_costs(loaded.model)
+            except OSError as error:
+                say("warning", f"step costs are not kept for the next time: {error}")
+    return loaded
+
+
+def prepare(options: DeviceOptions, location: str) -> None:
+    """Prepare the process for a model: wrong options are refused before a GGUF file is converted, which takes long."""
     from lookahead.models.quantized import resolve_quantize
 
     watch_compilation()
-    with console(sys.stderr).status("loading the model") as status:
-        loading.prepare_process(options.threads)
-        resolve_quantize(options.quantize, loading.resolve_device(options.device))
-        convert(location)
-        loaded = loading.load(name, dtype=options.dtype, device=options.device, quantize=options.quantize)
-        with warnings.catch_warnings(record=True) as caught:  # printed when the status line is gone
-            warnings.simplefilter("always")
-            if measures_costs:
-                status.update("measuring what steps cost, once for this model on this machine")
-                try:
-                    prepare_costs(loaded.model)
-                except OSError as error:
-                    warnings.warn(f"step costs are not kept for the next time: {error}", stacklevel=1)
-            else:
-                load_costs(loaded.model)
-    for warning in caught:
-        say("warning", str(warning.message))
-    return loaded
+    loading.prepare_process(options.threads)
+    resolve_quantize(options.quantize, loading.resolve_device(options.device))
+    convert(location)
 
 
 @contextmanager
 def remembering(options: DraftingOptions, model: Any) -> Iterator[None]:
     """Open the memory file of a command, if it has one, and save it at the end, an early end included."""
-    from lookahead.generation.model_memory import open_memory, save_memory
-
     if options.memory is not None:
+        from lookahead.generation.model_memory import open_memory
+
         open_memory(model, options.memory)
     try:
         yield
     finally:
         if options.memory is not None:
-            save_memory(model, options.memory)
+            lookahead.save_memory(model, options.memory)
 
 
 def convert(location: str) -> None:
     """Convert a GGUF file, unless an earlier run did, and say so."""
-    if is_gguf(location):
-        convert_once(Path(location), lambda line: say("note", line))
+    if loading.is_gguf(location):
+        loading.convert_once(Path(location), lambda line: say("note", line))
 
 
 @contextmanager
@@ -214,20 +226,15 @@ class _Bar:
 
     def __init__(self, template: str, total: int | None, *, is_shown: bool = True, **values: Any) -> None:
         stderr = console(sys.stderr)
-        columns = (bars.SpinnerColumn(), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TextColumn(template))
-        times = (bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
-        is_hidden = not (is_shown and stderr.is_terminal)
+        columns = (bars.SpinnerColumn(), bars.BarColumn(), bars.MofNCompleteColumn(), template)
+        times = (bars.TimeElapsedColumn(), "left", bars.TimeRemainingColumn())
         # With `redirect_stdout` rich would print that to stderr.
-        self.progress = bars.Progress(
-            *columns, *times, console=stderr, transient=True, redirect_stdout=False, disable=is_hidden
-        )
+        options: Any = {"transient": True, "redirect_stdout": False, "disable": not (is_shown and stderr.is_terminal)}
+        self.progress = bars.Progress(*columns, *times, console=stderr, **options)
         self._task = self.progress.add_task("", total=total, **values)
 
-    def say(self, kind: str, message: str) -> None:
-        say(kind, message, self.progress.console)
-
     def rejected(self, reject: Reject, *_: object) -> None:
-        self.say("error", reject.error)
+        say("error", reject.error)
         self._update(advance=1)
 
     def _update(self, **values: Any) -> None:

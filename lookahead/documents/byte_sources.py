@@ -36,8 +36,7 @@ def file_system(url: str) -> tuple[Any, str]:
     """The fsspec file system that reads a URL, and the path in it; DocumentError if no installed package does."""
     from fsspec.core import url_to_fs
 
-    with driver_errors(url):
-        system, path = in_time(lambda: url_to_fs(url))
+    system, path = ask(url, lambda: url_to_fs(url))
     return system, str(path)
 
 
@@ -56,9 +55,8 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
             stream = stdin if isinstance(stdin, io.BufferedReader) else io.BufferedReader(stdin)
         elif is_url(path):
             system, inner = file_system(path)
-            with driver_errors(path):
-                file = in_time(lambda: system.open(inner, "rb"))
-            stream = io.BufferedReader(_Remote(stack.enter_context(file), path), MEGABYTE)
+            file = stack.enter_context(ask(path, lambda: system.open(inner, "rb")))
+            stream = io.BufferedReader(_Remote(file, path), MEGABYTE)
         else:
             stream = stack.enter_context(_open_local(path))
         if seekable and (path == STDIN or not stream.seekable()):
@@ -86,6 +84,29 @@ def in_time(call: Callable[[], Answer], seconds: float | None = None) -> Answer:
         if answer.done():
             raise  # the driver's own
         raise TimeoutError(f"no answer within {seconds:g} s") from None
+
+
+def ask(url: str, call: Callable[[], Answer]) -> Answer:
+    """The result of a call to the fsspec driver of a URL; its errors, of dozens of types, become a `DocumentError`."""
+    try:
+        return in_time(call)
+    except FileNotFoundError as error:
+        raise DocumentError(f"{url}: not found or not reachable") from error
+    except ImportError as error:
+        raise DocumentError(f"{url}: {error}; for http, https and s3: {_EXTRA}") from error
+    except Exception as error:
+        raise DocumentError(f"{url}: cannot be read: {one_line(error)}") from error
+
+
+@contextmanager
+def read_errors(path: str, kind: str) -> Iterator[None]:
+    """Turn the errors of a library about a damaged file, which have dozens of types, into one that names the file."""
+    try:
+        yield
+    except DocumentError:
+        raise
+    except Exception as error:
+        raise DocumentError(f"{path}: cannot be read as {kind}: {one_line(error)}") from error
 
 
 def read_bounded(path: str, limit: int) -> bytes:
@@ -143,23 +164,9 @@ class _Remote(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with driver_errors(self._url):
-            data: bytes = in_time(lambda: self._file.read(len(buffer)))
+        data: bytes = ask(self._url, lambda: self._file.read(len(buffer)))
         buffer[: len(data)] = data
         return len(data)
-
-
-@contextmanager
-def driver_errors(url: str) -> Iterator[None]:
-    """Turn the errors of an fsspec driver, which have dozens of types, into a `DocumentError` that names the URL."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise DocumentError(f"{url}: not found or not reachable") from error
-    except ImportError as error:
-        raise DocumentError(f"{url}: {error}; for http, https and s3: {_EXTRA}") from error
-    except Exception as error:
-        raise DocumentError(f"{url}: cannot be read: {one_line(error)}") from error
 
 
 def _copy(stream: BinaryIO, copy: BinaryIO, path: str) -> None:

@@ -68,21 +68,18 @@ def encoding_of(data: bytes) -> str:
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), "utf-8")
 
 
-def check_words(text: str) -> None:
-    """Refuse a text without a letter or digit with a DocumentError."""
+def check_words(text: str, where: str = "") -> None:
+    """Refuse a text without a letter or digit with a DocumentError, whose message begins with `where`."""
     if not text.strip():
-        raise DocumentError("the document is empty")
+        raise DocumentError(f"{where}the document is empty")
     if not any(map(str.isalnum, text)):
         length = len(text.strip())
-        raise DocumentError(f"the document holds {length} character{'s' * (length > 1)} and no letter or digit")
+        raise DocumentError(f"{where}the document holds {length} character{'s' * (length > 1)} and no letter or digit")
 
 
 def checked(text: str, place: str) -> str:
     """The text in valid Unicode, which every tokenizer can encode, if it has words (`check_words`)."""
-    try:
-        check_words(text)
-    except DocumentError as error:
-        raise DocumentError(f"{place}: {error}") from None
+    check_words(text, f"{place}: ")
     # JSON can hold half of a surrogate pair, which is no character. Such halves are joined or replaced.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

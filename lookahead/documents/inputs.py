@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from lookahead.documents.byte_sources import STDIN, driver_errors, file_system, in_time, is_url
+from lookahead.documents.byte_sources import STDIN, ask, file_system, is_url
 from lookahead.errors import ConfigError, DocumentError
 
 Format = Literal["text", "html", "pdf", "docx", "jsonl", "csv", "tsv", "parquet"]
@@ -72,12 +72,16 @@ def find_inputs(
         raise DocumentError("a field or column must have a name, got ''")
     without = {os.path.realpath(path) for path in leave_out}
     paths = dict.fromkeys(path for argument in arguments for path in _expand(argument, without, on_skip))
-    has_field = field is not None or id_field is not None
-    inputs = [_input(path, field, id_field, is_lines=has_field) for path in paths]
-    if has_field and all(source.field is None for source in inputs):
-        name = field if field is not None else id_field
+    asked = field or id_field
+    inputs = []
+    for path in paths:
+        suffix = _suffix(path.split("?")[0] if is_url(path) else path)
+        format: Format = "jsonl" if path == STDIN and asked else SUFFIXES.get(suffix, "text")
+        is_table = format not in _ONE_TEXT
+        inputs.append(Input(path, field or DEFAULT_FIELD, format, id_field) if is_table else Input(path, None, format))
+    if asked and all(source.field is None for source in inputs):
         raise DocumentError(
-            f"field {name!r} is read from JSON lines, CSV or Parquet (.jsonl, .ndjson, .csv, .tsv, .parquet or -), "
+            f"field {asked!r} is read from JSON lines, CSV or Parquet (.jsonl, .ndjson, .csv, .tsv, .parquet or -), "
             "and no input is any"
         )
     return inputs
@@ -108,16 +112,6 @@ def check_output(path: Path, inputs: Sequence[Input], *, overwrite: bool) -> Non
         raise ConfigError(f"output {path} cannot be written: permission denied")
 
 
-def _input(path: str, field: str | None, id_field: str | None, *, is_lines: bool) -> Input:
-    if path == STDIN:
-        format: Format = "jsonl" if is_lines else "text"
-    else:
-        format = SUFFIXES.get(os.path.splitext(path.split("?")[0] if is_url(path) else path)[1].lower(), "text")
-    if format in _ONE_TEXT:
-        return Input(path, None, format)
-    return Input(path, field or DEFAULT_FIELD, format, id_field)
-
-
 def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]:
     if not argument:
         raise DocumentError("an input is an empty string; name files, folders or URLs, or - for stdin")
@@ -146,7 +140,7 @@ def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]
 
 
 def _walk(folder: Path, on_skip: Skip) -> Iterator[str]:
-    """The regular files in a folder and below, in order, without those of hidden folders."""
+    """The regular files in a folder and below, in order, without hidden files and folders."""
 
     def refuse(error: OSError) -> None:
         if os.path.samefile(error.filename, folder):
@@ -158,11 +152,11 @@ def _walk(folder: Path, on_skip: Skip) -> Iterator[str]:
         for name in folders:
             if os.path.islink(path := os.path.normpath(os.path.join(place, name))):
                 on_skip(f"{path}: links to folders are not followed")
-        for name in sorted(names):
+        for name in sorted(name for name in names if not name.startswith(".")):
             path = os.path.normpath(os.path.join(place, name))
             if os.path.isfile(path):
                 yield path
-            elif _is_known(name):  # reading a pipe would block
+            elif _suffix(name) in SUFFIXES:  # reading a pipe would block
                 on_skip(f"{path}: not a regular file, or a broken link")
 
 
@@ -171,30 +165,29 @@ def _expand_url(url: str, on_skip: Skip) -> list[str]:
     system, path = file_system(url)
     if url.lower().startswith(("http://", "https://")):
         return [url]  # HTTP has neither folders nor patterns, and a `?` begins a query
-    is_pattern = glob.has_magic(path)
-    with driver_errors(url):
-        if is_pattern:
-            found = in_time(lambda: sorted(name for name in system.glob(path) if not system.isdir(name)))
-        elif in_time(lambda: system.isdir(path)):
-            found = in_time(lambda: sorted(system.find(path)))
-        else:
-            return [url]  # reading it tells whether it exists
-    names = [system.unstrip_protocol(name) for name in found]
-    if not is_pattern:
-        return _documents_of(url, names, (), on_skip)
-    if not names:
-        raise DocumentError(f"{url}: no file matches this pattern")
-    return names
+    if glob.has_magic(path):
+        found = ask(url, lambda: sorted(name for name in system.glob(path) if not system.isdir(name)))
+        if not found:
+            raise DocumentError(f"{url}: no file matches this pattern")
+        return [system.unstrip_protocol(name) for name in found]
+    if not ask(url, lambda: system.isdir(path)):
+        return [url]  # reading it tells whether it exists
+    found = ask(url, lambda: sorted(system.find(path)))
+    return _documents_of(url, [system.unstrip_protocol(name) for name in found], (), on_skip)
 
 
 def _documents_of(folder: str, names: Sequence[str], without: Collection[str], on_skip: Skip) -> list[str]:
     """The files of a folder that hold documents, which the files that a job wrote there do not."""
     jobs = {name.removesuffix(_MANIFEST) for name in names if name.endswith(_MANIFEST)}
     of_jobs = {f"{results}{suffix}" for results in jobs for suffix in _OF_JOBS}
-    others = [name for name in names if not (name in of_jobs or (without and os.path.realpath(name) in without))]
-    known = [name for name in others if _is_known(name)]
-    for name in others:
-        if not _is_known(name) and not _is_hidden(name):
+    known = []
+    for name in names:
+        is_hidden = name.rsplit("/", 1)[-1].startswith(".")
+        if is_hidden or name in of_jobs or (without and os.path.realpath(name) in without):
+            continue
+        if _suffix(name) in SUFFIXES:
+            known.append(name)
+        else:
             suffix = os.path.splitext(name)[1]
             on_skip(f"{name}: files {f'with suffix {suffix}' if suffix else 'without a suffix'} are not read")
     if not known:
@@ -205,9 +198,5 @@ def _documents_of(folder: str, names: Sequence[str], without: Collection[str], o
     return known
 
 
-def _is_known(name: str) -> bool:
-    return not _is_hidden(name) and os.path.splitext(name)[1].lower() in SUFFIXES
-
-
-def _is_hidden(name: str) -> bool:
-    return name.rsplit("/", 1)[-1].startswith(".")
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()

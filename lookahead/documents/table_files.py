@@ -10,10 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lookahead.documents.byte_sources import bounded_lines, opened, too_long
+from lookahead.documents.byte_sources import bounded_lines, opened, read_errors, too_long
 from lookahead.documents.decode_text import Document, DocumentId, Reject, checked, decode_bytes, encoding_of, given_id
 from lookahead.documents.inputs import DEFAULT_ID_FIELD, Input, load_packages
-from lookahead.errors import DocumentError, one_line
+from lookahead.errors import DocumentError
 
 _UNPACKED = 64 << 20  # bytes; a row group that unpacks to no more is read whatever its size in the file
 _MOST_FOLD = 100  # how many times its size in the file a larger row group may unpack to
@@ -57,7 +57,7 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
                     raise wrong[0]
                 if not names and row:
                     names = row
-                    text_at, id_at = _columns(source, field, names)
+                    places = _columns(source, field, names)
                 elif wrong:
                     yield Reject(place, str(wrong[0]))
                     wrong.clear()
@@ -66,7 +66,7 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
                 elif len(row) != len(names):
                     yield Reject(place, f"{place}: {len(row)} cells, and there are {len(names)} columns")
                 else:
-                    yield _document(place, source, field, row[text_at], None if id_at is None else row[id_at])
+                    yield _document(place, source, field, *(row[at] for at in places))
         except csv.Error as error:
             where = f"{source.path}:{rows.line_num}"
             message = too_long(where, limit) if "field limit" in str(error) else f"{where}: not valid CSV: {error}"
@@ -77,42 +77,37 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
     """Read one document per row. DocumentError if the file is damaged, or the column is missing or holds no text."""
     arrow, parquet = load_packages("parquet", source.path)
     number = 0
-    with opened(source.path, seekable=True) as file:
-        try:
-            table = parquet.ParquetFile(file)
-            names: list[str] = table.schema_arrow.names
-            text_at, id_at = _columns(source, field, names)
-            kind = table.schema_arrow.field(text_at).type
-            kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
-            if str(kind) not in ("string", "large_string", "string_view"):
-                raise DocumentError(f"{source.path}: column {field!r} must hold strings, it holds {kind}")
-            columns = [names[at] for at in (text_at, id_at) if at is not None]
-            for rows, batches in _row_groups(table, columns, max(limit, _UNPACKED)):
-                if batches is None:
-                    number += rows
-                    place = f"{source.path}:{number - rows + 1}-{number}"
-                    yield Reject(place, f"{place}: {_UNPACKS_TOO_FAR}")
-                    continue
-                for batch in batches:
-                    number += 1
-                    text, given = (None if at is None else _cell(batch, names[at]) for at in (text_at, id_at))
-                    yield _document(f"{source.path}:{number}", source, field, text, given, limit)
-        except (arrow.ArrowException, OSError) as error:
-            raise DocumentError(f"{source.path}: cannot be read as Parquet: {one_line(error)}") from error
+    with opened(source.path, seekable=True) as file, read_errors(source.path, "Parquet"):
+        table = parquet.ParquetFile(file)
+        names: list[str] = table.schema_arrow.names
+        places = _columns(source, field, names)
+        kind = table.schema_arrow.field(places[0]).type
+        kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+        if str(kind) not in ("string", "large_string", "string_view"):
+            raise DocumentError(f"{source.path}: column {field!r} must hold strings, it holds {kind}")
+        columns = [names[at] for at in places]
+        for rows, batches in _row_groups(table, columns, max(limit, _UNPACKED)):
+            if batches is None:
+                number += rows
+                place = f"{source.path}:{number - rows + 1}-{number}"
+                yield Reject(place, f"{place}: {_UNPACKS_TOO_FAR}")
+                continue
+            for batch in batches:
+                number += 1
+                cells = (_cell(batch, name) for name in columns)
+                yield _document(f"{source.path}:{number}", source, field, *cells, limit=limit)
 
 
 def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file on this machine, without null fields; DocumentError if they cannot be read."""
-    arrow, parquet = load_packages("parquet", str(path))
-    try:
+    _, parquet = load_packages("parquet", str(path))
+    with read_errors(str(path), "Parquet"):
         for _, batches in _row_groups(parquet.ParquetFile(path), rows=_BATCH_ROWS):
             if batches is None:
                 raise DocumentError(f"{path}: {_UNPACKS_TOO_FAR}")
             for batch in batches:
                 for row in batch.to_pylist():
                     yield {name: value for name, value in row.items() if value is not None}
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DocumentError(f"{path}: cannot be read as Parquet: {one_line(error)}") from error
 
 
 def _row_groups(
@@ -181,15 +176,15 @@ def _csv_lines(file: io.BufferedReader, path: str, limit: int, wrong: list[Docum
         yield line
 
 
-def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | None]:
-    """Indices of the columns of the text and of the id, the latter `None` without an id column."""
+def _columns(source: Input, field: str, names: list[str]) -> list[int]:
+    """The index of the column of the text, and that of the id if there is an id column."""
     for needed in (field, source.id_field):
         if needed is not None and needed not in names:
             there = ", ".join(names) or "none"
             option = "--id-field" if needed == source.id_field else "--text-field"
             raise DocumentError(f"{source.path}: no column {needed!r}; the columns are {there} ({option} names one)")
     id_name = source.id_field or DEFAULT_ID_FIELD
-    return names.index(field), names.index(id_name) if id_name in names else None
+    return [names.index(name) for name in (field, id_name) if name in names]
 
 
 def _json_document(line: bytes, place: str, offset: int, source: Input, field: str) -> Document | Reject:
@@ -215,7 +210,7 @@ def _json_document(line: bytes, place: str, offset: int, source: Input, field: s
 
 
 def _document(
-    place: str, source: Input, field: str, text: object, given: object = None, limit: int | None = None
+    place: str, source: Input, field: str, text: object, given: object = None, *, limit: int | None = None
 ) -> Document | Reject:
     name: DocumentId = place
     where = f"{place}: {'field' if source.format == 'jsonl' else 'column'} {field!r}"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lookahead.jobs.job import SummarizeAll
     from lookahead.jobs.job_options import JobOptions
     from lookahead.summarization.chunking import Parts
-    from lookahead.summarization.prompt_fitter import PromptFitter
+    from lookahead.summarization.prompting import PromptFitter
 
 TRIED = 3  # documents that are summarized to measure the time
 MOST_PARTS = 8  # parts of each that are summarized
@@ -88,13 +88,13 @@ def estimate_job(
             estimate.copies += 1
             continue
         try:
-            fitted = fitter.fit(document.text).parts
+            fitted = fitter.fit(document.text)
         except LookaheadError:
             estimate.failed += 1
             continue
         seen.add(content)
         estimate.document_tokens += fitted.tokens
-        estimate.parts += len(fitted.texts)
+        estimate.parts += len(fitted.parts)
         # Reservoir sampling: every document is as likely.
         place = len(tried) if len(tried) < TRIED else draw.randrange(len(seen))
         if place < TRIED:

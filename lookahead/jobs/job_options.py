@@ -52,9 +52,9 @@ def option(default: Any = MISSING, help: str = "", *flags: str, identifies: bool
     return field(default=default, metadata={"help": help, "flags": flags, "identifies": identifies, **details})
 
 
-def new_tokens_option(default: int, help: str = "Most tokens to write.", **details: Any) -> Any:
+def new_tokens_option(default: int, help: str = "Most tokens to write.", *, min: int = 1, **details: Any) -> Any:
     """The option that limits new tokens, under its two names."""
-    return option(default, help, "--max-new-tokens", "--max-tokens", **details)
+    return option(default, help, "--max-new-tokens", "--max-tokens", min=min, **details)
 
 
 def options_of(kind: type) -> list[tuple[Field[Any], type]]:
@@ -157,16 +157,12 @@ class WorkerOptions(DraftingOptions, ModelOptions):
 
     def summarizer_settings(self) -> dict[str, Any]:
         """The keyword arguments of `Summarizer`, checked; ConfigError if an option is out of its range."""
-        from lookahead.summarization.prompt_fitter import Approach, check_max_new_tokens
         from lookahead.summarization.prompting import SummaryRequest
 
-        check_max_new_tokens(self.max_new_tokens)
-        is_default = self.prompt is None and self.style is None
         return {
             "max_new_tokens": self.max_new_tokens,
             "num_beams": self.num_beams,
-            "request": None if is_default else SummaryRequest(prompt=self.prompt, style=self.style),
-            "approach": Approach(overlap=self.overlap, refine=self.refine),
+            "request": SummaryRequest(prompt=self.prompt, style=self.style, overlap=self.overlap, refine=self.refine),
             "keep_parts": self.keep_parts,
             "config": self.config(),
             "compare": self.compare,

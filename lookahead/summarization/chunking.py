@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +50,12 @@ class MeasuredText:
         # In characters of the cleaned text: the end of each piece, the start of each token without leading whitespace.
         self.ends = array("q", accumulate(len(piece.text) for piece in self.pieces))
         self.starts = array("q")
-        for begin, block in _blocks(self.text, self.ends):
-            self.starts.extend(begin + start for start in _token_starts(tokenizer, block))
+        begin = 0
+        while begin < len(self.text):  # in blocks that end between pieces where possible
+            last = bisect_right(self.ends, begin + _BLOCK) - 1
+            end = self.ends[last] if last >= 0 and self.ends[last] > begin else begin + _BLOCK
+            self.starts.extend(begin + start for start in _token_starts(tokenizer, self.text[begin:end]))
+            begin = end
         self.tokens = len(self.starts)
 
     def token_at(self, place: int) -> int:
@@ -98,17 +102,6 @@ class Parts:
     tokens: int  # of the whole document
     split: Split
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The text of each part."""
-        return tuple(part.text for part in self.parts)
-
-
-class _Span(NamedTuple):
-    begin: int  # in characters
-    end: int
-    closing: Break
-
 
 def cut(measured: MeasuredText, budget: int, overlap: int = 0) -> Parts:
     """Cut a document into parts of at most `budget` tokens and of similar length.
@@ -120,10 +113,9 @@ def cut(measured: MeasuredText, budget: int, overlap: int = 0) -> Parts:
     split: Split = "none"
     chosen = [(0, len(measured.text))]
     if measured.tokens > budget:
-        spans, is_hard = _fitting_spans(measured, budget - overlap)
-        chosen = _pack(measured, spans, budget - overlap)
-        closings = {span.end: span.closing for span in spans}
-        weakest = min((closings[end] for _, end in chosen[:-1]), default=Break.SECTION)
+        ends, is_hard = _fitting_ends(measured, budget - overlap)
+        chosen = _pack(measured, ends, budget - overlap)
+        weakest = min((ends[end] for _, end in chosen[:-1]), default=Break.SECTION)
         split = "hard" if is_hard else "sections" if weakest >= Break.PARAGRAPH else "sentences"
     trimmed = _trimmed(measured, chosen)
     if overlap:
@@ -154,16 +146,6 @@ def _token_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [end - len(text[start:end].lstrip() or text[start:end]) for start, end in encoded["offset_mapping"]]
 
 
-def _blocks(text: str, ends: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Stretches of text to tokenize at once, each with its start; they end between pieces where possible."""
-    begin = 0
-    while begin < len(text):
-        last = bisect_right(ends, begin + _BLOCK) - 1
-        end = ends[last] if last >= 0 and ends[last] > begin else begin + _BLOCK
-        yield begin, text[begin:end]
-        begin = end
-
-
 def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The spans without outer whitespace; blank spans are left out."""
     trimmed = []
@@ -174,12 +156,12 @@ def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple
     return trimmed
 
 
-def _fitting_spans(measured: MeasuredText, budget: int) -> tuple[list[_Span], bool]:
-    """Spans within the budget, and whether a piece had to be cut.
+def _fitting_ends(measured: MeasuredText, budget: int) -> tuple[dict[int, Break], bool]:
+    """Where stretches within the budget end, with what ends there, and whether a piece had to be cut.
 
     That is at token boundaries, before a word if one begins in the last quarter of a part.
     """
-    spans: list[_Span] = []
+    ends: dict[int, Break] = {}
     text, starts = measured.text, measured.starts
     begin, is_hard = 0, False
     for piece, end in zip(measured.pieces, measured.ends, strict=True):
@@ -189,30 +171,31 @@ def _fitting_spans(measured: MeasuredText, budget: int) -> tuple[list[_Span], bo
                 nearest = (starts[i] for i in range(last, last - max(1, budget // 4), -1))
                 place = next((at for at in nearest if text[at].isspace() or text[at - 1].isspace()), starts[last])
                 place = max(place, begin + 1)  # one character may have more tokens than a part may hold
-            spans.append(_Span(begin, place, piece.end if place == end else Break.NOTHING))
+            ends[place] = piece.end if place == end else Break.NOTHING
             is_hard, begin = is_hard or place < end, place
-    return spans, is_hard
+    return ends, is_hard
 
 
-def _pack(measured: MeasuredText, spans: list[_Span], budget: int) -> list[tuple[int, int]]:
-    """Join neighbouring spans to parts of similar length within the budget."""
-    marks = [measured.token_at(span.end) for span in spans]
+def _pack(measured: MeasuredText, ends: dict[int, Break], budget: int) -> list[tuple[int, int]]:
+    """Join neighbouring stretches to parts of similar length within the budget."""
+    places, breaks = list(ends), list(ends.values())
+    marks = [measured.token_at(place) for place in places]
     parts: list[tuple[int, int]] = []
-    first = done = 0
-    while first < len(spans):
-        last = len(spans) - 1
+    begin = first = done = 0
+    while first < len(places):
+        last = len(places) - 1
         left = marks[-1] - done
         if left > budget:
             target = -(-left // -(-left // budget))  # tokens, if all parts left had one length
             last = max(first, bisect_right(marks, done + budget) - 1)
             for quarters, weakest in _CHOICES:
                 least = max(first, bisect_left(marks, done + target * quarters // 4))
-                places = [i for i in range(least, last + 1) if spans[i].closing >= weakest]
-                if places:
-                    last = max(places, key=lambda i: (spans[i].closing, -abs(marks[i] - done - target), i))
+                fitting = [i for i in range(least, last + 1) if breaks[i] >= weakest]
+                if fitting:
+                    last = max(fitting, key=lambda i: (breaks[i], -abs(marks[i] - done - target), i))
                     break
-        parts.append((spans[first].begin, spans[last].end))
-        first, done = last + 1, marks[last]
+        parts.append((begin, places[last]))
+        begin, first, done = places[last], last + 1, marks[last]
     return parts
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lookahead.documents.decode_text import Document
 from lookahead.errors import DocumentError
 from lookahead.stats import DecodingStats, total_in_sequence
-from lookahead.summarization.chunking import Split
-from lookahead.summarization.prompt_fitter import FittedDocument, PromptFitter
+from lookahead.summarization.chunking import Parts, Split
+from lookahead.summarization.prompting import PromptFitter
 
 if TYPE_CHECKING:
     from lookahead.summarization.summarizer import PlainFigures
@@ -124,7 +124,7 @@ class SummaryPipeline:
         self._document, self._keep_parts = fitter.fit(text), keep_parts
         self._stats: list[DecodingStats] = []
         self._levels: list[tuple[PartSummary, ...]] = []
-        rounds = _refine if fitter.approach.refine else _merge
+        rounds = _refine if fitter.request.refine else _merge
         self._rounds = rounds(self._document, fitter, self._levels)
         self.prompts, self.limit = next(self._rounds)
 
@@ -135,43 +135,43 @@ class SummaryPipeline:
         try:
             self.prompts, self.limit = self._rounds.send(output)
         except StopIteration as end:
-            self.prompts, parts = [], self._document.parts
+            self.prompts, document = [], self._document
             self.summary = Summary(
                 text=end.value.texts[0],
-                document_tokens=parts.tokens,
+                document_tokens=document.tokens,
                 summary_tokens=end.value.tokens,
-                parts=len(parts.parts),
-                split=parts.split,
+                parts=len(document.parts),
+                split=document.split,
                 stats=total_in_sequence(self._stats),
                 tree=tuple(self._levels) if self._keep_parts else None,
                 finish_reason=end.value.finish_reason,
             )
             if not self.summary.text:
-                raise DocumentError(f"the model wrote no summary of the document's {parts.tokens} tokens") from None
+                raise DocumentError(f"the model wrote no summary of the document's {document.tokens} tokens") from None
 
 
-def _merge(document: FittedDocument, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
+def _merge(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
     """Summarize all parts, then their summaries together, until one prompt holds all of them."""
     most = fitter.max_new_tokens
-    leaves = [PartSummary(part.chars, part.tokens, "") for part in document.parts.parts]
-    fitted, nodes = document, leaves
+    leaves = [PartSummary(part.chars, part.tokens, "") for part in document.parts]
+    parts, nodes = document.parts, leaves
     while True:
         # The summaries of parts must be shorter than the parts.
         limit = most if len(nodes) == 1 else min(most, fitter.partial_summary_limit)
-        output = yield fitted.prompts, limit
+        output = yield fitter.prompts(parts), limit
         level = tuple(replace(node, summary=text) for node, text in zip(nodes, output.texts, strict=True))
         levels.append(level)
         if len(level) == 1:
             return output
         written = [number for number, text in enumerate(output.texts) if text]
         if not written:
-            fitted, nodes = document.first, leaves[:1]  # with more tokens the model may write something
+            parts, nodes = document.parts[:1], leaves[:1]  # with more tokens the model may write something
             continue
-        fitted = fitter.fit_summaries([output.texts[number] for number in written])
-        ends = [written[part.pieces[1] - 1] + 1 for part in fitted.parts.parts[:-1]]
+        parts = fitter.fit_summaries([output.texts[number] for number in written]).parts
+        ends = [written[part.pieces[1] - 1] + 1 for part in parts[:-1]]
         nodes = _parents(level, [*ends, len(level)])
         if len(nodes) >= len(level):  # the level did not shrink: leave out the rest, so that the rounds end
-            fitted, nodes = fitted.first, nodes[:1]
+            parts, nodes = parts[:1], nodes[:1]
 
 
 def _parents(level: Sequence[PartSummary], ends: Sequence[int]) -> list[PartSummary]:
@@ -187,12 +187,12 @@ def _parents(level: Sequence[PartSummary], ends: Sequence[int]) -> list[PartSumm
     return nodes
 
 
-def _refine(document: FittedDocument, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
+def _refine(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
     """Summarize the first part, then each next part together with the summary so far."""
     output = _Output([""], 0, "stop")
     steps = []
-    for number, part in enumerate(document.parts.parts):
-        new = yield [fitter.refining_prompt(document, number, output.texts[0])], fitter.max_new_tokens
+    for part in document.parts:
+        new = yield [fitter.refining_prompt(part, output.texts[0])], fitter.max_new_tokens
         if new.texts[0] or not output.texts[0]:  # an empty answer leaves the summary as it is
             output = new
         steps.append(PartSummary(part.chars, part.tokens, output.texts[0]))

@@ -139,17 +139,13 @@ def _ends_a_sentence(text: str, start: int, match: re.Match[str]) -> bool:
         return False  # "What?" she said. Hm ... perhaps.
     if match["stop"] != ".":
         return True
-    word = _LAST_WORD.search(text, max(start, match.start() - _WORD_REACH), match.start())
-    return word is None or not _is_abbreviation(word[0], following)
-
-
-def _is_abbreviation(word: str, following: str) -> bool:
-    """Whether a word before a full stop is an abbreviation; `following` is the first character after the stop."""
+    last = _LAST_WORD.search(text, max(start, match.start() - _WORD_REACH), match.start())
+    word = last[0] if last is not None else ""
     if _NUMBERED.fullmatch(word):
-        return following.isdigit()
+        return not following.isdigit()
     # "J." is an initial, "e.g." and "U.S." have full stops of their own, and "I." ends a sentence.
-    initials = all(len(letter) == 1 and letter.isalpha() for letter in word.split("."))
-    return _ABBREVIATION.fullmatch(word) is not None or (initials and word != "I")
+    is_initials = word != "I" and all(len(letter) == 1 and letter.isalpha() for letter in word.split("."))
+    return not is_initials and _ABBREVIATION.fullmatch(word) is None
 
 
 def _section_pieces(section: str) -> Iterator[Piece]:

@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lookahead.documents.decode_text import Reject
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import read_documents
 from lookahead.errors import ConfigError, DocumentError
 
 if TYPE_CHECKING:
@@ -62,10 +65,10 @@ def summarize(
     from lookahead.generation.validation import check_config, check_pair
     from lookahead.models.loading import load_default
     from lookahead.models.support import check_model
-    from lookahead.summarization.prompt_fitter import Approach
+    from lookahead.summarization.prompting import SummaryRequest
     from lookahead.summarization.summarizer import Summarizer
 
-    approach = Approach(overlap=overlap, refine=refine)
+    request = SummaryRequest(overlap=overlap, refine=refine)
     document = _read(text)
     check_config("config", config)
     if model is None and tokenizer is None:
@@ -76,21 +79,16 @@ def summarize(
         check_model(model)
         raise ConfigError("model and tokenizer must be given together, got a model but no tokenizer")
     check_pair(model, tokenizer)
-    options: Any = {"num_beams": num_beams, "config": config, "approach": approach, "keep_parts": keep_parts}
+    options: Any = {"num_beams": num_beams, "config": config, "request": request, "keep_parts": keep_parts}
     return Summarizer(model, tokenizer, max_new_tokens=max_new_tokens, **options).summarize(document)
 
 
 def _read(text: Any) -> str:
     if isinstance(text, os.PathLike):
-        from lookahead.documents.decode_text import Reject
-        from lookahead.documents.inputs import find_inputs
-        from lookahead.documents.readers import check_readers, read_documents
-
         path = Path(text)
         if not path.is_file():
             raise DocumentError(f"{path} is not a file; text must be a string or the pathlib.Path of a file")
         sources = find_inputs([str(path)])
-        check_readers(sources)
         if sources[0].field is not None:
             raise DocumentError(f"{path} holds one document per line or row; 'lookahead summarize' reads such files")
         (document,) = read_documents(sources)

@@ -7,27 +7,22 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, DocumentError, LookaheadError
+from lookahead.generation.api import GenerationResult, generate
 from lookahead.generation.prompts import pad_token_of
 from lookahead.generation.request import pad_prompts
+from lookahead.generation.scheduler import Completion, Scheduler, cache_tokens_of
+from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats, total, total_in_sequence
 from lookahead.summarization.pipeline import Summarized, Summary, SummaryPipeline
-from lookahead.summarization.prompt_fitter import Approach, PromptFitter
-from lookahead.summarization.prompting import SummaryRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from lookahead.config import LookaheadConfig
-    from lookahead.generation.api import GenerationResult
-    from lookahead.generation.scheduler import Completion, Scheduler
-    from lookahead.models.target import OnPrefill
+from lookahead.summarization.prompting import PromptFitter, SummaryRequest
 
 __all__ = ["Summarized", "Summarizer", "Summary"]
 
@@ -63,7 +58,12 @@ def decode_plainly(
     """The new tokens of each prompt by `model.generate`, up to its end-of-sequence token, and the counters."""
     pad, has_encoder = pad_token_of(tokenizer), model.config.is_encoder_decoder
     ids, mask = pad_prompts(prompts, pad, on_the_right=has_encoder)
-    clock = _Clock()
+    ticks: list[float] = []  # when each token was there; the first ends the prefill
+
+    def tick(input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        ticks.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
     start = time.perf_counter()
     output: torch.Tensor = model.generate(
         input_ids=torch.tensor(ids, device=model.device),
@@ -72,10 +72,9 @@ def decode_plainly(
         do_sample=False,
         num_beams=num_beams,
         pad_token_id=pad,
-        stopping_criteria=StoppingCriteriaList([clock]),
+        stopping_criteria=StoppingCriteriaList([tick]),
     )
-    end = time.perf_counter()
-    first = clock.first or end
+    first, end = ticks[0], time.perf_counter()
     stops = model.generation_config.eos_token_id if model.generation_config is not None else None
     stop_ids = set(stops) if isinstance(stops, list) else {stops}
     rows = []
@@ -89,20 +88,11 @@ def decode_plainly(
     )
 
 
-class _Clock(StoppingCriteria):
-    first: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        self.first = self.first or time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
 class Summarizer:
     """Summarizes documents with one model.
 
-    Beside the arguments of `lookahead.summarize` it takes `compare`, whether every document is decoded plainly too,
-    `request`, what the model is asked for if not for two sentences, and `approach`, how a document longer than a prompt
-    is read. ConfigError if no document would fit, or the model cannot follow the request or the approach.
+    Beside the arguments of `lookahead.summarize` it takes `compare`, whether every document is decoded plainly too, and
+    in place of `overlap` and `refine` a `request`. ConfigError if no document would fit, or the model cannot follow it.
     """
 
     def __init__(
@@ -115,13 +105,13 @@ class Summarizer:
         config: LookaheadConfig | None = None,
         compare: bool = False,
         request: SummaryRequest | None = None,
-        approach: Approach | None = None,
         keep_parts: bool = False,
     ) -> None:
-        self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request, approach)
+        self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
         self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._compare, self._keep_parts = compare, keep_parts
+        self._encoding: dict[str, Any] = {"add_special_tokens": self.fitter.prompting.add_special_tokens}
         if num_beams is not None and num_beams < 1:
             raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
         own = model.generation_config.num_beams if model.generation_config is not None else None
@@ -164,9 +154,7 @@ class Summarizer:
 
     def warm_up(self) -> None:
         """Decode a few tokens with every proposer, so that compiling is not charged to the first document."""
-        from lookahead.config import LookaheadConfig
-
-        prompts = self.fitter.fit("One, two, three. One, two, three.").prompts
+        prompts = self.fitter.prompts(self.fitter.fit("One, two, three. One, two, three.").parts)
         everything = replace(self._config or LookaheadConfig(), draft="fixed", min_probability=0.0)
         self._generate(prompts[:1], 12, config=everything, num_beams=1)
         self._decode(prompts, 8)
@@ -178,21 +166,15 @@ class Summarizer:
 
     def open_scheduler(self, rows: int | None) -> Scheduler:
         """A scheduler that decodes the prompts of several documents together."""
-        from lookahead.generation.scheduler import Scheduler
-
-        add = self.fitter.prompting.add_special_tokens
         scheduler = Scheduler(
-            self._model, self._tokenizer, rows=rows, config=self._config, add_special_tokens=add, do_sample=False
+            self._model, self._tokenizer, rows=rows, config=self._config, do_sample=False, **self._encoding
         )
         scheduler.on_prefill = self.on_prefill
         return scheduler
 
     def _decode(self, prompts: Sequence[str], limit: int) -> tuple[list[GenerationResult], PlainFigures]:
         """Continue each prompt by at most `limit` tokens, as many together as the cache has room for."""
-        from lookahead.generation.scheduler import cache_tokens_of
-
-        add = self.fitter.prompting.add_special_tokens
-        ids: list[list[int]] = self._tokenizer(list(prompts), add_special_tokens=add, verbose=False)["input_ids"]
+        ids: list[list[int]] = self._tokenizer(list(prompts), **self._encoding, verbose=False)["input_ids"]
         room = cache_tokens_of(self._model, _ROWS_TOGETHER) // (max(map(len, ids)) + limit)
         rows = max(1, min(_ROWS_TOGETHER // self._num_beams, room))
         done: list[GenerationResult] = []
@@ -208,11 +190,8 @@ class Summarizer:
         return done, plain
 
     def _generate(self, prompts: list[str], limit: int, **changed: Any) -> GenerationResult:
-        from lookahead.generation.api import generate
-
         options = {"config": self._config, "num_beams": self._num_beams, "on_prefill": self.on_prefill, **changed}
-        add = self.fitter.prompting.add_special_tokens
-        options |= {"add_special_tokens": add, "max_new_tokens": limit, "do_sample": False}
+        options |= {"max_new_tokens": limit, "do_sample": False, **self._encoding}
         return generate(self._model, self._tokenizer, prompts, **options)
 
 
@@ -256,13 +235,12 @@ class _BatchSummarizer:
                     self._queue_round(_Task(document, self._summarizer.begin(document.text)))
                 except Exception:
                     self._outcomes.append(self._summarizer.summarize_or_reject(document))
-            if not self._outcomes and self._scheduler.is_idle:
-                if error is not None:
-                    raise error
-                return
-            while self._outcomes:
-                yield self._outcomes.pop(0)
-            self._step()
+            if not self._outcomes:
+                if self._scheduler.is_idle:
+                    if error is not None:
+                        raise error
+                    return
+                self._step()
             while self._outcomes:
                 yield self._outcomes.pop(0)
 
