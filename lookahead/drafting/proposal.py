@@ -131,8 +131,7 @@ class Proposer(Protocol):
     """A source of drafts for many rows at once.
 
     The engine calls `start` once per row, then `propose` and `observe` in turn, and `finish` when the row is done.
-    Where drafting does not pay, `propose` is not called: the next `observe` then passes, with an empty `placed`, the
-    tokens of one step, or of many steps if no proposer of the engine reads `argmax` or hidden states. With
+    Where drafting does not pay, `propose` is not called: `observe` then passes the tokens with an empty `placed`. With
     `draft="auto"` a row is not shown to a proposer that would not be worth its time, and `finish` is called early for
     one that reads hidden states and will not be asked for the row again.
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan
-from lookahead.drafting.proposal import Feedback, Proposal, Proposer, Top, question_of
+from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, question_of
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
-from lookahead.engine.row import ROOT, Row
+from lookahead.engine.row import Row
 from lookahead.models.target import Target
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.proposers.ngram import NgramProposer
@@ -30,15 +30,14 @@ class TreeDrafter:
         proposers: Sequence[Proposer],
         controller: Controller | None,
         config: LookaheadConfig,
+        call: Call,
         positions: int | None,
-        *,
-        is_chain: bool,
-        by_rejection: bool,
     ) -> None:
+        by_rejection = call.by_rejection
         self._proposers, self._controller, self._positions = proposers, controller, positions
         self._max_proposed = config.node_budget // (len(proposers) or 1) if by_rejection else config.node_budget
         self._min_probability = config.min_probability
-        self._by_rejection, self._is_chain = by_rejection, is_chain and not by_rejection
+        self._by_rejection, self._is_chain = by_rejection, call.is_chain and not by_rejection
         self._questions = [question_of(proposer) for proposer in proposers]
         only = proposers[0] if len(proposers) == 1 else None
         self._single = only if isinstance(only, NgramProposer) and not by_rejection else None  # nothing to merge
@@ -57,9 +56,7 @@ class TreeDrafter:
             return self.bare(rows)
         limits, least = [], max(self._min_probability, plan.min_probability)
         for row in rows:
-            if row.pending:
-                self._observe_pending(row)
-            depth = row.left - 1
+            depth = row.stopping.max_length - row.length - 1
             if self._positions is not None:
                 depth = min(depth, row.positions_left(self._positions))
             limits.append(Limits(plan.max_nodes, depth, least, self._is_chain, plan.worth))
@@ -108,16 +105,10 @@ class TreeDrafter:
         target: Target,
         needs_argmax: bool,
     ) -> None:
-        """Let the proposers learn from a step of all rows of the pass.
-
-        The tokens of plain steps are collected until the proposers are asked again, unless one reads more than tokens.
-        """
+        """Let the proposers learn from a step of all rows of the pass."""
         hidden, prompts = target.hidden, target.prompt_hidden
         for at, (row, draft, result) in enumerate(zip(rows, drafts, results, strict=True)):
             if result.error is not None:
-                continue
-            if draft.placed is self.nothing and not (hidden or needs_argmax) and scores.top is None:
-                row.pending.append(result.tokens)
                 continue
             nodes, top = len(draft.tree.tokens), None
             if scores.top is not None and scores.probabilities is not None:
@@ -129,16 +120,7 @@ class TreeDrafter:
                 proposer.observe(row.slot, feedback, placed)
         prompts.clear()
 
-    def _observe_pending(self, row: Row) -> None:
-        """Let the proposers observe the tokens that were emitted while they were not asked."""
-        feedback = Feedback(np.concatenate(row.pending), ROOT, NO_NODES)
-        row.pending.clear()
-        for proposer in self._proposers:
-            proposer.observe(row.slot, feedback, NO_NODES)
-
     def finish(self, row: Row) -> None:
-        """Let the proposers forget a row, once they have observed all of it."""
-        if row.pending:
-            self._observe_pending(row)
+        """Let the proposers forget a row."""
         for proposer in self._proposers:
             proposer.finish(row.slot)

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
-from lookahead.drafting.proposal import Proposer
+from lookahead.drafting.proposal import Call, Proposer
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.drafter import NO_NODES, TreeDrafter
-from lookahead.engine.row import ROOT, CarriedError, Row, StepOutput
-from lookahead.errors import PromptError
+from lookahead.engine.row import ROOT, Row, StepOutput
 from lookahead.models.cache import RowStates
 from lookahead.models.target import OnPrefill, Target
 from lookahead.models.tensor_parallel import TensorParallelGroup
@@ -35,12 +34,10 @@ class Engine:
         proposers: The sources of drafts; none means plain decoding.
         controller: Decides whether and how much to draft; None drafts all that the options allow.
         config: The options.
+        call: What the proposers were made for.
         batch: The rows that `run` decodes, those of one call of `model.generate`, as many as the cache has.
         keep_cache: Whether `kept` shall hold the KV per layer of every row that ended.
-        is_chain: Whether the target verifies chains only.
-        by_rejection: Whether drawn nodes are accepted by rejection sampling; proposals then have `draws`.
         isolates: Whether an error of one row ends that row alone; its `StepOutput` then holds the error.
-        by_typicality: Whether typical acceptance is used, which is lossy.
         ensemble: The tensor-parallel processes; only the leading one has proposers and a controller.
         learning: A lock held while proposers and controller work, which may learn together with other engines on other
             threads. Passes and verification run without it, so that threads that share a model decode side by side.
@@ -52,24 +49,21 @@ class Engine:
         proposers: Sequence[Proposer],
         controller: Controller | None,
         config: LookaheadConfig,
+        call: Call,
         batch: Sequence[Row] = (),
         *,
         keep_cache: bool = False,
-        is_chain: bool = False,
-        by_rejection: bool = False,
         isolates: bool = False,
-        by_typicality: bool = False,
         ensemble: TensorParallelGroup | None = None,
         learning: AbstractContextManager[object] | None = None,
     ) -> None:
         self._target, self._controller, self._ensemble = target, controller, ensemble
         self._learning = learning if learning is not None else nullcontext()
         self._unsized = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
-        self._drafter = TreeDrafter(
-            proposers, controller, config, target.positions, is_chain=is_chain, by_rejection=by_rejection
-        )
+        self._drafter = TreeDrafter(proposers, controller, config, call, target.positions)
         self.sources = self._drafter.sources
-        self._by_rejection, self._by_typicality = by_rejection, by_typicality
+        self._by_rejection = call.by_rejection
+        self._by_typicality = config.acceptance == "typical" and call.warp is not None
         self._keep_cache, self._isolates = keep_cache, isolates
         self.kept: dict[int, list[RowStates]] = {}
         self._free_slots = list(range(target.cache.slots.rows))[::-1]
@@ -96,11 +90,8 @@ class Engine:
         """
         advance: Callable[[], list[StepOutput]] = partial(self.admit, self.batch)
         while True:
-            try:
-                with self._target.serving():
-                    outputs = advance()
-            except StopIteration as error:
-                raise CarriedError("generator raised StopIteration") from error
+            with self._target.serving():
+                outputs = advance()
             yield outputs
             if not self._rows:
                 return
@@ -142,12 +133,15 @@ class Engine:
         """Advance all rows by one pass, the model in service; with `is_refilled` a row that ends makes room for one."""
         begin = time.perf_counter()
         with self._learning:
-            outgrown = self._retire_outgrown() if self._target.positions is not None else []
             if not self._rows:
-                return outgrown
+                return []
+            if self._target.positions is not None:
+                for row in self._rows:
+                    row.positions_left(self._target.positions)
             plan = self._unsized
             if self._controller is not None:
-                left, context = [row.left for row in self._rows], max([row.length for row in self._rows])
+                left = [row.stopping.max_length - row.length for row in self._rows]
+                context = max([row.length for row in self._rows])
                 plan = self._controller.plan(left, context, is_refilled=is_refilled)
             drafts = self._drafter.draft(self._rows, plan)
         drafted = time.perf_counter()
@@ -165,7 +159,7 @@ class Engine:
                 tokens, host_s = [len(result.tokens) for result in results], drafted - begin + now - verified
                 record = StepRecord(walked, tokens, nodes, host_s, now - begin, self._target.is_cold)
                 self._controller.record(plan, record)
-            return outgrown + self._retire(drafts, results)
+            return self._retire(drafts, results)
 
     def _score(self, drafts: list[Draft], needs_argmax: bool) -> tuple[list[Draft], Tensor, Scores, int]:
         """One pass over all trees: the drafts that were scored, logits, what was read of them, nodes of the pass.
@@ -180,7 +174,8 @@ class Engine:
         needs_top = self._drafter.needs_top and any(draft.placed is not self._drafter.nothing for draft in drafts)
         scores, nodes = Scores(NO_NODES), logits.shape[1]
         # On a GPU reading is also what waits for the pass, so that its time is known.
-        if needs_argmax or needs_top or logits.device.type != "cpu" or any(row.is_simple for row in self._rows):
+        is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)
+        if needs_argmax or needs_top or is_greedy or logits.device.type != "cpu":
             scores = read_scores(logits, with_top=needs_top)
         if nodes > 1:
             wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()
@@ -236,21 +231,6 @@ class Engine:
         ends = [row.finish_reason is not None for row in self._rows]
         return [VerifyResult(path, np.array(each, np.int32), end) for each, end in zip(emitted, ends, strict=True)]
 
-    def _retire_outgrown(self) -> list[StepOutput]:
-        """Take out rows that the model has no more positions for, where one row's error ends that row alone."""
-        errors: dict[int, PromptError] = {}
-        for i, row in enumerate(self._rows):
-            try:
-                row.positions_left(self._target.positions)
-            except PromptError as error:
-                if not self._isolates:
-                    raise
-                errors[i] = error
-        outputs = [StepOutput(self._rows[i].index, NO_NODES, None, error=errors[i]) for i in errors]
-        for i in reversed(errors):
-            self._remove(i)
-        return outputs
-
     def _retire(self, drafts: Sequence[Draft], results: Results, first: int = 0) -> list[StepOutput]:
         """What every row from `first` on emitted; those that ended are taken out."""
         outputs, ended = [], []
@@ -261,7 +241,7 @@ class Engine:
                 ended.append(i)
         for i in reversed(ended):
             self._remove(i)
-        if self._rows and not self._rows[0].is_simple:
+        if self._rows and not self._rows[0].chooser.is_plain_greedy:
             # Rows share their draws of random numbers only where they all belong to one batch.
             self._rows[0].chooser.forget_before(min([row.emitted for row in self._rows]))
         return outputs

@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateBeamOutput
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.fallback import PlainLoop
-from lookahead.engine.row import CarriedError, StepOutput
+from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.hf_outputs import adopt, append_states
 from lookahead.generation.request import prompt_lengths
@@ -292,10 +292,7 @@ class BeamLoop(PlainLoop):
     def run(self) -> Iterator[list[StepOutput]]:
         """Search, and yield the sequences."""
         begin, passes = time.perf_counter(), Passes()
-        try:
-            output: Any = self._search(generation_config=self._config, passes=passes, **self._options)
-        except StopIteration as error:
-            raise CarriedError("generator raised StopIteration") from error
+        output: Any = self._search(generation_config=self._config, passes=passes, **self._options)
         seconds = time.perf_counter() - begin
         found = []
         counts = (output.beam_indices >= 0).sum(1).tolist()

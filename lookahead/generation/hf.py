@@ -171,7 +171,7 @@ def prepare(
     reason = _unsupported_reason(model, support, batch_size, bool(lengths.min() < longest), config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
-    if batch_size > 1 and stopping.custom and not stopping.eos_tokens.size:
+    if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
         # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if support.shape == "none" or reason:
@@ -275,11 +275,9 @@ def assemble(
         proposers,
         controller,
         config,
+        call,
         batch,
         keep_cache=keep_cache,
-        is_chain=call.is_chain,
-        by_rejection=call.by_rejection,
-        by_typicality=config.acceptance == "typical" and warp is not None,
         isolates=isolates,
         ensemble=tensor_parallel_group(model),
         learning=state_of(model).learned.lock,

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
+from queue import Queue
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache, TextStreamer
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
+from transformers.generation.streamers import TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
-from lookahead.engine.row import CarriedError
 from lookahead.models.cache import CACHE, RowStates, TreeCache
 from lookahead.stats import DecodingStats
 from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import FinishReason
-
-
-class PieceStreamer(TextStreamer):
-    """transformers' incremental detokenizer, collecting the text instead of printing it."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, **decode_kwargs: Any) -> None:
-        super().__init__(tokenizer, **decode_kwargs)
-        self._ready: list[str] = []
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Keep a piece whose text can no longer change."""
-        self._ready.append(text)
-
-    def take(self) -> list[str]:
-        """The non-empty pieces since the last call."""
-        ready, self._ready = self._ready, []
-        return [piece for piece in ready if piece]
 
 
 class TextStream(Iterator[str]):
@@ -77,16 +61,23 @@ class TextStream(Iterator[str]):
 
     def _run(self, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
         """Decode the tokens of every step into text, whole words at a time."""
-        streamer: Any = PieceStreamer(tokenizer, skip_special_tokens=True)
+        streamer: Any = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
         for step_outputs in self._engine.run():
             for step_output in step_outputs:
                 self.token_ids += step_output.tokens.tolist()
                 self.finish_reason = step_output.finish_reason
                 streamer.put(torch.from_numpy(step_output.tokens))
-                yield from streamer.take()
+                yield from _ready(streamer.text_queue)
         self._finish()
         streamer.end()
-        yield from streamer.take()
+        yield from _ready(streamer.text_queue)
+
+
+def _ready(queue: Queue[str | None]) -> Iterator[str]:
+    """Take the pieces of text from a queue that is not empty."""
+    while not queue.empty():
+        if piece := queue.get():
+            yield piece
 
 
 def collect(
@@ -110,9 +101,10 @@ def collect(
                     column = [row[step] if step < len(row) else int(pad or 0) for row in outputs]
                     streamer.put(torch.tensor(column, device="cpu"))
                 shown = whole
-    except CarriedError as carried:
-        assert carried.__cause__ is not None
-        raise carried.__cause__ from None
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration):  # of a processor or criterion, passing through a generator
+            raise error.__cause__ from None
+        raise
     if streamer is not None:
         streamer.end()
     return outputs, reasons

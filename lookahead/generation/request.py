@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_utils import PreTrainedModel
@@ -98,20 +99,14 @@ def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> S
         return bool(criterion(cast(torch.LongTensor, ids), steps))
 
     custom = tuple((reason_of(c), partial(ask, StoppingCriteriaList([c]))) for c in others)
-    return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom)
+    return StoppingRule(max_length=min(limits), eos_tokens=frozenset(eos), custom=custom)
 
 
-def pad_prompts(
-    prompts: Sequence[list[int]], pad: int, *, on_the_right: bool
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts of one length, and their masks; a decoder's are padded on the left, an encoder's on the right."""
-    longest = max(map(len, prompts))
-
-    def fill(ids: list[int], value: int) -> list[int]:
-        padding = [value] * (longest - len(ids))
-        return ids + padding if on_the_right else padding + ids
-
-    return [fill(ids, pad) for ids in prompts], [fill([1] * len(ids), 0) for ids in prompts]
+def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -> tuple[Tensor, Tensor]:
+    """Prompts, int64 `[batch, tokens]`, and their mask; a decoder's are padded left, an encoder's on the right."""
+    ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
+    fill = partial(pad_sequence, batch_first=True, padding_side="right" if on_the_right else "left")
+    return fill(ids, padding_value=pad), fill([torch.ones_like(each) for each in ids])
 
 
 def serve_stop_strings(

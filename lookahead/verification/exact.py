@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -83,33 +82,7 @@ def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[
         token = choose(node)
         tokens.append(token)
         finished = is_finished(token)
-        child = 0 if finished else _child(tree.tokens, tree.parents, node, token)
-        if child == 0:
+        children = np.flatnonzero((tree.parents == node) & (tree.tokens == token))  # the root is its own parent
+        if finished or not children.any():
             return VerifyResult(np.array(path, np.int32), np.array(tokens, np.int32), finished)
-        path.append(child)
-
-
-@njit(cache=True)
-def _child(tokens, parents, node, token):
-    """The child of `node` that holds `token`, or 0."""
-    for child in range(node + 1, len(tokens)):
-        if parents[child] == node and tokens[child] == token:
-            return child
-    return 0
-
-
-@njit(cache=True)
-def walk_greedy(tree_tokens, parents, argmax, eos_tokens, limit):
-    """`verify` for greedy decoding that ends at an end token or after `limit` tokens; fields of a `VerifyResult`."""
-    path, tokens = np.empty(len(tree_tokens), np.int32), np.empty(len(tree_tokens), np.int32)
-    node, count = 0, 0
-    while True:
-        token = argmax[node]
-        path[count], tokens[count] = node, token
-        count += 1
-        finished = count >= limit
-        for eos in eos_tokens:
-            finished = finished or token == eos
-        node = 0 if finished else _child(tree_tokens, parents, node, token)
-        if node == 0:
-            return path[:count], tokens[:count], finished
+        path.append(int(children[-1]))

@@ -38,13 +38,10 @@ class TokenChooser:
         self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]
         self.scores: list[list[Tensor]] = [[] for _ in range(batch_size)]
         self._batch_size = batch_size
+        # Whether every choice is the argmax of the raw logits and none is kept.
+        self.is_plain_greedy = not do_sample and not keep and not processors
         self._noise: deque[Tensor] = deque()
         self._first_step = 0
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Whether every choice is the argmax of the raw logits and none is kept."""
-        return not self._do_sample and not self._keep and not any(self._processors)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
         """Choose the token by its raw logits `[vocab]`; call it once per emitted token, in order.
