@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.verification.exact import VerifyResult, verify
+from lookahead.verification.exact import verify
 
 
 def target_choice(prefix: tuple[int, ...]) -> int:
@@ -36,27 +36,28 @@ def drafts(draw: st.DrawFn) -> TokenTree:
     return TokenTree.from_parents(tokens, parents)
 
 
-def walk(tree: TokenTree, chosen: list[int], eos: int | None, limit: int) -> VerifyResult:
-    count = 0
+def walk(tree: TokenTree, chosen: list[int], eos: int | None, limit: int) -> tuple[list[int], list[int], bool]:
+    """The path and the tokens of a walk, and whether the output ended there."""
+    ends: list[bool] = []
 
     def is_finished(token: int) -> bool:
-        nonlocal count
-        count += 1
-        return token == eos or count >= limit
+        ends.append(token == eos or len(ends) + 1 >= limit)
+        return ends[-1]
 
-    return verify(tree, lambda node: chosen[node], is_finished)
+    path, tokens = verify(tree, lambda node: chosen[node], is_finished)
+    return path.tolist(), tokens.tolist(), ends[-1]
 
 
 @given(drafts(), st.sampled_from([None, 0, 1, 2, 3]), st.integers(1, 8))
 def test_any_draft_emits_what_token_by_token_decoding_emits(tree: TokenTree, eos: int | None, limit: int) -> None:
-    result = walk(tree, choices(tree), eos, limit)
+    path, tokens, finished = walk(tree, choices(tree), eos, limit)
     prefix = (int(tree.tokens[0]),)
-    for i, token in enumerate(result.tokens):
+    for i, token in enumerate(tokens):
         assert token == target_choice(prefix)
-        prefix += (int(token),)
-        assert (token == eos or i + 1 == limit) == (result.finished and i + 1 == len(result.tokens))
-    assert len(result.tokens) == len(result.path)
-    assert tree.tokens[result.path[1:]].tolist() == result.tokens[:-1].tolist()
+        prefix += (token,)
+        assert (token == eos or i + 1 == limit) == (finished and i + 1 == len(tokens))
+    assert len(tokens) == len(path)
+    assert tree.tokens[path[1:]].tolist() == tokens[:-1]
 
 
 def chain(*tokens: int) -> TokenTree:
@@ -64,30 +65,24 @@ def chain(*tokens: int) -> TokenTree:
 
 
 def test_an_empty_draft_emits_the_bonus_token_alone() -> None:
-    result = walk(chain(5), [8], None, 100)
-    assert (result.path.tolist(), result.tokens.tolist(), result.finished) == ([0], [8], False)
+    assert walk(chain(5), [8], None, 100) == ([0], [8], False)
 
 
 def test_a_perfect_draft_emits_itself_and_the_bonus_token() -> None:
-    result = walk(chain(5, 6, 7), [6, 7, 8], None, 100)
-    assert (result.path.tolist(), result.tokens.tolist()) == ([0, 1, 2], [6, 7, 8])
+    assert walk(chain(5, 6, 7), [6, 7, 8], None, 100)[:2] == ([0, 1, 2], [6, 7, 8])
 
 
 def test_an_always_wrong_draft_costs_nothing_but_its_nodes() -> None:
-    result = walk(chain(5, 1, 1), [6, 7, 8], None, 100)
-    assert (result.path.tolist(), result.tokens.tolist()) == ([0], [6])
+    assert walk(chain(5, 1, 1), [6, 7, 8], None, 100)[:2] == ([0], [6])
 
 
 @pytest.mark.parametrize("stop", [6, 7])
 def test_an_end_of_sequence_inside_an_accepted_draft_ends_the_output_there(stop: int) -> None:
-    result = walk(chain(5, 6, 7), [6, 7, 8], stop, 100)
-    assert result.tokens.tolist() == ([6] if stop == 6 else [6, 7])
-    assert result.finished
+    assert walk(chain(5, 6, 7), [6, 7, 8], stop, 100)[1:] == ([6] if stop == 6 else [6, 7], True)
 
 
 def test_a_length_limit_inside_an_accepted_draft_ends_the_output_there() -> None:
-    result = walk(chain(5, 6, 7), [6, 7, 8], None, 2)
-    assert (result.tokens.tolist(), result.finished) == ([6, 7], True)
+    assert walk(chain(5, 6, 7), [6, 7, 8], None, 2)[1:] == ([6, 7], True)
 
 
 def test_the_target_chooses_once_per_emitted_token_and_never_past_the_end() -> None:

@@ -11,12 +11,12 @@ from lookahead.drafting.controller import Controller, StepPlan
 from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, question_of
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
-from lookahead.engine.row import Row
+from lookahead.engine.row import Row, StepOutput
 from lookahead.models.target import Target
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.proposers.ngram import NgramProposer
 from lookahead.proposers.validated import ValidatedProposer
-from lookahead.verification.exact import Scores, VerifyResult
+from lookahead.verification.exact import Scores
 from lookahead.verification.rejection import RejectionRounds
 
 NO_NODES = np.zeros(0, np.int32)
@@ -26,15 +26,10 @@ class TreeDrafter:
     """Asks the proposers of an engine, and merges their proposals into one tree per row."""
 
     def __init__(
-        self,
-        proposers: Sequence[Proposer],
-        controller: Controller | None,
-        config: LookaheadConfig,
-        call: Call,
-        positions: int | None,
+        self, proposers: Sequence[Proposer], controller: Controller | None, config: LookaheadConfig, call: Call
     ) -> None:
         by_rejection = call.by_rejection
-        self._proposers, self._controller, self._positions = proposers, controller, positions
+        self._proposers, self._controller = proposers, controller
         self._max_proposed = config.node_budget // (len(proposers) or 1) if by_rejection else config.node_budget
         self._min_probability = config.min_probability
         self._by_rejection, self._is_chain = by_rejection, call.is_chain and not by_rejection
@@ -50,16 +45,15 @@ class TreeDrafter:
         self.nothing = tuple(NO_NODES for _ in proposers)  # `Draft.placed` where no proposer was asked
         self.rounds: list[RejectionRounds] = []  # of every row; empty where nothing was drawn
 
-    def draft(self, rows: Sequence[Row], plan: StepPlan) -> list[Draft]:
-        """One tree per row, as large as the plan pays for; the last token alone where drafting is off."""
+    def draft(self, rows: Sequence[Row], left: Sequence[int], plan: StepPlan) -> list[Draft]:
+        """One tree per row, as large as the plan pays for; the last token alone where drafting is off.
+
+        `left` are the tokens that each row may still emit.
+        """
         if not plan.drafts:
             return self.bare(rows)
-        limits, least = [], max(self._min_probability, plan.min_probability)
-        for row in rows:
-            depth = row.stopping.max_length - row.length - 1
-            if self._positions is not None:
-                depth = min(depth, row.positions_left(self._positions))
-            limits.append(Limits(plan.max_nodes, depth, least, self._is_chain, plan.worth))
+        least = max(self._min_probability, plan.min_probability)
+        limits = [Limits(plan.max_nodes, tokens - 1, least, self._is_chain, plan.worth) for tokens in left]
         plan_costs = FREE if self._by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
         nodes = self._max_proposed
@@ -100,7 +94,7 @@ class TreeDrafter:
         self,
         rows: Sequence[Row],
         drafts: Sequence[Draft],
-        results: Sequence[VerifyResult],
+        results: Sequence[StepOutput],
         scores: Scores,
         target: Target,
         needs_argmax: bool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -16,14 +16,13 @@ from lookahead.drafting.proposal import Call, Proposer
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.drafter import NO_NODES, TreeDrafter
-from lookahead.engine.row import ROOT, Row, StepOutput
+from lookahead.engine.row import Row, StepOutput
 from lookahead.models.cache import RowStates
+from lookahead.models.model_state import state_of
 from lookahead.models.target import OnPrefill, Target
-from lookahead.models.tensor_parallel import TensorParallelGroup
-from lookahead.verification.exact import Scores, VerifyResult, read_scores
+from lookahead.models.tensor_parallel import tensor_parallel_group
+from lookahead.verification.exact import Scores, read_scores
 from lookahead.verification.rejection import draw
-
-Results = list[VerifyResult]
 
 
 class Engine:
@@ -38,9 +37,6 @@ class Engine:
         batch: The rows that `run` decodes, those of one call of `model.generate`, as many as the cache has.
         keep_cache: Whether `kept` shall hold the KV per layer of every row that ended.
         isolates: Whether an error of one row ends that row alone; its `StepOutput` then holds the error.
-        ensemble: The tensor-parallel processes; only the leading one has proposers and a controller.
-        learning: A lock held while proposers and controller work, which may learn together with other engines on other
-            threads. Passes and verification run without it, so that threads that share a model decode side by side.
     """
 
     def __init__(
@@ -54,13 +50,14 @@ class Engine:
         *,
         keep_cache: bool = False,
         isolates: bool = False,
-        ensemble: TensorParallelGroup | None = None,
-        learning: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._target, self._controller, self._ensemble = target, controller, ensemble
-        self._learning = learning if learning is not None else nullcontext()
+        self._target, self._controller = target, controller
+        self._ensemble = tensor_parallel_group(call.model)  # only the leading process has proposers and a controller
+        # Proposers and controller may learn together with other engines on other threads. Passes and verification run
+        # without the lock, so that threads that share a model decode side by side.
+        self._learning = state_of(call.model).learned.lock
         self._unsized = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
-        self._drafter = TreeDrafter(proposers, controller, config, call, target.positions)
+        self._drafter = TreeDrafter(proposers, controller, config, call)
         self.sources = self._drafter.sources
         self._by_rejection = call.by_rejection
         self._by_typicality = config.acceptance == "typical" and call.warp is not None
@@ -122,7 +119,7 @@ class Engine:
         results = self._verify(drafts, logits, scores, first)
         with self._learning:
             self._drafter.observe(rows, drafts, results, scores, self._target, self._drafter.needs_argmax)
-            outputs = self._retire(drafts, results, first)
+            outputs = self._retire(results, first)
         now = time.perf_counter()
         for row in rows:
             row.prefilled = now
@@ -135,15 +132,14 @@ class Engine:
         with self._learning:
             if not self._rows:
                 return []
-            if self._target.positions is not None:
-                for row in self._rows:
-                    row.positions_left(self._target.positions)
-            plan = self._unsized
+            positions, plan = self._target.positions, self._unsized
+            left = [row.stopping.max_length - row.length for row in self._rows]
+            if positions is not None:  # behind them no more tokens can be read
+                left = [min(n, 1 + row.positions_left(positions)) for n, row in zip(left, self._rows, strict=True)]
             if self._controller is not None:
-                left = [row.stopping.max_length - row.length for row in self._rows]
                 context = max([row.length for row in self._rows])
                 plan = self._controller.plan(left, context, is_refilled=is_refilled)
-            drafts = self._drafter.draft(self._rows, plan)
+            drafts = self._drafter.draft(self._rows, left, plan)
         drafted = time.perf_counter()
         needs_argmax = self._drafter.needs_argmax or plan.branch is not None
         drafts, logits, scores, nodes = self._score(drafts, needs_argmax)
@@ -159,7 +155,7 @@ class Engine:
                 tokens, host_s = [len(result.tokens) for result in results], drafted - begin + now - verified
                 record = StepRecord(walked, tokens, nodes, host_s, now - begin, self._target.is_cold)
                 self._controller.record(plan, record)
-            return self._retire(drafts, results)
+            return self._retire(results)
 
     def _score(self, drafts: list[Draft], needs_argmax: bool) -> tuple[list[Draft], Tensor, Scores, int]:
         """One pass over all trees: the drafts that were scored, logits, what was read of them, nodes of the pass.
@@ -187,12 +183,12 @@ class Engine:
                 scores = read_scores(logits, with_top=False)
         return drafts, logits, scores, nodes
 
-    def _verify(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> Results:
+    def _verify(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[StepOutput]:
         """Walk the trees of all rows from `first` on, keep the KV of what was accepted, and count it.
 
         Where an error is that of one row, it stands in place of the row's result.
         """
-        results: Results = []
+        results: list[StepOutput] = []
         if self._target.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
             results = self._walk_aligned(drafts, logits, scores)
         for i in range(len(results), len(drafts)):
@@ -205,7 +201,7 @@ class Engine:
             except Exception as error:
                 if not self._isolates:
                     raise
-                results.append(VerifyResult(ROOT, NO_NODES, True, error))
+                results.append(StepOutput(row.index, NO_NODES, None, drafts[i], error=error))
         for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
             if result.error is not None:
                 self.cache.wipe(i)
@@ -214,7 +210,7 @@ class Engine:
                 self._rows[i].count(draft, result, self.sources)
         return results
 
-    def _walk_aligned(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> Results:
+    def _walk_aligned(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[StepOutput]:
         """Walk chains of rows that must stay equally long: on as long as every row accepts and none ends."""
         emitted: list[list[int]] = [[] for _ in drafts]
         node, goes_on = 0, True
@@ -228,23 +224,20 @@ class Engine:
                 goes_on = goes_on and is_drafted and row.finish_reason is None
             node += 1
         path = np.arange(node, dtype=np.int32)
-        ends = [row.finish_reason is not None for row in self._rows]
-        return [VerifyResult(path, np.array(each, np.int32), end) for each, end in zip(emitted, ends, strict=True)]
+        return [
+            StepOutput(row.index, np.array(tokens, np.int32), row.finish_reason, draft, path)
+            for row, tokens, draft in zip(self._rows, emitted, drafts, strict=True)
+        ]
 
-    def _retire(self, drafts: Sequence[Draft], results: Results, first: int = 0) -> list[StepOutput]:
-        """What every row from `first` on emitted; those that ended are taken out."""
-        outputs, ended = [], []
-        for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
-            row = self._rows[i]
-            outputs.append(StepOutput(row.index, result.tokens, row.finish_reason, draft, result.path, result.error))
-            if result.finished:
-                ended.append(i)
-        for i in reversed(ended):
-            self._remove(i)
+    def _retire(self, results: list[StepOutput], first: int = 0) -> list[StepOutput]:
+        """Take out the rows from `first` on that ended."""
+        for i in reversed(range(len(results))):
+            if results[i].finish_reason is not None or results[i].error is not None:
+                self._remove(first + i)
         if self._rows and not self._rows[0].chooser.is_plain_greedy:
             # Rows share their draws of random numbers only where they all belong to one batch.
             self._rows[0].chooser.forget_before(min([row.emitted for row in self._rows]))
-        return outputs
+        return results
 
     def _remove(self, i: int) -> None:
         """Take a row out, the last active row filling the gap, in the target as in the engine."""

@@ -16,7 +16,7 @@ from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
-from lookahead.verification.exact import VerifyResult, verify
+from lookahead.verification.exact import verify
 from lookahead.verification.sampling import TokenChooser, not_a_number
 from lookahead.verification.stopping import FinishReason, StoppingRule
 from lookahead.verification.typical import Walk, longest_typical
@@ -95,10 +95,8 @@ class Row:
         """How many tokens it holds, padding left out."""
         return self.length - self.padding
 
-    def positions_left(self, positions: int | None) -> int:
-        """Positions a model of so many (None: no end) has behind the newest token; PromptError if none for that."""
-        if positions is None:
-            return self.ids.size
+    def positions_left(self, positions: int) -> int:
+        """Positions that a model of so many has behind the newest token; PromptError if none for that."""
         if self.tokens > positions:
             raise PromptError(
                 f"row {self.index} has {self.tokens} tokens and the model positions for {positions}; "
@@ -108,7 +106,7 @@ class Row:
 
     def verify(
         self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None, *, is_typical: bool = False
-    ) -> VerifyResult:
+    ) -> StepOutput:
         """Walk a tree; the ids grow by the tokens emitted.
 
         Args:
@@ -134,7 +132,9 @@ class Row:
             assert pick is not None
             return pick(node, chances)
 
-        return verify(draft.tree, argmax.item if self.chooser.is_plain_greedy else choose, self._emit)
+        choice = argmax.item if self.chooser.is_plain_greedy else choose
+        path, tokens = verify(draft.tree, choice, self._emit)
+        return StepOutput(self.index, tokens, self.finish_reason, draft, path)
 
     def _emit(self, token: int) -> bool:
         """Add a token to the ids; returns whether the output ends with it."""
@@ -163,7 +163,7 @@ class Row:
         """The ids so far, and some more, as processors and criteria see them, int64 `[1, tokens]`."""
         return torch.from_numpy(self.ids[: self.length + more])[None].to(self.device)
 
-    def count(self, draft: Draft, result: VerifyResult, sources: Sequence[str]) -> None:
+    def count(self, draft: Draft, result: StepOutput, sources: Sequence[str]) -> None:
         """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""
         stats = self.stats
         if stats.emitted_tokens:

@@ -51,7 +51,6 @@ from lookahead.models.support import (
 )
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
-from lookahead.ngram.pool_file import Pool
 from lookahead.pools.open_pool import pool_of
 from lookahead.proposers import ProposerState, make_proposers
 from lookahead.verification.sampling import TokenChooser, warp_of
@@ -99,11 +98,11 @@ def decode(
         PoolError: The pool or the memory file of the configuration cannot be opened, or is of another model.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
+    check_config("lookahead_config", lookahead_config)
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
     if generation_config.get_generation_mode() in BEAM_MODES:
         if lookahead_streamer is not None:
             raise UnsupportedModelError("a streamer is not served with beams")
-        check_config("lookahead_config", lookahead_config)
         return beam_search(*arguments, lookahead_config, **model_kwargs)
     engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, inputs_tensor, **model_kwargs)
     if lookahead_streamer is not None:
@@ -138,7 +137,6 @@ def prepare(
     Of an encoder-decoder model `input_ids` is the decoder's prompt, and `model_kwargs` holds the encoder's outputs.
     With a context of so many tokens a row ends where the model has read them all.
     """
-    check_config("lookahead_config", lookahead_config)
     if generation_config.get_generation_mode() in BEAM_MODES:
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, lookahead_config)
         return BeamLoop(*arguments, inputs_tensor, lookahead_context, model_kwargs)
@@ -149,13 +147,10 @@ def prepare(
         config = replace(config, exactness="fast")
     mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
     vocabulary = decoder_vocabulary(model)
-    pool = pool_of(config, vocabulary=vocabulary)
     lengths = prompt_lengths(input_ids, mask, vocabulary)
     batch_size, longest = input_ids.shape
     validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
     is_continued = not has_encoder and tokens_in(past) > 0
-    if not is_continued:
-        validate_positions(model_kwargs.get("position_ids"), lengths, longest)
     stopping = stopping_rule(stopping_criteria, generation_config)
     lm: Any = model
     sample = partial(lm._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs)
@@ -179,7 +174,7 @@ def prepare(
         return plain
     if is_continued:
         validate_past(past, input_ids, generation_config, mask)
-        validate_positions(model_kwargs.get("position_ids"), lengths, longest)
+    validate_positions(model_kwargs.get("position_ids"), lengths, longest)
     chooser = TokenChooser(
         logits_processor,
         do_sample=bool(generation_config.do_sample),
@@ -197,7 +192,6 @@ def prepare(
     engine = assemble(
         model,
         config,
-        pool,
         rows,
         slots=batch_size,
         stopping=stopping,
@@ -217,7 +211,6 @@ def prepare(
 def assemble(
     model: PreTrainedModel,
     config: LookaheadConfig,
-    pool: Pool | None,
     batch: Sequence[Row] = (),
     *,
     slots: int,
@@ -248,7 +241,7 @@ def assemble(
         warp=warp,
         inputs=None if encoded is None else encoded.tokens,
     )
-    proposers, controller = _drafting(model, config, pool, call, encoded, runs_to_limit=stopping.is_only_length)
+    proposers, controller = _drafting(config, call, runs_to_limit=not (stopping.custom or stopping.eos_tokens))
     target: Target
     if encoded is not None:
         target = DecoderTarget(model, encoded, slots)
@@ -270,31 +263,15 @@ def assemble(
             is_bitwise=is_separate and shape == "trees" and config.exactness == "auto" and is_bitwise(model),
             packs=config.pack == "auto",
         )
-    return Engine(
-        target,
-        proposers,
-        controller,
-        config,
-        call,
-        batch,
-        keep_cache=keep_cache,
-        isolates=isolates,
-        ensemble=tensor_parallel_group(model),
-        learning=state_of(model).learned.lock,
-    )
+    return Engine(target, proposers, controller, config, call, batch, keep_cache=keep_cache, isolates=isolates)
 
 
 def _drafting(
-    model: PreTrainedModel,
-    config: LookaheadConfig,
-    pool: Pool | None,
-    call: Call,
-    encoded: Encoded | None,
-    *,
-    runs_to_limit: bool,
+    config: LookaheadConfig, call: Call, *, runs_to_limit: bool
 ) -> tuple[Sequence[Proposer], Controller | None]:
     """The proposers of a call and their controller, with the learned state of the model."""
-    learned = state_of(model).learned
+    model, has_encoder, learned = call.model, call.inputs is not None, state_of(call.model).learned
+    pool = pool_of(config, vocabulary=call.vocab_size)
     with learned.lock:
         branch = LookaheadBranch(
             config.branch_sizes if config.decides_branch and not call.is_chain else (),  # the branch is a tree
@@ -306,7 +283,7 @@ def _drafting(
         cost, rule = learned.costs[config.passes], learned.rules[config.passes]
         cost.assume(node_cost(model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
-    if encoded is not None and reads_hidden:
+    if has_encoder and reads_hidden:
         raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
     ensemble = tensor_parallel_group(model)
     if ensemble is not None:
@@ -314,14 +291,13 @@ def _drafting(
         proposers = proposers if ensemble.leads else []
     if not proposers or config.draft != "auto":
         return proposers, None
-    is_padded = config.has_fixed_shapes and encoded is None
     return proposers, Controller(
         cost,
         rule,
         branch,
         proposers,
         node_budget=config.node_budget,
-        is_padded=is_padded,
+        is_padded=config.has_fixed_shapes and not has_encoder,
         runs_to_limit=runs_to_limit,
         by_rejection=call.by_rejection,
     )

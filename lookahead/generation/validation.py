@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import LookaheadConfig, check_whole
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.models.cache import CACHE, cache_in, may_be_callers
 from lookahead.models.encoder_decoder import side_positions
@@ -144,8 +144,8 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
     """Refuse numbers that are none, or out of range; None stands for the default."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, least in _WHOLE.items():
-        if name in given and not (_is_whole(given[name]) and given[name] >= least):
-            raise ConfigError(f"{name} must be a whole number of at least {least}, got {given[name]!r}")
+        if name in given:
+            check_whole(name, given[name], least)
     for name, most in _NUMBERS.items():
         if name not in given:
             continue
@@ -158,13 +158,9 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
 
 def check_seed(seed: object) -> None:
     """Refuse what `torch.manual_seed` does not take."""
-    if seed is not None and not (_is_whole(seed) and -(1 << 63) <= cast(int, seed) < 1 << 64):
+    is_whole = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if seed is not None and not (is_whole and -(1 << 63) <= cast(int, seed) < 1 << 64):
         raise ConfigError(f"seed must be a whole number from -2^63 to 2^64 - 1, got {seed!r}")
-
-
-def _is_whole(value: object) -> bool:
-    """Whether a value is a whole number; a truth value is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def context_limit(model: PreTrainedModel) -> int | None:

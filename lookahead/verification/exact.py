@@ -14,6 +14,9 @@ from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.kernels import topk_cpu
 from lookahead.ngram.recycled import TOP
 
+Walked = tuple[IntArray, IntArray]
+"""The accepted nodes from the root, which are kept, and the target's choice after each of them; int32 `[a]` both."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -57,17 +60,7 @@ def _read_tensors(logits: Tensor, *, with_top: bool) -> Scores:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
-    """What the target chose along one row's tree."""
-
-    path: IntArray  # int32 `[a]`; the accepted nodes from the root, `path[0] == 0`, whose KV is kept
-    tokens: IntArray  # int32 `[a]`; the target's choice after each node of the path, the bonus token last
-    finished: bool  # the output ends with the last of `tokens`
-    error: Exception | None = None  # what ended the row instead; it then emitted nothing
-
-
-def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> VerifyResult:
+def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> Walked:
     """Walk from the root: choose a token, emit it, and descend if a child of the node holds it.
 
     `choose` and `is_finished` are called in turn, once per emitted token and in order. So random numbers, logits
@@ -76,13 +69,13 @@ def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[
 
     Source: the sampling loop of transformers, replayed along the tree; lossless for any tree.
     """
+    nodes = {edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))}
     path, tokens = [0], []
     while True:
-        node = path[-1]
-        token = choose(node)
+        token = choose(path[-1])
         tokens.append(token)
-        finished = is_finished(token)
-        children = np.flatnonzero((tree.parents == node) & (tree.tokens == token))  # the root is its own parent
-        if finished or not children.any():
-            return VerifyResult(np.array(path, np.int32), np.array(tokens, np.int32), finished)
-        path.append(int(children[-1]))
+        is_last = is_finished(token)
+        child = nodes.get((path[-1], token), 0)  # 0, the root, is no child
+        if is_last or not child:
+            return np.array(path, np.int32), np.array(tokens, np.int32)
+        path.append(child)

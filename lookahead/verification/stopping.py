@@ -37,11 +37,6 @@ class StoppingRule:
     eos_tokens: frozenset[int]
     custom: tuple[tuple[FinishReason, Criterion], ...] = ()
 
-    @property
-    def is_only_length(self) -> bool:
-        """Whether nothing ends a row before `max_length`."""
-        return not self.custom and not self.eos_tokens
-
     def within(self, context: int) -> StoppingRule:
         """The rule for a model with a context of so many ids; one more id follows the last of them."""
         return replace(self, max_length=min(self.max_length, context + 1))
