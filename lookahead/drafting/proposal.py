@@ -78,7 +78,7 @@ class Feedback:
             (none where a stop cut the step short). Never empty.
         path: int32 `[a]`; the accepted nodes of the draft from the root, `path[0] == 0`.
         argmax: int32 `[nodes]`; the target's likeliest next token after every node of the draft, before any
-            logits processor. Empty when no proposer of the engine asked for it (`needs_argmax`).
+            logits processor. It may be empty when no proposer of the engine asked for it (`needs_argmax`).
         top: More of what it thinks likely; None when no proposer of the engine asked for it (`needs_top`).
         hidden: For every layer a proposer of the engine asked for (`hidden_layers`) the target's hidden states at
             every node of the draft, `[nodes, size]`, where the target computed them.

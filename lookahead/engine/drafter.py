@@ -42,8 +42,7 @@ class TreeDrafter:
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self.needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self.needs_top = any(proposer.needs_top for proposer in proposers)
-        self.nothing = tuple(NO_NODES for _ in proposers)  # `Draft.placed` where no proposer was asked
-        self.rounds: list[RejectionRounds] = []  # of every row; empty where nothing was drawn
+        self.rounds: list[RejectionRounds] = []  # of every row, for acceptance by rejection
 
     def draft(self, rows: Sequence[Row], left: Sequence[int], plan: StepPlan) -> list[Draft]:
         """One tree per row, as large as the plan pays for; the last token alone where drafting is off.
@@ -81,8 +80,8 @@ class TreeDrafter:
 
     def bare(self, rows: Sequence[Row]) -> list[Draft]:
         """The last token of every row alone; no proposer is asked."""
-        self.rounds = []
-        return [Draft(TokenTree.root(row.last_token), self.nothing) for row in rows]
+        self.rounds = [RejectionRounds((), ()) for _ in rows] if self._by_rejection else []
+        return [Draft(TokenTree.root(row.last_token), (NO_NODES,) * len(self._proposers)) for row in rows]
 
     def start(self, row: Row) -> None:
         """Show the proposers a new row; the n-grams of a summary are in what the encoder has read."""
@@ -90,24 +89,17 @@ class TreeDrafter:
         for proposer in self._proposers:
             proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
 
-    def observe(
-        self,
-        rows: Sequence[Row],
-        drafts: Sequence[Draft],
-        results: Sequence[StepOutput],
-        scores: Scores,
-        target: Target,
-        needs_argmax: bool,
-    ) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepOutput], scores: Scores, target: Target) -> None:
         """Let the proposers learn from a step of all rows of the pass."""
         hidden, prompts = target.hidden, target.prompt_hidden
-        for at, (row, draft, result) in enumerate(zip(rows, drafts, results, strict=True)):
-            if result.error is not None:
+        for at, (row, result) in enumerate(zip(rows, results, strict=True)):
+            draft = result.draft
+            if draft is None or result.error is not None:
                 continue
             nodes, top = len(draft.tree.tokens), None
             if scores.top is not None and scores.probabilities is not None:
                 top = Top(draft.tree, scores.top[at, :nodes], scores.probabilities[at, :nodes])
-            argmax = scores.argmax[at, :nodes] if needs_argmax else NO_NODES
+            argmax = scores.argmax[at, :nodes] if len(scores.argmax) else NO_NODES
             states = {layer: each[at, :nodes] for layer, each in hidden.items()} if hidden else {}
             feedback = Feedback(result.tokens, result.path, argmax, top, states, prompts[at] if prompts else {})
             for proposer, placed in zip(self._proposers, draft.placed, strict=True):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +21,6 @@ from lookahead.models.model_state import state_of
 from lookahead.models.target import OnPrefill, Target
 from lookahead.models.tensor_parallel import tensor_parallel_group
 from lookahead.verification.exact import Scores, read_scores
-from lookahead.verification.rejection import draw
 
 
 class Engine:
@@ -85,14 +83,13 @@ class Engine:
 
         Between steps the model is as it was, unless the loop runs inside `serving`.
         """
-        advance: Callable[[], list[StepOutput]] = partial(self.admit, self.batch)
-        while True:
+        with self._target.serving():
+            outputs = self.admit(self.batch)
+        yield outputs
+        while self._rows:
             with self._target.serving():
-                outputs = advance()
+                outputs = self.step()
             yield outputs
-            if not self._rows:
-                return
-            advance = self.step
 
     def admit(self, rows: Sequence[Row]) -> list[StepOutput]:
         """Let rows join those that are running; the model must be in service, and the cache have room for them.
@@ -118,7 +115,7 @@ class Engine:
         drafts, scores = self._drafter.bare(rows), read_scores(logits, with_top=self._drafter.needs_top)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:
-            self._drafter.observe(rows, drafts, results, scores, self._target, self._drafter.needs_argmax)
+            self._drafter.observe(rows, results, scores, self._target)
             outputs = self._retire(results, first)
         now = time.perf_counter()
         for row in rows:
@@ -141,12 +138,11 @@ class Engine:
                 plan = self._controller.plan(left, context, is_refilled=is_refilled)
             drafts = self._drafter.draft(self._rows, left, plan)
         drafted = time.perf_counter()
-        needs_argmax = self._drafter.needs_argmax or plan.branch is not None
-        drafts, logits, scores, nodes = self._score(drafts, needs_argmax)
+        drafts, logits, scores, nodes = self._score(drafts, plan)
         results = self._verify(drafts, logits, scores)
         with self._learning:
             verified = time.perf_counter()
-            self._drafter.observe(self._rows, drafts, results, scores, self._target, needs_argmax)
+            self._drafter.observe(self._rows, results, scores, self._target)
             now = time.perf_counter()
             for row in self._rows:
                 row.stats.decode_s = now - row.prefilled
@@ -157,7 +153,7 @@ class Engine:
                 self._controller.record(plan, record)
             return self._retire(results)
 
-    def _score(self, drafts: list[Draft], needs_argmax: bool) -> tuple[list[Draft], Tensor, Scores, int]:
+    def _score(self, drafts: list[Draft], plan: StepPlan) -> tuple[list[Draft], Tensor, Scores, int]:
         """One pass over all trees: the drafts that were scored, logits, what was read of them, nodes of the pass.
 
         Where a drafted token gave no numbers, the newest tokens are scored alone. A masked key still takes part in
@@ -167,7 +163,8 @@ class Engine:
             drafts = self._ensemble.agree(drafts)
         self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
         logits = self._target.score([draft.tree for draft in drafts])
-        needs_top = self._drafter.needs_top and any(draft.placed is not self._drafter.nothing for draft in drafts)
+        needs_top = self._drafter.needs_top and plan.drafts
+        needs_argmax = self._drafter.needs_argmax or plan.branch is not None
         scores, nodes = Scores(NO_NODES), logits.shape[1]
         # On a GPU reading is also what waits for the pass, so that its time is known.
         is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)
@@ -192,9 +189,8 @@ class Engine:
         if self._target.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
             results = self._walk_aligned(drafts, logits, scores)
         for i in range(len(results), len(drafts)):
-            row, pick = self._rows[first + i], None
-            if self._by_rejection:
-                pick = self._drafter.rounds[i].choose if self._drafter.rounds else lambda node, chances: draw(chances)
+            row = self._rows[first + i]
+            pick = self._drafter.rounds[i].choose if self._by_rejection else None
             try:
                 argmax = scores.argmax[i] if len(scores.argmax) else scores.argmax
                 results.append(row.verify(drafts[i], logits[i], argmax, pick, is_typical=self._by_typicality))
@@ -216,7 +212,7 @@ class Engine:
         node, goes_on = 0, True
         while goes_on:
             for i, (row, draft) in enumerate(zip(self._rows, drafts, strict=True)):
-                alone = Draft(TokenTree.root(int(draft.tree.tokens[node])), self._drafter.nothing)
+                alone = Draft(TokenTree.root(int(draft.tree.tokens[node])), ())
                 argmax = scores.argmax[i, node:] if len(scores.argmax) else scores.argmax
                 token = int(row.verify(alone, logits[i, node:], argmax).tokens[0])
                 emitted[i].append(token)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ def stream(
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
     engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
     engine.report_prefill(on_prefill)
-    return TextStream(engine, tokenizer, partial(return_cache, engine, cache_in(generate_kwargs)))
+    return TextStream(engine, tokenizer, cache_in(generate_kwargs))
 
 
 def _read(

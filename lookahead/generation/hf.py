@@ -26,29 +26,15 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
+from lookahead.generation import validation
 from lookahead.generation.beams import BEAM_MODES, BeamLoop, beam_search
 from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
-from lookahead.generation.request import prompt_lengths, stopping_rule, warn_if_stateful
-from lookahead.generation.validation import (
-    check_config,
-    is_cache_returned,
-    validate_call,
-    validate_lengths,
-    validate_past,
-    validate_positions,
-)
+from lookahead.generation.request import prompt_lengths, stateful_reason, stopping_rule
+from lookahead.models import support
 from lookahead.models.cache import cache_in, tokens_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
 from lookahead.models.model_state import state_of
-from lookahead.models.support import (
-    Support,
-    decoder_vocabulary,
-    is_bitwise,
-    prefills_at_once,
-    support_of,
-    vocabulary_size,
-)
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.pools.open_pool import pool_of
@@ -98,7 +84,7 @@ def decode(
         PoolError: The pool or the memory file of the configuration cannot be opened, or is of another model.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
-    check_config("lookahead_config", lookahead_config)
+    validation.check_config("lookahead_config", lookahead_config)
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
     if generation_config.get_generation_mode() in BEAM_MODES:
         if lookahead_streamer is not None:
@@ -140,16 +126,15 @@ def prepare(
     if generation_config.get_generation_mode() in BEAM_MODES:
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, lookahead_config)
         return BeamLoop(*arguments, inputs_tensor, lookahead_context, model_kwargs)
-    validate_call(model, generation_config, model_kwargs)
+    validation.validate_call(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)
     if isinstance(past, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
         config = replace(config, exactness="fast")
     mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-    vocabulary = decoder_vocabulary(model)
-    lengths = prompt_lengths(input_ids, mask, vocabulary)
+    lengths = prompt_lengths(input_ids, mask, support.decoder_vocabulary(model))
     batch_size, longest = input_ids.shape
-    validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
+    validation.validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
     is_continued = not has_encoder and tokens_in(past) > 0
     stopping = stopping_rule(stopping_criteria, generation_config)
     lm: Any = model
@@ -157,24 +142,27 @@ def prepare(
     plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, lookahead_context)
     if stopping.max_length <= longest + 1:
         return plain  # a single token: there is nothing to draft
-    if warn_if_stateful(logits_processor, stopping_criteria, generation_config, batch_size, config.acceptance):
+    is_lossy = config.acceptance == "typical"
+    reason = stateful_reason(logits_processor, stopping_criteria, generation_config, batch_size, is_lossy)
+    if reason:
+        warnings.warn(reason, stacklevel=2)
         return plain
     if has_encoder:
-        support = decoder_support(model, max_length=stopping.max_length)
+        found = decoder_support(model, max_length=stopping.max_length)
     else:
-        support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
-    reason = _unsupported_reason(model, support, batch_size, bool(lengths.min() < longest), config)
+        found = support.support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
+    reason = _unsupported_reason(model, found, batch_size, bool(lengths.min() < longest), config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
         # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
-    if support.shape == "none" or reason:
+    if found.shape == "none" or reason:
         warnings.warn(f"{reason}; it is decoded plainly", stacklevel=2)
         return plain
     if is_continued:
-        validate_past(past, input_ids, generation_config, mask)
-    validate_positions(model_kwargs.get("position_ids"), lengths, longest)
+        validation.validate_past(past, input_ids, generation_config, mask)
+    validation.validate_positions(model_kwargs.get("position_ids"), lengths, longest)
     chooser = TokenChooser(
         logits_processor,
         do_sample=bool(generation_config.do_sample),
@@ -199,9 +187,9 @@ def prepare(
         warp=warp_of(logits_processor) if generation_config.do_sample else None,
         # Enough for short outputs; the cache grows with a longer one.
         capacity=longest + min(stopping.max_length - longest, 256) + config.node_budget + 1,
-        shape=support.shape,
+        shape=found.shape,
         encoded=encoded,
-        keep_cache=not has_encoder and (is_continued or is_cache_returned(past, generation_config)),
+        keep_cache=not has_encoder and (is_continued or validation.is_cache_returned(past, generation_config)),
     )
     if is_continued:
         adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
@@ -232,7 +220,7 @@ def assemble(
         model=model,
         tokenizer=tokenizer,
         rows=slots,
-        vocab_size=decoder_vocabulary(model),
+        vocab_size=support.decoder_vocabulary(model),
         max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
         max_nodes=config.node_budget,
         is_chain=shape == "chains",
@@ -255,12 +243,12 @@ def assemble(
             capacity=capacity,
             device=batch[0].device if batch else input_device(model),
             shape=shape,
-            prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
+            prefill_chunk=longest if support.prefills_at_once(model) else PREFILL_CHUNK,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
             compiles=config.compile,
             captures=config.cuda_graphs,
             most_nodes=config.node_budget + 1,
-            is_bitwise=is_separate and shape == "trees" and config.exactness == "auto" and is_bitwise(model),
+            is_bitwise=is_separate and shape == "trees" and config.exactness == "auto" and support.is_bitwise(model),
             packs=config.pack == "auto",
         )
     return Engine(target, proposers, controller, config, call, batch, keep_cache=keep_cache, isolates=isolates)
@@ -304,24 +292,24 @@ def _drafting(
 
 
 def _unsupported_reason(
-    model: PreTrainedModel, support: Support, rows: int, is_padded: bool, config: LookaheadConfig
+    model: PreTrainedModel, found: support.Support, rows: int, is_padded: bool, config: LookaheadConfig
 ) -> str:
     """Why a model cannot verify what is asked for, or an empty string."""
     name, has_encoder = type(model).__name__, model.config.is_encoder_decoder
-    if support.shape == "none":
-        return f"{name} cannot be decoded speculatively: {support.reason}"
-    if support.shape == "trees":
+    if found.shape == "none":
+        return f"{name} cannot be decoded speculatively: {found.reason}"
+    if found.shape == "trees":
         return ""
     if rows > 1 and not has_encoder:
-        return f"{name} cannot be decoded speculatively for {rows} prompts at once: {support.reason}"
+        return f"{name} cannot be decoded speculatively for {rows} prompts at once: {found.reason}"
     if has_encoder and is_padded:
         return f"{name} cannot be decoded speculatively behind a padded decoder_attention_mask"
     if "jacobi" in config.proposers and not config.decides_branch:
-        return f"{name} cannot verify the lookahead branch: {support.reason}"
+        return f"{name} cannot verify the lookahead branch: {found.reason}"
     if config.acceptance == "rejection" and len(config.proposers) > 1:
-        return f"{name} cannot verify what several proposers draw: {support.reason}"
+        return f"{name} cannot verify what several proposers draw: {found.reason}"
     if config.acceptance != "exact" and rows > 1:
-        return f"{name} cannot accept {rows} inputs by acceptance={config.acceptance!r}: {support.reason}"
+        return f"{name} cannot accept {rows} inputs by acceptance={config.acceptance!r}: {found.reason}"
     return ""
 
 
@@ -330,12 +318,12 @@ def _encoded(
 ) -> Encoded:
     """The output of the encoder, with the cache that `generate` made if that can be cropped."""
     past, mask = cache_in(model_kwargs), model_kwargs.get("attention_mask")
-    is_returned = is_cache_returned(past, config)
+    is_returned = validation.is_cache_returned(past, config)
     if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
         past = empty_cache(model)
     outputs = model_kwargs["encoder_outputs"]
     tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
-    is_shared = vocabulary_size(model, model.get_encoder()) == decoder_vocabulary(model)
+    is_shared = support.vocabulary_size(model, model.get_encoder()) == support.decoder_vocabulary(model)
     if inputs is not None and inputs.ndim == 2 and is_shared:
         inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # for several sampled outputs of each
         seen = torch.ones_like(inputs) if mask is None else mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from queue import Queue
 from typing import Any, cast
@@ -35,12 +35,11 @@ class TextStream(Iterator[str]):
         self,
         engine: Engine | PlainLoop,  # of one row
         tokenizer: PreTrainedTokenizerBase,
-        finish: Callable[[], None],  # called when the output has ended, but not when it is closed before
+        past: object = None,  # a cache that gets the new keys and values, unless the output is closed before its end
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._engine = engine
-        self._finish = finish
+        self._engine, self._past = engine, past
         self._pieces = self._run(tokenizer)
 
     def __next__(self) -> str:
@@ -68,7 +67,7 @@ class TextStream(Iterator[str]):
                 self.finish_reason = step_output.finish_reason
                 streamer.put(torch.from_numpy(step_output.tokens))
                 yield from _ready(streamer.text_queue)
-        self._finish()
+        return_cache(self._engine, self._past)
         streamer.end()
         yield from _ready(streamer.text_queue)
 

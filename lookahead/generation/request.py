@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
@@ -59,32 +58,25 @@ def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaLis
     return next(iter(names), "") or foreign_processor(processors, config)
 
 
-def warn_if_stateful(
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    rows: int,
-    acceptance: str,
-) -> bool:
-    """Warn of a processor or criterion that would see other calls than those of `model.generate`; returns if so.
+def stateful_reason(
+    processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, rows: int, is_lossy: bool
+) -> str:
+    """Why a processor or criterion would see other calls than those of `model.generate`, or an empty string.
 
-    Such a call is decoded plainly. Rows of a batch advance at different rates, and where tokens are sampled, typical
-    acceptance asks processors about tokens that may not be emitted.
+    Rows of a batch advance at different rates, and where tokens are sampled, typical acceptance asks processors about
+    tokens that may not be emitted.
     """
-    name = stateful_name(processors, criteria, config) if rows > 1 else ""
-    why = (
-        f"or look at other rows, so it must see every step of the whole batch: the {rows} rows are decoded plainly; "
-        "a prompt by itself is drafted for"
-    )
-    if not name and acceptance == "typical" and config.do_sample:
-        name = foreign_processor(processors, config, is_tentative=True)
-        why = (
-            "and acceptance='typical' would ask it about tokens that are not emitted: the call is decoded plainly; "
-            "with acceptance='exact' a prompt by itself is drafted for"
+    if rows > 1 and (name := stateful_name(processors, criteria, config)):
+        return (
+            f"{name} may keep a state, or look at other rows, so it must see every step of the whole batch: the {rows} "
+            "rows are decoded plainly; a prompt by itself is drafted for"
         )
-    if name:
-        warnings.warn(f"{name} may keep a state, {why}", stacklevel=3)
-    return bool(name)
+    if is_lossy and config.do_sample and (name := foreign_processor(processors, config, is_tentative=True)):
+        return (
+            f"{name} may keep a state, and acceptance='typical' would ask it about tokens that are not emitted: the "
+            "call is decoded plainly; with acceptance='exact' a prompt by itself is drafted for"
+        )
+    return ""
 
 
 def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingRule:

@@ -241,7 +241,6 @@ class Scheduler:
 
     def _decode_group(self, group: Sequence[Request]) -> Iterator[list[Completion]]:
         """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
-        failed: Sequence[Request] = ()
         tokens: dict[int, list[int]] = {row: [] for row in range(len(group))}
         self._running |= {request.index: request for request in group}
         try:
@@ -255,22 +254,17 @@ class Scheduler:
                         continue
                     tokens[row] += step_output.tokens.tolist()
                     if step_output.finish_reason is not None:
-                        index, ids = self._running.pop(group[row].index).index, tokens.pop(row)
-                        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
-                        reason = step_output.finish_reason
-                        done.append(Completion(index, text, ids, engine.stats[row], finish_reason=reason))
+                        del self._running[group[row].index]
+                        done.append(self._completion(step_output, group[row].index, tokens.pop(row), engine.stats[row]))
                 yield done
         except (PromptError, LogitsError) as error:
-            failed = [group[row] for row in tokens]
             if len(group) == 1:
-                failed = ()
                 yield [Completion(group[0].index, error=error)]
+            for row in tokens if len(group) > 1 else ():
+                yield from self._decode_group([group[row]])
         finally:
             for request in group:
                 self._running.pop(request.index, None)
-        self._running |= {request.index: request for request in failed}
-        for request in failed:
-            yield from self._decode_group([request])
 
     def _joining(self) -> list[Row]:
         """Take the next prompts, in order, that there are free rows and slots for."""
@@ -327,5 +321,8 @@ class Scheduler:
         if step_output.error is not None:
             return Completion(row.index, stats=row.stats, error=step_output.error)
         tokens = row.ids[row.length - row.emitted : row.length].tolist()
+        return self._completion(step_output, row.index, tokens, row.stats)
+
+    def _completion(self, last: StepOutput, index: int, tokens: list[int], stats: DecodingStats) -> Completion:
         text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        return Completion(row.index, text, tokens, row.stats, finish_reason=step_output.finish_reason)
+        return Completion(index, text, tokens, stats, finish_reason=last.finish_reason)
