@@ -103,7 +103,7 @@ def decode(
     if not generation_config.return_dict_in_generate:
         return sequences
     has_encoder = model.config.is_encoder_decoder
-    return output_dict(sequences, engine.batch[0].chooser, generation_config, past, is_encoder_decoder=has_encoder)
+    return output_dict(sequences, engine.batch[0].chooser, generation_config, past, has_encoder=has_encoder)
 
 
 def prepare(

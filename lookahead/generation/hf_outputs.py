@@ -129,17 +129,18 @@ def return_cache(engine: Engine | PlainLoop, past: object) -> None:
     if not (isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache)):
         return
     rows, padding = [engine.kept[row.index] for row in engine.batch], [row.padding for row in engine.batch]
-    append_states(past, rows, padding, max(row.length for row in engine.batch) - 1)
+    append_states(past, rows, padding)
 
 
 def append_states(
-    past: DynamicCache | StaticCache, rows: Sequence[Sequence[RowStates]], padding: Sequence[int], width: int
+    past: DynamicCache | StaticCache, rows: Sequence[Sequence[RowStates]], padding: Sequence[int]
 ) -> None:
     """Append keys and values of rows, `[heads, tokens, dim]` by layer, to a cache that holds their beginning, if any.
 
-    It then holds `width` tokens, the `padding` before each row counted; what is padded is zeros.
+    It then holds as many tokens as the longest row, the `padding` before each counted; what is padded is zeros.
     """
     begin = int(past.get_seq_length())
+    width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, rows, strict=True))
     for index in range(len(rows[0])):
         new: list[Tensor] = []
         for which in (0, 1):
@@ -162,12 +163,7 @@ def padded_sequences(input_ids: Tensor, outputs: list[list[int]], config: Genera
 
 
 def output_dict(
-    sequences: Tensor,
-    chooser: TokenChooser,
-    config: GenerationConfig,
-    past: Cache | None,
-    *,
-    is_encoder_decoder: bool = False,
+    sequences: Tensor, chooser: TokenChooser, config: GenerationConfig, past: Cache | None, *, has_encoder: bool
 ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """The output class of `return_dict_in_generate`; scores and logits of a row that has ended are zeros."""
 
@@ -176,7 +172,7 @@ def output_dict(
         nothing, steps = torch.zeros_like(rows[0][0]), range(max(map(len, rows)))
         return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in steps)
 
-    kind = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
+    kind = GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput
     outputs: dict[str, Any] = {"sequences": sequences, CACHE: past}
     if config.output_scores:
         outputs["scores"] = by_step(chooser.scores)

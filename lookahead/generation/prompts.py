@@ -130,7 +130,7 @@ class PromptReader:
         """The token ids of one prompt, text, chat messages or ids; `index` is its number, for error messages."""
         if isinstance(prompt, str):
             _check_text(prompt, f"prompt {index}")
-            ids = self._encode(prompt)
+            ids = self._encode(prompt, special=self._special)
         else:
             ids = self.render(prompt, index) if is_chat(prompt) else self._ids(prompt, index)
         if not ids:
@@ -145,9 +145,8 @@ class PromptReader:
             )
         return ids
 
-    def _encode(self, text: str, *, special: bool | None = None) -> list[int]:
-        with_special = self._special if special is None else special
-        ids: list[int] = self._tokenizer(text, add_special_tokens=with_special, verbose=False)["input_ids"]
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
     def _ids(self, prompt: Any, index: int) -> list[int]:
