@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT, BranchSize
@@ -126,9 +126,9 @@ class LookaheadConfig:
         self._settle_memory()
         for name, low, high in (("max_nodes", 1, MAX_NODES_LIMIT), ("ngram_size", 2, 16), ("guesses", 0, 64)):
             if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), low, high)
-        _check_range("max_ngram", self.max_ngram, 1, 64)
-        _check_range("min_ngram", self.min_ngram, 1, self.max_ngram)
+                check_whole(name, getattr(self, name), low, high)
+        check_whole("max_ngram", self.max_ngram, 1, 64)
+        check_whole("min_ngram", self.min_ngram, 1, self.max_ngram)
         for name in ("pool_from_prompt", "compile", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -136,7 +136,7 @@ class LookaheadConfig:
         if not isinstance(least, Real) or not 0.0 <= float(least) <= 1.0:
             raise ConfigError(f"min_probability must be from 0 to 1, got {least!r}")
         if self.window not in (None, "auto"):
-            _check_range("window", self.window, 1, 64, instead="auto or ")
+            check_whole("window", self.window, 1, 64, instead="auto or ")
         if "jacobi" in self.proposers and not self.branch_sizes:
             raise ConfigError(
                 f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
@@ -218,7 +218,9 @@ class LookaheadConfig:
         return PASSES[self.compile + 2 * self.cuda_graphs]
 
 
-def _check_range(name: str, value: object, low: int, high: int, instead: str = "") -> None:
-    """Raise ConfigError unless `value` is an int from `low` to `high`; `instead` names other allowed values."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} must be {instead}a whole number from {low} to {high}, got {value!r}")
+def check_whole(name: str, value: Any, least: int, most: int | None = None, *, instead: str = "") -> None:
+    """Raise ConfigError unless `value` is a whole number in its range; `instead` names other allowed values."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(f"{name} must be {instead}a whole number {span}, got {value!r}")

@@ -155,7 +155,7 @@ def test_an_output_ends_where_the_context_is_full_and_says_so(small, tiny_tokeni
 def test_an_output_that_transformers_decodes_ends_there_as_well(small, tiny_tokenizer, monkeypatch):
     texts, options = ["ab" * 17, "abc"], {**GREEDY, "max_new_tokens": 30}
     expected = lookahead.generate(small, tiny_tokenizer, texts, **options)
-    monkeypatch.setattr("lookahead.generation.hf.support_of", lambda *_, **__: Support("none", "it is told so"))
+    monkeypatch.setattr("lookahead.models.support.support_of", lambda *_, **__: Support("none", "it is told so"))
     result = lookahead.generate(small, tiny_tokenizer, texts, **options)
     assert result.token_ids == expected.token_ids
     assert result.finish_reasons == ["length", "length"]

@@ -63,9 +63,8 @@ def every_fall(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Prefix]) -> It
     while scripts:
         script = scripts.pop()
         dice = Dice(script)
-        rejection = "verification.rejection"
-        for module, name in ((rejection, "coin"), (rejection, "draw"), ("engine.engine", "draw")):
-            monkeypatch.setattr(f"lookahead.{module}.{name}", getattr(dice, name))
+        monkeypatch.setattr("lookahead.verification.rejection.coin", dice.coin)
+        monkeypatch.setattr("lookahead.verification.rejection.draw", dice.draw)
         monkeypatch.setattr("lookahead.proposers.draft_tree.draw_several", dice.draw_several)
         outcome = run()
         yield dice.weight, outcome

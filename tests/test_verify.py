@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.verification.exact import VerifyResult, verify, walk_greedy
-
-NO_EOS = np.zeros(0, np.int32)
+from lookahead.drafting.tree import TokenTree
+from lookahead.verification.exact import verify
 
 
 def target_choice(prefix: tuple[int, ...]) -> int:
@@ -38,41 +36,28 @@ def drafts(draw: st.DrawFn) -> TokenTree:
     return TokenTree.from_parents(tokens, parents)
 
 
-def verify_greedy(tree: TokenTree, argmax: list[int], eos_tokens: IntArray, limit: int) -> VerifyResult:
-    return VerifyResult(*walk_greedy(tree.tokens, tree.parents, np.array(argmax, np.int32), eos_tokens, limit))
-
-
-def walk(tree: TokenTree, eos: int | None, limit: int) -> VerifyResult:
-    chosen, count = choices(tree), 0
+def walk(tree: TokenTree, chosen: list[int], eos: int | None, limit: int) -> tuple[list[int], list[int], bool]:
+    """The path and the tokens of a walk, and whether the output ended there."""
+    ends: list[bool] = []
 
     def is_finished(token: int) -> bool:
-        nonlocal count
-        count += 1
-        return token == eos or count >= limit
+        ends.append(token == eos or len(ends) + 1 >= limit)
+        return ends[-1]
 
-    return verify(tree, lambda node: chosen[node], is_finished)
+    path, tokens = verify(tree, lambda node: chosen[node], is_finished)
+    return path.tolist(), tokens.tolist(), ends[-1]
 
 
 @given(drafts(), st.sampled_from([None, 0, 1, 2, 3]), st.integers(1, 8))
 def test_any_draft_emits_what_token_by_token_decoding_emits(tree: TokenTree, eos: int | None, limit: int) -> None:
-    result = walk(tree, eos, limit)
+    path, tokens, finished = walk(tree, choices(tree), eos, limit)
     prefix = (int(tree.tokens[0]),)
-    for i, token in enumerate(result.tokens):
+    for i, token in enumerate(tokens):
         assert token == target_choice(prefix)
-        prefix += (int(token),)
-        assert (token == eos or i + 1 == limit) == (result.finished and i + 1 == len(result.tokens))
-    assert len(result.tokens) == len(result.path)
-    assert tree.tokens[result.path[1:]].tolist() == result.tokens[:-1].tolist()
-
-
-@given(drafts(), st.sampled_from([None, 0, 1, 2, 3]), st.integers(1, 8))
-def test_the_greedy_walk_in_one_call_is_the_same_walk(tree: TokenTree, eos: int | None, limit: int) -> None:
-    eos_tokens = NO_EOS if eos is None else np.array([eos], np.int32)
-    fast = verify_greedy(tree, choices(tree), eos_tokens, limit)
-    slow = walk(tree, eos, limit)
-    assert fast.path.tolist() == slow.path.tolist()
-    assert fast.tokens.tolist() == slow.tokens.tolist()
-    assert fast.finished == slow.finished
+        prefix += (token,)
+        assert (token == eos or i + 1 == limit) == (finished and i + 1 == len(tokens))
+    assert len(tokens) == len(path)
+    assert tree.tokens[path[1:]].tolist() == tokens[:-1]
 
 
 def chain(*tokens: int) -> TokenTree:
@@ -80,30 +65,24 @@ def chain(*tokens: int) -> TokenTree:
 
 
 def test_an_empty_draft_emits_the_bonus_token_alone() -> None:
-    result = verify_greedy(chain(5), [8], NO_EOS, 100)
-    assert (result.path.tolist(), result.tokens.tolist(), result.finished) == ([0], [8], False)
+    assert walk(chain(5), [8], None, 100) == ([0], [8], False)
 
 
 def test_a_perfect_draft_emits_itself_and_the_bonus_token() -> None:
-    result = verify_greedy(chain(5, 6, 7), [6, 7, 8], NO_EOS, 100)
-    assert (result.path.tolist(), result.tokens.tolist()) == ([0, 1, 2], [6, 7, 8])
+    assert walk(chain(5, 6, 7), [6, 7, 8], None, 100)[:2] == ([0, 1, 2], [6, 7, 8])
 
 
 def test_an_always_wrong_draft_costs_nothing_but_its_nodes() -> None:
-    result = verify_greedy(chain(5, 1, 1), [6, 7, 8], NO_EOS, 100)
-    assert (result.path.tolist(), result.tokens.tolist()) == ([0], [6])
+    assert walk(chain(5, 1, 1), [6, 7, 8], None, 100)[:2] == ([0], [6])
 
 
 @pytest.mark.parametrize("stop", [6, 7])
 def test_an_end_of_sequence_inside_an_accepted_draft_ends_the_output_there(stop: int) -> None:
-    result = verify_greedy(chain(5, 6, 7), [6, 7, 8], np.array([1, stop], np.int32), 100)
-    assert result.tokens.tolist() == ([6] if stop == 6 else [6, 7])
-    assert result.finished
+    assert walk(chain(5, 6, 7), [6, 7, 8], stop, 100)[1:] == ([6] if stop == 6 else [6, 7], True)
 
 
 def test_a_length_limit_inside_an_accepted_draft_ends_the_output_there() -> None:
-    result = verify_greedy(chain(5, 6, 7), [6, 7, 8], NO_EOS, 2)
-    assert (result.tokens.tolist(), result.finished) == ([6, 7], True)
+    assert walk(chain(5, 6, 7), [6, 7, 8], None, 2)[1:] == ([6, 7], True)
 
 
 def test_the_target_chooses_once_per_emitted_token_and_never_past_the_end() -> None:

@@ -195,15 +195,15 @@ def pick_draft(options: PickDraftOptions) -> None:
 def _print_pick(pick: Pick) -> None:
     rows = [
         (
-            each.name.rstrip("/").rpartition("/")[2],
+            name.rstrip("/").rpartition("/")[2],
             f"{each.parameters:,}" if each.parameters else "",
             f"{1e3 * each.pass_s:.2f}" if each.pass_s else "",
-            f"{each.score.stats.mean_acceptance_length:.2f}",
-            f"{each.score.drafted_per_step:.1f}",
-            f"{each.score.stats.tokens_per_s:.1f}",
-            f"{each.score.identical}/{each.score.prompts}",
+            f"{each.stats.mean_acceptance_length:.2f}",
+            f"{each.drafted_per_step:.1f}",
+            f"{each.stats.tokens_per_s:.1f}",
+            f"{each.identical}/{each.prompts}",
         )
-        for each in pick.candidates
+        for name, each in pick.candidates.items()
     ]
     headings = ("", "parameters", "ms/pass", "tokens/pass", "drafted/pass", "tokens/s", "same")
     out = console(sys.stdout)

@@ -78,7 +78,7 @@ class Feedback:
             (none where a stop cut the step short). Never empty.
         path: int32 `[a]`; the accepted nodes of the draft from the root, `path[0] == 0`.
         argmax: int32 `[nodes]`; the target's likeliest next token after every node of the draft, before any
-            logits processor. Empty when no proposer of the engine asked for it (`needs_argmax`).
+            logits processor. It may be empty when no proposer of the engine asked for it (`needs_argmax`).
         top: More of what it thinks likely; None when no proposer of the engine asked for it (`needs_top`).
         hidden: For every layer a proposer of the engine asked for (`hidden_layers`) the target's hidden states at
             every node of the draft, `[nodes, size]`, where the target computed them.
@@ -131,8 +131,7 @@ class Proposer(Protocol):
     """A source of drafts for many rows at once.
 
     The engine calls `start` once per row, then `propose` and `observe` in turn, and `finish` when the row is done.
-    Where drafting does not pay, `propose` is not called: the next `observe` then passes, with an empty `placed`, the
-    tokens of one step, or of many steps if no proposer of the engine reads `argmax` or hidden states. With
+    Where drafting does not pay, `propose` is not called: `observe` then passes the tokens with an empty `placed`. With
     `draft="auto"` a row is not shown to a proposer that would not be worth its time, and `finish` is called early for
     one that reads hidden states and will not be asked for the row again.
 

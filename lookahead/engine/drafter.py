@@ -8,15 +8,15 @@ import numpy as np
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan
-from lookahead.drafting.proposal import Feedback, Proposal, Proposer, Top, question_of
+from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, question_of
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
-from lookahead.engine.row import ROOT, Row
+from lookahead.engine.row import Row, StepOutput
 from lookahead.models.target import Target
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.proposers.ngram import NgramProposer
 from lookahead.proposers.validated import ValidatedProposer
-from lookahead.verification.exact import Scores, VerifyResult
+from lookahead.verification.exact import Scores
 from lookahead.verification.rejection import RejectionRounds
 
 NO_NODES = np.zeros(0, np.int32)
@@ -26,19 +26,13 @@ class TreeDrafter:
     """Asks the proposers of an engine, and merges their proposals into one tree per row."""
 
     def __init__(
-        self,
-        proposers: Sequence[Proposer],
-        controller: Controller | None,
-        config: LookaheadConfig,
-        positions: int | None,
-        *,
-        is_chain: bool,
-        by_rejection: bool,
+        self, proposers: Sequence[Proposer], controller: Controller | None, config: LookaheadConfig, call: Call
     ) -> None:
-        self._proposers, self._controller, self._positions = proposers, controller, positions
+        by_rejection = call.by_rejection
+        self._proposers, self._controller = proposers, controller
         self._max_proposed = config.node_budget // (len(proposers) or 1) if by_rejection else config.node_budget
         self._min_probability = config.min_probability
-        self._by_rejection, self._is_chain = by_rejection, is_chain and not by_rejection
+        self._by_rejection, self._is_chain = by_rejection, call.is_chain and not by_rejection
         self._questions = [question_of(proposer) for proposer in proposers]
         only = proposers[0] if len(proposers) == 1 else None
         self._single = only if isinstance(only, NgramProposer) and not by_rejection else None  # nothing to merge
@@ -48,21 +42,17 @@ class TreeDrafter:
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self.needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self.needs_top = any(proposer.needs_top for proposer in proposers)
-        self.nothing = tuple(NO_NODES for _ in proposers)  # `Draft.placed` where no proposer was asked
-        self.rounds: list[RejectionRounds] = []  # of every row; empty where nothing was drawn
+        self.rounds: list[RejectionRounds] = []  # of every row, for acceptance by rejection
 
-    def draft(self, rows: Sequence[Row], plan: StepPlan) -> list[Draft]:
-        """One tree per row, as large as the plan pays for; the last token alone where drafting is off."""
+    def draft(self, rows: Sequence[Row], left: Sequence[int], plan: StepPlan) -> list[Draft]:
+        """One tree per row, as large as the plan pays for; the last token alone where drafting is off.
+
+        `left` are the tokens that each row may still emit.
+        """
         if not plan.drafts:
             return self.bare(rows)
-        limits, least = [], max(self._min_probability, plan.min_probability)
-        for row in rows:
-            if row.pending:
-                self._observe_pending(row)
-            depth = row.left - 1
-            if self._positions is not None:
-                depth = min(depth, row.positions_left(self._positions))
-            limits.append(Limits(plan.max_nodes, depth, least, self._is_chain, plan.worth))
+        least = max(self._min_probability, plan.min_probability)
+        limits = [Limits(plan.max_nodes, tokens - 1, least, self._is_chain, plan.worth) for tokens in left]
         plan_costs = FREE if self._by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
         nodes = self._max_proposed
@@ -90,8 +80,8 @@ class TreeDrafter:
 
     def bare(self, rows: Sequence[Row]) -> list[Draft]:
         """The last token of every row alone; no proposer is asked."""
-        self.rounds = []
-        return [Draft(TokenTree.root(row.last_token), self.nothing) for row in rows]
+        self.rounds = [RejectionRounds((), ()) for _ in rows] if self._by_rejection else []
+        return [Draft(TokenTree.root(row.last_token), (NO_NODES,) * len(self._proposers)) for row in rows]
 
     def start(self, row: Row) -> None:
         """Show the proposers a new row; the n-grams of a summary are in what the encoder has read."""
@@ -99,46 +89,24 @@ class TreeDrafter:
         for proposer in self._proposers:
             proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
 
-    def observe(
-        self,
-        rows: Sequence[Row],
-        drafts: Sequence[Draft],
-        results: Sequence[VerifyResult],
-        scores: Scores,
-        target: Target,
-        needs_argmax: bool,
-    ) -> None:
-        """Let the proposers learn from a step of all rows of the pass.
-
-        The tokens of plain steps are collected until the proposers are asked again, unless one reads more than tokens.
-        """
+    def observe(self, rows: Sequence[Row], results: Sequence[StepOutput], scores: Scores, target: Target) -> None:
+        """Let the proposers learn from a step of all rows of the pass."""
         hidden, prompts = target.hidden, target.prompt_hidden
-        for at, (row, draft, result) in enumerate(zip(rows, drafts, results, strict=True)):
-            if result.error is not None:
-                continue
-            if draft.placed is self.nothing and not (hidden or needs_argmax) and scores.top is None:
-                row.pending.append(result.tokens)
+        for at, (row, result) in enumerate(zip(rows, results, strict=True)):
+            draft = result.draft
+            if draft is None or result.error is not None:
                 continue
             nodes, top = len(draft.tree.tokens), None
             if scores.top is not None and scores.probabilities is not None:
                 top = Top(draft.tree, scores.top[at, :nodes], scores.probabilities[at, :nodes])
-            argmax = scores.argmax[at, :nodes] if needs_argmax else NO_NODES
+            argmax = scores.argmax[at, :nodes] if len(scores.argmax) else NO_NODES
             states = {layer: each[at, :nodes] for layer, each in hidden.items()} if hidden else {}
             feedback = Feedback(result.tokens, result.path, argmax, top, states, prompts[at] if prompts else {})
             for proposer, placed in zip(self._proposers, draft.placed, strict=True):
                 proposer.observe(row.slot, feedback, placed)
         prompts.clear()
 
-    def _observe_pending(self, row: Row) -> None:
-        """Let the proposers observe the tokens that were emitted while they were not asked."""
-        feedback = Feedback(np.concatenate(row.pending), ROOT, NO_NODES)
-        row.pending.clear()
-        for proposer in self._proposers:
-            proposer.observe(row.slot, feedback, NO_NODES)
-
     def finish(self, row: Row) -> None:
-        """Let the proposers forget a row, once they have observed all of it."""
-        if row.pending:
-            self._observe_pending(row)
+        """Let the proposers forget a row."""
         for proposer in self._proposers:
             proposer.finish(row.slot)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from torch import Tensor
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
-from lookahead.drafting.proposal import Proposer
+from lookahead.drafting.proposal import Call, Proposer
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.drafter import NO_NODES, TreeDrafter
-from lookahead.engine.row import ROOT, CarriedError, Row, StepOutput
-from lookahead.errors import PromptError
+from lookahead.engine.row import Row, StepOutput
 from lookahead.models.cache import RowStates
+from lookahead.models.model_state import state_of
 from lookahead.models.target import OnPrefill, Target
-from lookahead.models.tensor_parallel import TensorParallelGroup
-from lookahead.verification.exact import Scores, VerifyResult, read_scores
-from lookahead.verification.rejection import draw
-
-Results = list[VerifyResult]
+from lookahead.models.tensor_parallel import tensor_parallel_group
+from lookahead.verification.exact import Scores, read_scores
 
 
 class Engine:
@@ -35,15 +31,10 @@ class Engine:
         proposers: The sources of drafts; none means plain decoding.
         controller: Decides whether and how much to draft; None drafts all that the options allow.
         config: The options.
+        call: What the proposers were made for.
         batch: The rows that `run` decodes, those of one call of `model.generate`, as many as the cache has.
         keep_cache: Whether `kept` shall hold the KV per layer of every row that ended.
-        is_chain: Whether the target verifies chains only.
-        by_rejection: Whether drawn nodes are accepted by rejection sampling; proposals then have `draws`.
         isolates: Whether an error of one row ends that row alone; its `StepOutput` then holds the error.
-        by_typicality: Whether typical acceptance is used, which is lossy.
-        ensemble: The tensor-parallel processes; only the leading one has proposers and a controller.
-        learning: A lock held while proposers and controller work, which may learn together with other engines on other
-            threads. Passes and verification run without it, so that threads that share a model decode side by side.
     """
 
     def __init__(
@@ -52,24 +43,22 @@ class Engine:
         proposers: Sequence[Proposer],
         controller: Controller | None,
         config: LookaheadConfig,
+        call: Call,
         batch: Sequence[Row] = (),
         *,
         keep_cache: bool = False,
-        is_chain: bool = False,
-        by_rejection: bool = False,
         isolates: bool = False,
-        by_typicality: bool = False,
-        ensemble: TensorParallelGroup | None = None,
-        learning: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._target, self._controller, self._ensemble = target, controller, ensemble
-        self._learning = learning if learning is not None else nullcontext()
+        self._target, self._controller = target, controller
+        self._ensemble = tensor_parallel_group(call.model)  # only the leading process has proposers and a controller
+        # Proposers and controller may learn together with other engines on other threads. Passes and verification run
+        # without the lock, so that threads that share a model decode side by side.
+        self._learning = state_of(call.model).learned.lock
         self._unsized = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
-        self._drafter = TreeDrafter(
-            proposers, controller, config, target.positions, is_chain=is_chain, by_rejection=by_rejection
-        )
+        self._drafter = TreeDrafter(proposers, controller, config, call)
         self.sources = self._drafter.sources
-        self._by_rejection, self._by_typicality = by_rejection, by_typicality
+        self._by_rejection = call.by_rejection
+        self._by_typicality = config.acceptance == "typical" and call.warp is not None
         self._keep_cache, self._isolates = keep_cache, isolates
         self.kept: dict[int, list[RowStates]] = {}
         self._free_slots = list(range(target.cache.slots.rows))[::-1]
@@ -94,17 +83,13 @@ class Engine:
 
         Between steps the model is as it was, unless the loop runs inside `serving`.
         """
-        advance: Callable[[], list[StepOutput]] = partial(self.admit, self.batch)
-        while True:
-            try:
-                with self._target.serving():
-                    outputs = advance()
-            except StopIteration as error:
-                raise CarriedError("generator raised StopIteration") from error
+        with self._target.serving():
+            outputs = self.admit(self.batch)
+        yield outputs
+        while self._rows:
+            with self._target.serving():
+                outputs = self.step()
             yield outputs
-            if not self._rows:
-                return
-            advance = self.step
 
     def admit(self, rows: Sequence[Row]) -> list[StepOutput]:
         """Let rows join those that are running; the model must be in service, and the cache have room for them.
@@ -130,8 +115,8 @@ class Engine:
         drafts, scores = self._drafter.bare(rows), read_scores(logits, with_top=self._drafter.needs_top)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:
-            self._drafter.observe(rows, drafts, results, scores, self._target, self._drafter.needs_argmax)
-            outputs = self._retire(drafts, results, first)
+            self._drafter.observe(rows, results, scores, self._target)
+            outputs = self._retire(results, first)
         now = time.perf_counter()
         for row in rows:
             row.prefilled = now
@@ -142,21 +127,22 @@ class Engine:
         """Advance all rows by one pass, the model in service; with `is_refilled` a row that ends makes room for one."""
         begin = time.perf_counter()
         with self._learning:
-            outgrown = self._retire_outgrown() if self._target.positions is not None else []
             if not self._rows:
-                return outgrown
-            plan = self._unsized
+                return []
+            positions, plan = self._target.positions, self._unsized
+            left = [row.stopping.max_length - row.length for row in self._rows]
+            if positions is not None:  # behind them no more tokens can be read
+                left = [min(n, 1 + row.positions_left(positions)) for n, row in zip(left, self._rows, strict=True)]
             if self._controller is not None:
-                left, context = [row.left for row in self._rows], max([row.length for row in self._rows])
+                context = max([row.length for row in self._rows])
                 plan = self._controller.plan(left, context, is_refilled=is_refilled)
-            drafts = self._drafter.draft(self._rows, plan)
+            drafts = self._drafter.draft(self._rows, left, plan)
         drafted = time.perf_counter()
-        needs_argmax = self._drafter.needs_argmax or plan.branch is not None
-        drafts, logits, scores, nodes = self._score(drafts, needs_argmax)
+        drafts, logits, scores, nodes = self._score(drafts, plan)
         results = self._verify(drafts, logits, scores)
         with self._learning:
             verified = time.perf_counter()
-            self._drafter.observe(self._rows, drafts, results, scores, self._target, needs_argmax)
+            self._drafter.observe(self._rows, results, scores, self._target)
             now = time.perf_counter()
             for row in self._rows:
                 row.stats.decode_s = now - row.prefilled
@@ -165,9 +151,9 @@ class Engine:
                 tokens, host_s = [len(result.tokens) for result in results], drafted - begin + now - verified
                 record = StepRecord(walked, tokens, nodes, host_s, now - begin, self._target.is_cold)
                 self._controller.record(plan, record)
-            return outgrown + self._retire(drafts, results)
+            return self._retire(results)
 
-    def _score(self, drafts: list[Draft], needs_argmax: bool) -> tuple[list[Draft], Tensor, Scores, int]:
+    def _score(self, drafts: list[Draft], plan: StepPlan) -> tuple[list[Draft], Tensor, Scores, int]:
         """One pass over all trees: the drafts that were scored, logits, what was read of them, nodes of the pass.
 
         Where a drafted token gave no numbers, the newest tokens are scored alone. A masked key still takes part in
@@ -177,10 +163,12 @@ class Engine:
             drafts = self._ensemble.agree(drafts)
         self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
         logits = self._target.score([draft.tree for draft in drafts])
-        needs_top = self._drafter.needs_top and any(draft.placed is not self._drafter.nothing for draft in drafts)
+        needs_top = self._drafter.needs_top and plan.drafts
+        needs_argmax = self._drafter.needs_argmax or plan.branch is not None
         scores, nodes = Scores(NO_NODES), logits.shape[1]
         # On a GPU reading is also what waits for the pass, so that its time is known.
-        if needs_argmax or needs_top or logits.device.type != "cpu" or any(row.is_simple for row in self._rows):
+        is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)
+        if needs_argmax or needs_top or is_greedy or logits.device.type != "cpu":
             scores = read_scores(logits, with_top=needs_top)
         if nodes > 1:
             wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()
@@ -192,25 +180,24 @@ class Engine:
                 scores = read_scores(logits, with_top=False)
         return drafts, logits, scores, nodes
 
-    def _verify(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> Results:
+    def _verify(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[StepOutput]:
         """Walk the trees of all rows from `first` on, keep the KV of what was accepted, and count it.
 
         Where an error is that of one row, it stands in place of the row's result.
         """
-        results: Results = []
+        results: list[StepOutput] = []
         if self._target.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
             results = self._walk_aligned(drafts, logits, scores)
         for i in range(len(results), len(drafts)):
-            row, pick = self._rows[first + i], None
-            if self._by_rejection:
-                pick = self._drafter.rounds[i].choose if self._drafter.rounds else lambda node, chances: draw(chances)
+            row = self._rows[first + i]
+            pick = self._drafter.rounds[i].choose if self._by_rejection else None
             try:
                 argmax = scores.argmax[i] if len(scores.argmax) else scores.argmax
                 results.append(row.verify(drafts[i], logits[i], argmax, pick, is_typical=self._by_typicality))
             except Exception as error:
                 if not self._isolates:
                     raise
-                results.append(VerifyResult(ROOT, NO_NODES, True, error))
+                results.append(StepOutput(row.index, NO_NODES, None, drafts[i], error=error))
         for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
             if result.error is not None:
                 self.cache.wipe(i)
@@ -219,13 +206,13 @@ class Engine:
                 self._rows[i].count(draft, result, self.sources)
         return results
 
-    def _walk_aligned(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> Results:
+    def _walk_aligned(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[StepOutput]:
         """Walk chains of rows that must stay equally long: on as long as every row accepts and none ends."""
         emitted: list[list[int]] = [[] for _ in drafts]
         node, goes_on = 0, True
         while goes_on:
             for i, (row, draft) in enumerate(zip(self._rows, drafts, strict=True)):
-                alone = Draft(TokenTree.root(int(draft.tree.tokens[node])), self._drafter.nothing)
+                alone = Draft(TokenTree.root(int(draft.tree.tokens[node])), ())
                 argmax = scores.argmax[i, node:] if len(scores.argmax) else scores.argmax
                 token = int(row.verify(alone, logits[i, node:], argmax).tokens[0])
                 emitted[i].append(token)
@@ -233,38 +220,20 @@ class Engine:
                 goes_on = goes_on and is_drafted and row.finish_reason is None
             node += 1
         path = np.arange(node, dtype=np.int32)
-        ends = [row.finish_reason is not None for row in self._rows]
-        return [VerifyResult(path, np.array(each, np.int32), end) for each, end in zip(emitted, ends, strict=True)]
+        return [
+            StepOutput(row.index, np.array(tokens, np.int32), row.finish_reason, draft, path)
+            for row, tokens, draft in zip(self._rows, emitted, drafts, strict=True)
+        ]
 
-    def _retire_outgrown(self) -> list[StepOutput]:
-        """Take out rows that the model has no more positions for, where one row's error ends that row alone."""
-        errors: dict[int, PromptError] = {}
-        for i, row in enumerate(self._rows):
-            try:
-                row.positions_left(self._target.positions)
-            except PromptError as error:
-                if not self._isolates:
-                    raise
-                errors[i] = error
-        outputs = [StepOutput(self._rows[i].index, NO_NODES, None, error=errors[i]) for i in errors]
-        for i in reversed(errors):
-            self._remove(i)
-        return outputs
-
-    def _retire(self, drafts: Sequence[Draft], results: Results, first: int = 0) -> list[StepOutput]:
-        """What every row from `first` on emitted; those that ended are taken out."""
-        outputs, ended = [], []
-        for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
-            row = self._rows[i]
-            outputs.append(StepOutput(row.index, result.tokens, row.finish_reason, draft, result.path, result.error))
-            if result.finished:
-                ended.append(i)
-        for i in reversed(ended):
-            self._remove(i)
-        if self._rows and not self._rows[0].is_simple:
+    def _retire(self, results: list[StepOutput], first: int = 0) -> list[StepOutput]:
+        """Take out the rows from `first` on that ended."""
+        for i in reversed(range(len(results))):
+            if results[i].finish_reason is not None or results[i].error is not None:
+                self._remove(first + i)
+        if self._rows and not self._rows[0].chooser.is_plain_greedy:
             # Rows share their draws of random numbers only where they all belong to one batch.
             self._rows[0].chooser.forget_before(min([row.emitted for row in self._rows]))
-        return outputs
+        return results
 
     def _remove(self, i: int) -> None:
         """Take a row out, the last active row filling the gap, in the target as in the engine."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from lookahead.drafting.tree import IntArray
-from lookahead.engine.row import CarriedError, StepOutput
+from lookahead.engine.row import StepOutput
 from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
@@ -55,10 +55,7 @@ class PlainLoop:
     def run(self) -> Iterator[list[StepOutput]]:
         """Decode every row to its end and yield all of it at once."""
         start = time.perf_counter()
-        try:
-            output = self.sample()
-        except StopIteration as error:
-            raise CarriedError("generator raised StopIteration") from error
+        output = self.sample()
         sequences: Tensor = getattr(output, "sequences", output)
         seconds = time.perf_counter() - start
         step_outputs = []

@@ -16,7 +16,7 @@ from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
-from lookahead.verification.exact import VerifyResult, verify, walk_greedy
+from lookahead.verification.exact import verify
 from lookahead.verification.sampling import TokenChooser, not_a_number
 from lookahead.verification.stopping import FinishReason, StoppingRule
 from lookahead.verification.typical import Walk, longest_typical
@@ -42,10 +42,6 @@ class StepOutput:
     def finished(self) -> bool:
         """Whether the row's output ends here."""
         return self.finish_reason is not None or self.error is not None
-
-
-class CarriedError(RuntimeError):
-    """Carries a `StopIteration` of user code, its cause, out of a generator, which must not raise one itself."""
 
 
 class Row:
@@ -79,13 +75,10 @@ class Row:
         self.ids[: len(ids)] = ids
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
         self.slot = self.emitted = 0  # its number among the rows of its engine, and tokens
-        self.pending: list[IntArray] = []  # emitted tokens that the proposers have not observed yet
         self.inputs: IntArray = np.zeros(0, np.int32)  # what an encoder has read for it
         self.prefilled = 0.0  # when its prompt was read, by `time.perf_counter`
         self.is_bitwise = False  # whether its passes have the bits of `model.generate` for its prompt
         self.finish_reason: FinishReason | None = None
-        # Whether its tokens are the argmax of the raw logits until one of them or its length ends it.
-        self.is_simple = chooser.is_plain_greedy and not stopping.custom
 
     @property
     def text(self) -> IntArray:
@@ -102,15 +95,8 @@ class Row:
         """How many tokens it holds, padding left out."""
         return self.length - self.padding
 
-    @property
-    def left(self) -> int:
-        """Tokens it may still emit."""
-        return self.stopping.max_length - self.length
-
-    def positions_left(self, positions: int | None) -> int:
-        """Positions a model of so many (None: no end) has behind the newest token; PromptError if none for that."""
-        if positions is None:
-            return self.ids.size
+    def positions_left(self, positions: int) -> int:
+        """Positions that a model of so many has behind the newest token; PromptError if none for that."""
         if self.tokens > positions:
             raise PromptError(
                 f"row {self.index} has {self.tokens} tokens and the model positions for {positions}; "
@@ -120,29 +106,17 @@ class Row:
 
     def verify(
         self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None, *, is_typical: bool = False
-    ) -> VerifyResult:
+    ) -> StepOutput:
         """Walk a tree; the ids grow by the tokens emitted.
 
         Args:
             draft: What was scored.
             logits: `[nodes or more, vocab]`.
-            argmax: int32 `[nodes or more]`; read where the row is simple.
+            argmax: int32 `[nodes or more]`; read where the chooser is plain greedy.
             pick: Chooses the token after a node by the chances of all tokens, `[vocab]`; None for the choice of
                 `model.generate`.
             is_typical: Whether what the target finds likely enough is accepted, which is lossy.
         """
-        if self.is_simple:
-            tree, eos_tokens = draft.tree, self.stopping.eos_tokens
-            result = VerifyResult(*walk_greedy(tree.tokens, tree.parents, argmax, eos_tokens, self.left))
-            if result.tokens[-1] < 0:
-                raise not_a_number(self.index, self.emitted + len(result.tokens) - 1)
-            self.ids[self.length : self.length + len(result.tokens)] = result.tokens
-            self.length += len(result.tokens)
-            self.emitted += len(result.tokens)
-            if result.finished:
-                self.finish_reason = "stop" if int(result.tokens[-1]) in eos_tokens else "length"
-            return result
-
         typical: Walk = {}
         if is_typical and len(draft.tree) > 1:
             typical = longest_typical(draft.tree, partial(self._chances_after, draft.tree, logits))
@@ -158,14 +132,25 @@ class Row:
             assert pick is not None
             return pick(node, chances)
 
-        def is_finished(token: int) -> bool:
-            self.ids[self.length] = token
-            self.length += 1
-            self.emitted += 1
-            self.finish_reason = self.stopping.finish_reason(self._seen(), self.chooser.scores[self.place])
-            return self.finish_reason is not None
+        choice = argmax.item if self.chooser.is_plain_greedy else choose
+        path, tokens = verify(draft.tree, choice, self._emit)
+        return StepOutput(self.index, tokens, self.finish_reason, draft, path)
 
-        return verify(draft.tree, choose, is_finished)
+    def _emit(self, token: int) -> bool:
+        """Add a token to the ids; returns whether the output ends with it."""
+        if token < 0:
+            raise not_a_number(self.index, self.emitted)
+        self.ids[self.length] = token
+        self.length += 1
+        self.emitted += 1
+        rule, scores = self.stopping, self.chooser.scores[self.place]
+        # Every criterion is called, as in `model.generate`: one may count its calls.
+        fired = [reason for reason, criterion in rule.custom if criterion(self._seen(), scores)]
+        if "stop" in fired or token in rule.eos_tokens:
+            self.finish_reason = "stop"
+        elif fired or self.length >= rule.max_length:
+            self.finish_reason = fired[0] if fired else "length"
+        return self.finish_reason is not None
 
     def _chances_after(self, tree: TokenTree, logits: Tensor, path: list[int]) -> Tensor:
         """What the target would draw from after a path of nodes, of `[nodes, vocab]` logits."""
@@ -178,7 +163,7 @@ class Row:
         """The ids so far, and some more, as processors and criteria see them, int64 `[1, tokens]`."""
         return torch.from_numpy(self.ids[: self.length + more])[None].to(self.device)
 
-    def count(self, draft: Draft, result: VerifyResult, sources: Sequence[str]) -> None:
+    def count(self, draft: Draft, result: StepOutput, sources: Sequence[str]) -> None:
         """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""
         stats = self.stats
         if stats.emitted_tokens:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
-from lookahead.engine.engine import Engine
-from lookahead.engine.fallback import PlainLoop
 from lookahead.errors import PromptError
 from lookahead.generation.hf import prepare
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prompts import PromptReader, Prompts, Truncation, pad_token_of, within
 from lookahead.generation.request import pad_prompts, serve_stop_strings
-from lookahead.generation.validation import check_options, check_pair, context_limit, validate_encoder_inputs
+from lookahead.generation.validation import check_options, check_pair, context_limit
 from lookahead.models.cache import cache_in
-from lookahead.models.support import validate_model
 from lookahead.models.target import OnPrefill, input_device
-from lookahead.pools.open_pool import pool_of
 from lookahead.stats import DecodingStats, total
-from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.verification.stopping import FinishReason
 
 
@@ -139,7 +133,7 @@ def stream(
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
     engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
     engine.report_prefill(on_prefill)
-    return TextStream(engine, tokenizer, partial(return_cache, engine, cache_in(generate_kwargs)))
+    return TextStream(engine, tokenizer, cache_in(generate_kwargs))
 
 
 def _read(
@@ -153,8 +147,7 @@ def _read(
     generate_kwargs: dict[str, Any],
 ) -> list[list[int]]:
     check_pair(model, tokenizer, stacklevel=5)
-    validate_model(model)
-    check_options(model, config, generation_config, generate_kwargs, seed)
+    check_options(model, tokenizer, config, generation_config, generate_kwargs, seed)
     reader = PromptReader(model, tokenizer, generation_config, *reading, generate_kwargs)
     return [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
 
@@ -167,21 +160,15 @@ def prepare_ids(
     generation_config: GenerationConfig | None,
     seed: int | None,
     generate_kwargs: dict[str, Any],
-) -> Engine | PlainLoop:
-    """Pad prompts, and let `model.generate` resolve its options into an engine."""
-    if config is not None:
-        pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
-    validate_encoder_inputs(model, encoded)
+    method: Callable[..., Any] = prepare,
+) -> Any:
+    """Pad prompts, and let `model.generate` resolve its options for a custom method: `prepare`, or one like it."""
+    has_encoder = model.config.is_encoder_decoder
     pad = pad_token_of(tokenizer)
-    padded, mask = pad_prompts(encoded, pad, on_the_right=model.config.is_encoder_decoder)
-    longest = 1 if model.config.is_encoder_decoder else len(padded[0])
-    context = None if model.config.is_encoder_decoder else context_limit(model)
-    if context is not None:
-        room = context + 1 - min(map(len, encoded))
-        generate_kwargs = within(room, longest, model, generation_config, generate_kwargs)
-    limit = generate_kwargs.get("max_length") if generate_kwargs.get("max_new_tokens") is None else None
-    if limit is not None and limit <= longest:
-        raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {limit}")
+    padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
+    longest, context = (1, None) if has_encoder else (padded.shape[1], context_limit(model))
+    room = None if context is None else context + 1 - min(map(len, encoded))
+    generate_kwargs = within(room, longest, model, generation_config, generate_kwargs)
     if "pad_token_id" not in generate_kwargs and model.generation_config.pad_token_id is None:
         generate_kwargs = {**generate_kwargs, "pad_token_id": pad}
     generation_config, generate_kwargs = serve_stop_strings(model, tokenizer, generation_config, generate_kwargs)
@@ -189,14 +176,13 @@ def prepare_ids(
         torch.manual_seed(seed)
     causal_lm: Any = model
     device = input_device(model)
-    engine = causal_lm.generate(
-        torch.tensor(padded, device=device),
-        attention_mask=torch.tensor(mask, device=device),
+    return causal_lm.generate(
+        padded.to(device),
+        attention_mask=mask.to(device),
         generation_config=generation_config,
-        custom_generate=prepare,
+        custom_generate=method,
         lookahead_config=config,
         lookahead_tokenizer=tokenizer,
         lookahead_context=context,
         **generate_kwargs,
     )
-    return cast(Engine | PlainLoop, engine)

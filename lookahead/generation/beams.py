@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateBeamOutput
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.fallback import PlainLoop
-from lookahead.engine.row import CarriedError, StepOutput
+from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.hf_outputs import adopt, append_states
 from lookahead.generation.request import prompt_lengths
@@ -105,10 +105,7 @@ def beam_search(
     prompts = input_ids[::beams]
     lengths = prompt_lengths(prompts, None if mask is None else mask[::beams], vocabulary_size(model))
     validate_lengths(model, lengths)
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and len(positions) == len(input_ids):
-        positions = positions[::beams]
-    validate_positions(positions, lengths, input_ids.shape[1])
+    validate_positions(model_kwargs.get("position_ids"), np.repeat(lengths, beams), input_ids.shape[1])
     support = support_of(model, shortest=int(lengths.min()), max_length=generation_config.max_length)
     if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:
         reason = support.reason or "it is spread over several processes"
@@ -150,10 +147,7 @@ def beam_search(
         is_returned = passes is None and is_cache_returned(past, generation_config)
         is_returned = is_returned and isinstance(past, DynamicCache | StaticCache)
         if is_returned:
-            padding = np.repeat(input_ids.shape[1] - lengths, beams).tolist()
-            states = search.states()
-            width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, states, strict=True))
-            append_states(past, states, padding, width)
+            append_states(past, search.states(), np.repeat(input_ids.shape[1] - lengths, beams).tolist())
         if not isinstance(output, Tensor):
             setattr(output, CACHE, past if is_returned else None)
     if passes is not None:
@@ -290,10 +284,7 @@ class BeamLoop(PlainLoop):
     def run(self) -> Iterator[list[StepOutput]]:
         """Search, and yield the sequences."""
         begin, passes = time.perf_counter(), Passes()
-        try:
-            output: Any = self._search(generation_config=self._config, passes=passes, **self._options)
-        except StopIteration as error:
-            raise CarriedError("generator raised StopIteration") from error
+        output: Any = self._search(generation_config=self._config, passes=passes, **self._options)
         seconds = time.perf_counter() - begin
         found = []
         counts = (output.beam_indices >= 0).sum(1).tolist()

@@ -86,15 +86,11 @@ class Conversation:
 
     def _continue_from(self, ids: list[int]) -> None:
         """Cut the cache to the prefix it shares with a prompt; begin an empty one if it cannot be cut."""
-        layers: Any = self._cache.layers
+        is_same = [held == wanted for held, wanted in zip(self._held, ids[:-1], strict=False)]
+        shared = is_same.index(False) if False in is_same else len(is_same)
         is_whole = self._cache.get_seq_length() == len(self._held)
-        if not is_whole or any(getattr(layer, "is_sliding", False) for layer in layers):
+        if not shared or not is_whole or any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
             self._cache, self._held = DynamicCache(config=self._model.config), []
-            return
-        pairs = enumerate(zip(self._held, ids[:-1], strict=False))
-        shared = next((i for i, (held, wanted) in pairs if held != wanted), min(len(self._held), len(ids) - 1))
-        if not shared:
-            self._cache = DynamicCache(config=self._model.config)
         elif shared < len(self._held):
             self._cache.crop(shared - len(self._held))
-        self._held = self._held[:shared]
+            self._held = self._held[:shared]

@@ -16,7 +16,7 @@ from lookahead.models.calibration import pass_seconds
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.target import input_device
 from lookahead.proposers.draft_model import DraftModel
-from lookahead.stats import DecodingStats, total
+from lookahead.stats import DecodingStats, total_in_sequence
 
 PLAIN = "no draft"
 NAMES = "no draft model"
@@ -37,11 +37,13 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Score:
-    """The results of one configuration over all prompts; `decode_s` is the sum over them too."""
+    """The results of one configuration over all prompts, and its draft model if there is one."""
 
     prompts: int = 0
     identical: int = 0
     stats: DecodingStats = field(default_factory=DecodingStats)
+    parameters: int = 0  # of the draft model
+    pass_s: float = 0.0  # of its pass over one token
 
     @property
     def drafted_per_step(self) -> float:
@@ -52,9 +54,7 @@ class Score:
         """Count one prompt."""
         self.prompts += 1
         self.identical += is_identical
-        seconds = self.stats.decode_s + stats.decode_s
-        self.stats = total((self.stats, stats))
-        self.stats.decode_s = seconds
+        self.stats = total_in_sequence((self.stats, stats))
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, JSON-ready; the divergence from the target's distribution only where there is one."""
@@ -100,20 +100,10 @@ def compare(
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A measured configuration; `parameters` and `pass_s`, of a pass over one token, are 0 without a draft model."""
-
-    name: str
-    parameters: int
-    pass_s: float
-    score: Score
-
-
-@dataclass(frozen=True, slots=True)
 class Pick:
     """The measurements: plain decoding, the sources that need no draft model, then these with each; and the best."""
 
-    candidates: list[Candidate]
+    candidates: dict[str, Score]
     target_pass_s: float
     best: str
 
@@ -123,13 +113,13 @@ class Pick:
             "best": self.best,
             "target_pass_ms": round(1e3 * self.target_pass_s, 4),
             "candidates": {
-                each.name: {
+                name: {
                     "parameters": each.parameters,
                     "pass_ms": round(1e3 * each.pass_s, 4),
                     "cost": round(each.pass_s / self.target_pass_s, 4),
-                    **each.score.to_dict(),
+                    **each.to_dict(),
                 }
-                for each in self.candidates
+                for name, each in self.candidates.items()
             },
         }
 
@@ -148,10 +138,8 @@ def pick_draft(
         name: LookaheadConfig(proposers=(*default.proposers, draft), memory="request") for name, draft in drafts.items()
     }
     scores = compare(model, tokenizer, prompts, configs, **generate_kwargs)
-    candidates = []
-    for name, score in scores.items():
-        draft = drafts.get(name)
-        size = 0 if draft is None else sum(p.numel() for p in draft.model.parameters())
-        candidates.append(Candidate(name, size, 0.0 if draft is None else pass_seconds(draft.model), score))
+    for name, draft in drafts.items():
+        scores[name].parameters = sum(p.numel() for p in draft.model.parameters())
+        scores[name].pass_s = pass_seconds(draft.model)
     best = max(scores, key=lambda name: scores[name].stats.tokens_per_s * (1.0 if name in drafts else _MARGIN))
-    return Pick(candidates, pass_seconds(model), best)
+    return Pick(scores, pass_seconds(model), best)

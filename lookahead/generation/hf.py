@@ -26,25 +26,17 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
+from lookahead.generation import validation
 from lookahead.generation.beams import BEAM_MODES, BeamLoop, beam_search
 from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
-from lookahead.generation.request import prompt_lengths, stopping_rule, warn_if_stateful
-from lookahead.generation.validation import (
-    check_config,
-    is_cache_returned,
-    validate_call,
-    validate_lengths,
-    validate_past,
-    validate_positions,
-)
+from lookahead.generation.request import prompt_lengths, stateful_reason, stopping_rule
+from lookahead.models import support
 from lookahead.models.cache import cache_in, tokens_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
 from lookahead.models.model_state import state_of
-from lookahead.models.support import Support, decoder_vocabulary, is_bitwise, support_of, vocabulary_size
 from lookahead.models.target import Shape, Target
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
-from lookahead.ngram.pool_file import Pool
 from lookahead.pools.open_pool import pool_of
 from lookahead.proposers import ProposerState, make_proposers
 from lookahead.verification.sampling import TokenChooser, warp_of
@@ -92,11 +84,11 @@ def decode(
         PoolError: The pool or the memory file of the configuration cannot be opened, or is of another model.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
+    validation.check_config("lookahead_config", lookahead_config)
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
     if generation_config.get_generation_mode() in BEAM_MODES:
         if lookahead_streamer is not None:
             raise UnsupportedModelError("a streamer is not served with beams")
-        check_config("lookahead_config", lookahead_config)
         return beam_search(*arguments, lookahead_config, **model_kwargs)
     engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, inputs_tensor, **model_kwargs)
     if lookahead_streamer is not None:
@@ -111,7 +103,7 @@ def decode(
     if not generation_config.return_dict_in_generate:
         return sequences
     has_encoder = model.config.is_encoder_decoder
-    return output_dict(sequences, engine.batch[0].chooser, generation_config, past, is_encoder_decoder=has_encoder)
+    return output_dict(sequences, engine.batch[0].chooser, generation_config, past, has_encoder=has_encoder)
 
 
 def prepare(
@@ -131,45 +123,43 @@ def prepare(
     Of an encoder-decoder model `input_ids` is the decoder's prompt, and `model_kwargs` holds the encoder's outputs.
     With a context of so many tokens a row ends where the model has read them all.
     """
-    check_config("lookahead_config", lookahead_config)
     if generation_config.get_generation_mode() in BEAM_MODES:
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, lookahead_config)
         return BeamLoop(*arguments, inputs_tensor, lookahead_context, model_kwargs)
-    validate_call(model, generation_config, model_kwargs)
+    validation.validate_call(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)
     if isinstance(past, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
         config = replace(config, exactness="fast")
     mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-    vocabulary = decoder_vocabulary(model)
-    pool = pool_of(config, vocabulary=vocabulary)
-    lengths = prompt_lengths(input_ids, mask, vocabulary)
+    lengths = prompt_lengths(input_ids, mask, support.decoder_vocabulary(model))
     batch_size, longest = input_ids.shape
-    validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
+    validation.validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
     is_continued = not has_encoder and tokens_in(past) > 0
-    if not is_continued:
-        validate_positions(model_kwargs.get("position_ids"), lengths, longest)
     stopping = stopping_rule(stopping_criteria, generation_config)
     lm: Any = model
     sample = partial(lm._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs)
     plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, lookahead_context)
     if stopping.max_length <= longest + 1:
         return plain  # a single token: there is nothing to draft
-    if warn_if_stateful(logits_processor, stopping_criteria, generation_config, batch_size, config.acceptance):
+    is_lossy = config.acceptance == "typical"
+    reason = stateful_reason(logits_processor, stopping_criteria, generation_config, batch_size, is_lossy)
+    if reason:
+        warnings.warn(reason, stacklevel=2)
         return plain
-    support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
-    reason = _unsupported_reason(model, support, batch_size, bool(lengths.min() < longest), config)
+    found = support.support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
+    reason = _unsupported_reason(model, found, batch_size, bool(lengths.min() < longest), config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
-    if batch_size > 1 and stopping.custom and not stopping.eos_tokens.size:
+    if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
         # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
-    if support.shape == "none" or reason:
+    if found.shape == "none" or reason:
         warnings.warn(f"{reason}; it is decoded plainly", stacklevel=2)
         return plain
     if is_continued:
-        validate_past(past, input_ids, generation_config, mask)
-        validate_positions(model_kwargs.get("position_ids"), lengths, longest)
+        validation.validate_past(past, input_ids, generation_config, mask)
+    validation.validate_positions(model_kwargs.get("position_ids"), lengths, longest)
     chooser = TokenChooser(
         logits_processor,
         do_sample=bool(generation_config.do_sample),
@@ -187,7 +177,6 @@ def prepare(
     engine = assemble(
         model,
         config,
-        pool,
         rows,
         slots=batch_size,
         stopping=stopping,
@@ -195,9 +184,9 @@ def prepare(
         warp=warp_of(logits_processor) if generation_config.do_sample else None,
         # Enough for short outputs; the cache grows with a longer one.
         capacity=longest + min(stopping.max_length - longest, 256) + config.node_budget + 1,
-        shape=support.shape,
+        shape=found.shape,
         encoded=encoded,
-        keep_cache=not has_encoder and (is_continued or is_cache_returned(past, generation_config)),
+        keep_cache=not has_encoder and (is_continued or validation.is_cache_returned(past, generation_config)),
     )
     if is_continued:
         adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
@@ -207,7 +196,6 @@ def prepare(
 def assemble(
     model: PreTrainedModel,
     config: LookaheadConfig,
-    pool: Pool | None,
     batch: Sequence[Row] = (),
     *,
     slots: int,
@@ -229,7 +217,7 @@ def assemble(
         model=model,
         tokenizer=tokenizer,
         rows=slots,
-        vocab_size=decoder_vocabulary(model),
+        vocab_size=support.decoder_vocabulary(model),
         max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
         max_nodes=config.node_budget,
         is_chain=shape == "chains",
@@ -238,7 +226,7 @@ def assemble(
         warp=warp,
         inputs=None if encoded is None else encoded.tokens,
     )
-    proposers, controller = _drafting(model, config, pool, call, encoded, runs_to_limit=stopping.is_only_length)
+    proposers, controller = _drafting(config, call, runs_to_limit=not (stopping.custom or stopping.eos_tokens))
     target: Target
     if encoded is not None:
         target = DecoderTarget(model, encoded, slots)
@@ -254,36 +242,18 @@ def assemble(
             compiles=config.compile,
             captures=config.cuda_graphs,
             most_nodes=config.node_budget + 1,
-            is_bitwise=is_separate and shape == "trees" and config.exactness == "auto" and is_bitwise(model),
+            is_bitwise=is_separate and shape == "trees" and config.exactness == "auto" and support.is_bitwise(model),
             packs=config.pack == "auto",
         )
-    return Engine(
-        target,
-        proposers,
-        controller,
-        config,
-        batch,
-        keep_cache=keep_cache,
-        is_chain=call.is_chain,
-        by_rejection=call.by_rejection,
-        by_typicality=config.acceptance == "typical" and warp is not None,
-        isolates=isolates,
-        ensemble=tensor_parallel_group(model),
-        learning=state_of(model).learned.lock,
-    )
+    return Engine(target, proposers, controller, config, call, batch, keep_cache=keep_cache, isolates=isolates)
 
 
 def _drafting(
-    model: PreTrainedModel,
-    config: LookaheadConfig,
-    pool: Pool | None,
-    call: Call,
-    encoded: Encoded | None,
-    *,
-    runs_to_limit: bool,
+    config: LookaheadConfig, call: Call, *, runs_to_limit: bool
 ) -> tuple[Sequence[Proposer], Controller | None]:
     """The proposers of a call and their controller, with the learned state of the model."""
-    learned = state_of(model).learned
+    model, has_encoder, learned = call.model, call.inputs is not None, state_of(call.model).learned
+    pool = pool_of(config, vocabulary=call.vocab_size)
     with learned.lock:
         branch = LookaheadBranch(
             config.branch_sizes if config.decides_branch and not call.is_chain else (),  # the branch is a tree
@@ -295,7 +265,7 @@ def _drafting(
         cost, rule = learned.costs[config.passes], learned.rules[config.passes]
         cost.assume(node_cost(model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
-    if encoded is not None and reads_hidden:
+    if has_encoder and reads_hidden:
         raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
     ensemble = tensor_parallel_group(model)
     if ensemble is not None:
@@ -303,38 +273,37 @@ def _drafting(
         proposers = proposers if ensemble.leads else []
     if not proposers or config.draft != "auto":
         return proposers, None
-    is_padded = config.has_fixed_shapes and encoded is None
     return proposers, Controller(
         cost,
         rule,
         branch,
         proposers,
         node_budget=config.node_budget,
-        is_padded=is_padded,
+        is_padded=config.has_fixed_shapes and not has_encoder,
         runs_to_limit=runs_to_limit,
         by_rejection=call.by_rejection,
     )
 
 
 def _unsupported_reason(
-    model: PreTrainedModel, support: Support, rows: int, is_padded: bool, config: LookaheadConfig
+    model: PreTrainedModel, found: support.Support, rows: int, is_padded: bool, config: LookaheadConfig
 ) -> str:
     """Why a model cannot verify what is asked for, or an empty string."""
     name, has_encoder = type(model).__name__, model.config.is_encoder_decoder
-    if support.shape == "none":
-        return f"{name} cannot be decoded speculatively: {support.reason}"
-    if support.shape == "trees":
+    if found.shape == "none":
+        return f"{name} cannot be decoded speculatively: {found.reason}"
+    if found.shape == "trees":
         return ""
     if rows > 1 and not has_encoder:
-        return f"{name} cannot be decoded speculatively for {rows} prompts at once: {support.reason}"
+        return f"{name} cannot be decoded speculatively for {rows} prompts at once: {found.reason}"
     if has_encoder and is_padded:
         return f"{name} cannot be decoded speculatively behind a padded decoder_attention_mask"
     if "jacobi" in config.proposers and not config.decides_branch:
-        return f"{name} cannot verify the lookahead branch: {support.reason}"
+        return f"{name} cannot verify the lookahead branch: {found.reason}"
     if config.acceptance == "rejection" and len(config.proposers) > 1:
-        return f"{name} cannot verify what several proposers draw: {support.reason}"
+        return f"{name} cannot verify what several proposers draw: {found.reason}"
     if config.acceptance != "exact" and rows > 1:
-        return f"{name} cannot accept {rows} inputs by acceptance={config.acceptance!r}: {support.reason}"
+        return f"{name} cannot accept {rows} inputs by acceptance={config.acceptance!r}: {found.reason}"
     return ""
 
 
@@ -343,12 +312,12 @@ def _encoded(
 ) -> Encoded:
     """The output of the encoder, with the cache that `generate` made if that can be cropped."""
     past, mask = cache_in(model_kwargs), model_kwargs.get("attention_mask")
-    is_returned = is_cache_returned(past, config)
+    is_returned = validation.is_cache_returned(past, config)
     if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
         past = empty_cache(model)
     outputs = model_kwargs["encoder_outputs"]
     tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
-    is_shared = vocabulary_size(model, model.get_encoder()) == decoder_vocabulary(model)
+    is_shared = support.vocabulary_size(model, model.get_encoder()) == support.decoder_vocabulary(model)
     if inputs is not None and inputs.ndim == 2 and is_shared:
         inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # for several sampled outputs of each
         seen = torch.ones_like(inputs) if mask is None else mask

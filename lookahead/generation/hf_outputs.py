@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
+from queue import Queue
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache, TextStreamer
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
+from transformers.generation.streamers import TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
-from lookahead.engine.row import CarriedError
 from lookahead.models.cache import CACHE, RowStates, TreeCache
 from lookahead.stats import DecodingStats
 from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import FinishReason
-
-
-class PieceStreamer(TextStreamer):
-    """transformers' incremental detokenizer, collecting the text instead of printing it."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, **decode_kwargs: Any) -> None:
-        super().__init__(tokenizer, **decode_kwargs)
-        self._ready: list[str] = []
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Keep a piece whose text can no longer change."""
-        self._ready.append(text)
-
-    def take(self) -> list[str]:
-        """The non-empty pieces since the last call."""
-        ready, self._ready = self._ready, []
-        return [piece for piece in ready if piece]
 
 
 class TextStream(Iterator[str]):
@@ -51,12 +35,11 @@ class TextStream(Iterator[str]):
         self,
         engine: Engine | PlainLoop,  # of one row
         tokenizer: PreTrainedTokenizerBase,
-        finish: Callable[[], None],  # called when the output has ended, but not when it is closed before
+        past: object = None,  # a cache that gets the new keys and values, unless the output is closed before its end
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._engine = engine
-        self._finish = finish
+        self._engine, self._past = engine, past
         self._pieces = self._run(tokenizer)
 
     def __next__(self) -> str:
@@ -77,16 +60,23 @@ class TextStream(Iterator[str]):
 
     def _run(self, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
         """Decode the tokens of every step into text, whole words at a time."""
-        streamer: Any = PieceStreamer(tokenizer, skip_special_tokens=True)
+        streamer: Any = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
         for step_outputs in self._engine.run():
             for step_output in step_outputs:
                 self.token_ids += step_output.tokens.tolist()
                 self.finish_reason = step_output.finish_reason
                 streamer.put(torch.from_numpy(step_output.tokens))
-                yield from streamer.take()
-        self._finish()
+                yield from _ready(streamer.text_queue)
+        return_cache(self._engine, self._past)
         streamer.end()
-        yield from streamer.take()
+        yield from _ready(streamer.text_queue)
+
+
+def _ready(queue: Queue[str | None]) -> Iterator[str]:
+    """Take the pieces of text from a queue that is not empty."""
+    while not queue.empty():
+        if piece := queue.get():
+            yield piece
 
 
 def collect(
@@ -110,9 +100,10 @@ def collect(
                     column = [row[step] if step < len(row) else int(pad or 0) for row in outputs]
                     streamer.put(torch.tensor(column, device="cpu"))
                 shown = whole
-    except CarriedError as carried:
-        assert carried.__cause__ is not None
-        raise carried.__cause__ from None
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration):  # of a processor or criterion, passing through a generator
+            raise error.__cause__ from None
+        raise
     if streamer is not None:
         streamer.end()
     return outputs, reasons
@@ -138,17 +129,18 @@ def return_cache(engine: Engine | PlainLoop, past: object) -> None:
     if not (isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache)):
         return
     rows, padding = [engine.kept[row.index] for row in engine.batch], [row.padding for row in engine.batch]
-    append_states(past, rows, padding, max(row.length for row in engine.batch) - 1)
+    append_states(past, rows, padding)
 
 
 def append_states(
-    past: DynamicCache | StaticCache, rows: Sequence[Sequence[RowStates]], padding: Sequence[int], width: int
+    past: DynamicCache | StaticCache, rows: Sequence[Sequence[RowStates]], padding: Sequence[int]
 ) -> None:
     """Append keys and values of rows, `[heads, tokens, dim]` by layer, to a cache that holds their beginning, if any.
 
-    It then holds `width` tokens, the `padding` before each row counted; what is padded is zeros.
+    It then holds as many tokens as the longest row, the `padding` before each counted; what is padded is zeros.
     """
     begin = int(past.get_seq_length())
+    width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, rows, strict=True))
     for index in range(len(rows[0])):
         new: list[Tensor] = []
         for which in (0, 1):
@@ -171,12 +163,7 @@ def padded_sequences(input_ids: Tensor, outputs: list[list[int]], config: Genera
 
 
 def output_dict(
-    sequences: Tensor,
-    chooser: TokenChooser,
-    config: GenerationConfig,
-    past: Cache | None,
-    *,
-    is_encoder_decoder: bool = False,
+    sequences: Tensor, chooser: TokenChooser, config: GenerationConfig, past: Cache | None, *, has_encoder: bool
 ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """The output class of `return_dict_in_generate`; scores and logits of a row that has ended are zeros."""
 
@@ -185,7 +172,7 @@ def output_dict(
         nothing, steps = torch.zeros_like(rows[0][0]), range(max(map(len, rows)))
         return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in steps)
 
-    kind = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
+    kind = GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput
     outputs: dict[str, Any] = {"sequences": sequences, CACHE: past}
     if config.output_scores:
         outputs["scores"] = by_step(chooser.scores)

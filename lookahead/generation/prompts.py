@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
-from lookahead.generation.validation import context_limit
-from lookahead.models.target import position_limit
+from lookahead.generation.validation import check_token_ids, context_limit
+from lookahead.models.encoder_decoder import side_positions
+from lookahead.models.support import vocabulary_size
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""
@@ -80,13 +81,11 @@ class PromptReader:
         self._special = add_special_tokens
         self._chat_kwargs = dict(chat_template_kwargs or {})
         self._truncate = truncate
-        self._names = ("input", "encoder") if model.config.is_encoder_decoder else ("prompt", "model")
-        if model.config.is_encoder_decoder:
-            self.limit = getattr(model.config, "max_encoder_position_embeddings", None) or position_limit(model)
-            self.room = self.limit
-        else:
-            self.limit = context_limit(model)
-            self.room = None if self.limit is None else self.limit - reserved
+        has_encoder = model.config.is_encoder_decoder
+        self._names = ("input", "encoder") if has_encoder else ("prompt", "model")
+        self._vocabulary = vocabulary_size(model)
+        self.limit = side_positions(model, "encoder") if has_encoder else context_limit(model)
+        self.room = self.limit if has_encoder or self.limit is None else self.limit - reserved
         if truncate is not None and self.room is not None and self.room < 1:
             raise ConfigError(
                 f"max_new_tokens must be less than the model's context of {self.limit} tokens to truncate a prompt, "
@@ -131,12 +130,13 @@ class PromptReader:
         """The token ids of one prompt, text, chat messages or ids; `index` is its number, for error messages."""
         if isinstance(prompt, str):
             _check_text(prompt, f"prompt {index}")
-            ids = self._encode(prompt)
+            ids = self._encode(prompt, special=self._special)
         else:
             ids = self.render(prompt, index) if is_chat(prompt) else self._ids(prompt, index)
         if not ids:
             shown = f": {prompt!r}" if isinstance(prompt, str) else ""
             raise PromptError(f"prompt {index} has no tokens{shown}; a prompt needs at least one")
+        check_token_ids(np.array(ids), index, self._vocabulary)
         if self._truncate is not None and self.room is not None and len(ids) > self.room:
             return self._shorten_chat(prompt, index) if is_chat(prompt) else self._shorten(prompt, ids)
         if self.limit is not None and len(ids) > self.limit:
@@ -145,9 +145,8 @@ class PromptReader:
             )
         return ids
 
-    def _encode(self, text: str, *, special: bool | None = None) -> list[int]:
-        with_special = self._special if special is None else special
-        ids: list[int] = self._tokenizer(text, add_special_tokens=with_special, verbose=False)["input_ids"]
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
     def _ids(self, prompt: Any, index: int) -> list[int]:
@@ -251,13 +250,21 @@ def _limits(
 
 
 def within(
-    room: int, longest: int, model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
+    room: int | None,
+    longest: int,
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """Options that ask for no more new tokens than there is room for, behind prompts padded to so many tokens."""
     new, total = _limits(model, generation_config, options)
-    if new is not None:
-        return {**options, "max_new_tokens": room} if new > room else options
-    return {**options, "max_length": longest + room} if total is not None and total > longest + room else options
+    if new is None and total is not None and total <= longest:
+        raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {total}")
+    if room is not None and new is not None:
+        return {**options, "max_new_tokens": min(new, room)}
+    if room is not None and total is not None:
+        return {**options, "max_length": min(total, longest + room)}
+    return options
 
 
 def _check_text(text: str, name: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteriaList
@@ -16,15 +14,14 @@ from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
-from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.errors import UnsupportedModelError
 from lookahead.generation.api import prepare_ids
-from lookahead.generation.prompts import Prompt, PromptReader, Truncation, pad_token_of
+from lookahead.generation.hf import prepare
+from lookahead.generation.prompts import Prompt, PromptReader, Truncation
 from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
-from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
-from lookahead.models.support import support_of, validate_model, vocabulary_size
+from lookahead.generation.validation import check_options, check_pair, validate_call
+from lookahead.models.support import support_of
 from lookahead.models.target import input_device, prefills_at_once
-from lookahead.pools.open_pool import pool_of
-from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import StoppingRule
 
@@ -62,22 +59,16 @@ class RequestReader:
         **options: Any,
     ) -> None:
         check_pair(model, tokenizer, stacklevel=6)
-        validate_model(model)
-        check_options(model, config, generation_config, options)
+        check_options(model, tokenizer, config, generation_config, options)
         _validate_stateless(options)
-        pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
         self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._context = context_limit(model)
         self.reader = PromptReader(
             model, tokenizer, generation_config, add_special_tokens, truncate, chat_template_kwargs, options
         )
-        self._given = generation_config, options
         own = any(options.get(name) for name in ("logits_processor", "stopping_criteria"))
         own = own or not all(isinstance(each, str) for each in config.proposers)
         # A user's objects are made for the rows of one call. An encoder would read the prompt only to resolve options.
         self._alone = own or prefills_at_once(model) or model.config.is_encoder_decoder
-        if "pad_token_id" not in options and model.generation_config.pad_token_id is None:
-            options = {**options, "pad_token_id": pad_token_of(tokenizer)}
         self._settings = serve_stop_strings(model, tokenizer, generation_config, options)
         defaults = generation_config if generation_config is not None else model.generation_config
         asked = [options.get(name, getattr(defaults, name)) for name in ("do_sample", "num_beams", "max_time")]
@@ -93,24 +84,8 @@ class RequestReader:
     def take(self, index: int, prompt: Prompt, max_new_tokens: int | None) -> Request:
         """Read a prompt; PromptError if it cannot be continued."""
         ids = self.reader.read(prompt, index)
-        check_token_ids(np.array(ids), index, vocabulary_size(self._model))
-        options = self._with_limit(self._settings[1], max_new_tokens)
-        config = self._settings[0]
-        if options.get("max_new_tokens") is None and getattr(config, "max_new_tokens", None) is None:
-            limit = options.get("max_length") or getattr(config, "max_length", None)
-            if limit is not None and limit <= len(ids):
-                raise PromptError(f"max_length must be more than the {len(ids)} tokens of prompt {index}, got {limit}")
         if not self._alone:
-            causal_lm: Any = self._model
-            tokens = torch.tensor([ids], device=input_device(self._model))
-            processors, stopping, do_sample = causal_lm.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                generation_config=config,
-                custom_generate=_resolved,
-                **options,
-            )
-            stopping = stopping if self._context is None else stopping.within(self._context)
+            processors, stopping, do_sample = self._prepared([ids], max_new_tokens, _resolved)
             most = stopping.max_length
             if not do_sample and support_of(self._model, shortest=len(ids), max_length=most).shape == "trees":
                 chooser = TokenChooser(processors, do_sample=False, batch_size=1)
@@ -120,13 +95,14 @@ class RequestReader:
 
     def engine(self, requests: Sequence[Request]) -> Engine | PlainLoop:
         """What decodes prompts without a row; several have the same limit, and may share a batch."""
-        generation_config, options = self._given
-        options = self._with_limit(options, requests[0].max_new_tokens)
-        ids = [request.ids for request in requests]
-        return prepare_ids(self._model, self._tokenizer, ids, self._config, generation_config, None, options)
+        prepared = self._prepared([request.ids for request in requests], requests[0].max_new_tokens, prepare)
+        return cast(Engine | PlainLoop, prepared)
 
-    def _with_limit(self, options: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
-        return options if max_new_tokens is None else {**options, "max_new_tokens": max_new_tokens}
+    def _prepared(self, encoded: list[list[int]], max_new_tokens: int | None, method: Callable[..., Any]) -> Any:
+        config, options = self._settings
+        if max_new_tokens is not None:
+            options = {**options, "max_new_tokens": max_new_tokens}
+        return prepare_ids(self._model, self._tokenizer, encoded, self._config, config, None, options, method)
 
 
 def _validate_stateless(options: dict[str, Any]) -> None:
@@ -147,9 +123,13 @@ def _resolved(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig,
+    lookahead_tokenizer: PreTrainedTokenizerBase,
+    lookahead_context: int | None,
     **model_kwargs: Any,
 ) -> tuple[LogitsProcessorList, StoppingRule, bool]:
-    """A custom method of `model.generate` that returns the options as they are resolved there."""
+    """A custom method of `model.generate`, called as `prepare` is, that returns the options as they are resolved."""
     validate_call(model, generation_config, model_kwargs)
     rule = stopping_rule(stopping_criteria, generation_config)
+    rule = rule if lookahead_context is None else rule.within(lookahead_context)
     return logits_processor, rule, bool(generation_config.do_sample)

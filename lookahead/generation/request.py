@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_utils import PreTrainedModel
@@ -58,32 +58,25 @@ def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaLis
     return next(iter(names), "") or foreign_processor(processors, config)
 
 
-def warn_if_stateful(
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    rows: int,
-    acceptance: str,
-) -> bool:
-    """Warn of a processor or criterion that would see other calls than those of `model.generate`; returns if so.
+def stateful_reason(
+    processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, rows: int, is_lossy: bool
+) -> str:
+    """Why a processor or criterion would see other calls than those of `model.generate`, or an empty string.
 
-    Such a call is decoded plainly. Rows of a batch advance at different rates, and where tokens are sampled, typical
-    acceptance asks processors about tokens that may not be emitted.
+    Rows of a batch advance at different rates, and where tokens are sampled, typical acceptance asks processors about
+    tokens that may not be emitted.
     """
-    name = stateful_name(processors, criteria, config) if rows > 1 else ""
-    why = (
-        f"or look at other rows, so it must see every step of the whole batch: the {rows} rows are decoded plainly; "
-        "a prompt by itself is drafted for"
-    )
-    if not name and acceptance == "typical" and config.do_sample:
-        name = foreign_processor(processors, config, is_tentative=True)
-        why = (
-            "and acceptance='typical' would ask it about tokens that are not emitted: the call is decoded plainly; "
-            "with acceptance='exact' a prompt by itself is drafted for"
+    if rows > 1 and (name := stateful_name(processors, criteria, config)):
+        return (
+            f"{name} may keep a state, or look at other rows, so it must see every step of the whole batch: the {rows} "
+            "rows are decoded plainly; a prompt by itself is drafted for"
         )
-    if name:
-        warnings.warn(f"{name} may keep a state, {why}", stacklevel=3)
-    return bool(name)
+    if is_lossy and config.do_sample and (name := foreign_processor(processors, config, is_tentative=True)):
+        return (
+            f"{name} may keep a state, and acceptance='typical' would ask it about tokens that are not emitted: the "
+            "call is decoded plainly; with acceptance='exact' a prompt by itself is drafted for"
+        )
+    return ""
 
 
 def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingRule:
@@ -98,20 +91,14 @@ def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> S
         return bool(criterion(cast(torch.LongTensor, ids), steps))
 
     custom = tuple((reason_of(c), partial(ask, StoppingCriteriaList([c]))) for c in others)
-    return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom)
+    return StoppingRule(max_length=min(limits), eos_tokens=frozenset(eos), custom=custom)
 
 
-def pad_prompts(
-    prompts: Sequence[list[int]], pad: int, *, on_the_right: bool
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts of one length, and their masks; a decoder's are padded on the left, an encoder's on the right."""
-    longest = max(map(len, prompts))
-
-    def fill(ids: list[int], value: int) -> list[int]:
-        padding = [value] * (longest - len(ids))
-        return ids + padding if on_the_right else padding + ids
-
-    return [fill(ids, pad) for ids in prompts], [fill([1] * len(ids), 0) for ids in prompts]
+def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -> tuple[Tensor, Tensor]:
+    """Prompts, int64 `[batch, tokens]`, and their mask; a decoder's are padded left, an encoder's on the right."""
+    ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
+    fill = partial(pad_sequence, batch_first=True, padding_side="right" if on_the_right else "left")
+    return fill(ids, padding_value=pad), fill([torch.ones_like(each) for each in ids])
 
 
 def serve_stop_strings(

@@ -9,16 +9,14 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import LookaheadConfig, check_whole
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
-from lookahead.errors import ConfigError, LogitsError, PromptError
+from lookahead.errors import LogitsError, PromptError
 from lookahead.generation.hf import assemble
 from lookahead.generation.prompts import Prompt, Prompts, Truncation
 from lookahead.generation.queue import Request, RequestReader
-from lookahead.models.support import vocabulary_size
 from lookahead.models.target import OnPrefill, input_device
-from lookahead.pools.open_pool import pool_of
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason
 
@@ -171,8 +169,10 @@ class Scheduler:
         self._requests = RequestReader(model, tokenizer, self._config, **options)
         self.separate = self._requests.reader.separate
         kind = input_device(model).type
-        self.rows = _checked("rows", rows, MOST_ROWS) or _ROWS.get(kind, _ROWS["cuda"])
-        self._cache_tokens = _checked("cache_tokens", cache_tokens) or cache_tokens_of(model, self.rows)
+        self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
+        check_whole("rows", self.rows, 1, MOST_ROWS)
+        self._cache_tokens = cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
+        check_whole("cache_tokens", self._cache_tokens, 1)
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
         self._model = model
         self._tokenizer = tokenizer
@@ -241,7 +241,6 @@ class Scheduler:
 
     def _decode_group(self, group: Sequence[Request]) -> Iterator[list[Completion]]:
         """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
-        failed: Sequence[Request] = ()
         tokens: dict[int, list[int]] = {row: [] for row in range(len(group))}
         self._running |= {request.index: request for request in group}
         try:
@@ -255,22 +254,17 @@ class Scheduler:
                         continue
                     tokens[row] += step_output.tokens.tolist()
                     if step_output.finish_reason is not None:
-                        index, ids = self._running.pop(group[row].index).index, tokens.pop(row)
-                        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
-                        reason = step_output.finish_reason
-                        done.append(Completion(index, text, ids, engine.stats[row], finish_reason=reason))
+                        del self._running[group[row].index]
+                        done.append(self._completion(step_output, group[row].index, tokens.pop(row), engine.stats[row]))
                 yield done
         except (PromptError, LogitsError) as error:
-            failed = [group[row] for row in tokens]
             if len(group) == 1:
-                failed = ()
                 yield [Completion(group[0].index, error=error)]
+            for row in tokens if len(group) > 1 else ():
+                yield from self._decode_group([group[row]])
         finally:
             for request in group:
                 self._running.pop(request.index, None)
-        self._running |= {request.index: request for request in failed}
-        for request in failed:
-            yield from self._decode_group([request])
 
     def _joining(self) -> list[Row]:
         """Take the next prompts, in order, that there are free rows and slots for."""
@@ -296,7 +290,6 @@ class Scheduler:
             self._engine = assemble(
                 self._model,
                 self._config,
-                pool_of(self._config, vocabulary=vocabulary_size(self._model)),
                 slots=self.rows,
                 stopping=first.stopping,
                 tokenizer=self._tokenizer,
@@ -328,14 +321,8 @@ class Scheduler:
         if step_output.error is not None:
             return Completion(row.index, stats=row.stats, error=step_output.error)
         tokens = row.ids[row.length - row.emitted : row.length].tolist()
+        return self._completion(step_output, row.index, tokens, row.stats)
+
+    def _completion(self, last: StepOutput, index: int, tokens: list[int], stats: DecodingStats) -> Completion:
         text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        return Completion(row.index, text, tokens, row.stats, finish_reason=step_output.finish_reason)
-
-
-def _checked(name: str, value: int | None, most: int | None = None) -> int | None:
-    """A whole number of at least 1, or None."""
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_number and 1 <= value <= (most or value)):
-        span = f"from 1 to {most}" if most else "of at least 1"
-        raise ConfigError(f"{name} must be a whole number {span}, got {value!r}")
-    return value
+        return Completion(index, text, tokens, stats, finish_reason=last.finish_reason)

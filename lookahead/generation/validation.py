@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import LookaheadConfig, check_whole
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.models.cache import CACHE, cache_in, may_be_callers
 from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.model_state import state_of
-from lookahead.models.support import check_model, described, validate_model, vocabulary_size
+from lookahead.models.support import check_model, described, validate_model
 from lookahead.models.target import input_device, position_limit
+from lookahead.pools.open_pool import pool_of
+from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 # The least value of options that are whole numbers, and the range of those that are any number.
 _WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0, "num_beams": 1}
@@ -90,10 +92,18 @@ def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase,
 
 
 def check_options(
-    model: PreTrainedModel, config: object, generation_config: object, options: Mapping[str, Any], seed: object = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: LookaheadConfig | None,
+    generation_config: object,
+    options: Mapping[str, Any],
+    seed: object = None,
 ) -> None:
-    """Refuse options of the wrong type or out of range, and those that no one would read, by ConfigError."""
+    """Refuse a model or a pool that cannot be used, options out of range, and those that no one would read."""
+    validate_model(model)
     check_config("config", config)
+    if config is not None:
+        pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         hint = "; pass its entries as keyword arguments" if isinstance(generation_config, Mapping) else ""
         raise ConfigError(
@@ -134,8 +144,8 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
     """Refuse numbers that are none, or out of range; None stands for the default."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, least in _WHOLE.items():
-        if name in given and not (_is_whole(given[name]) and given[name] >= least):
-            raise ConfigError(f"{name} must be a whole number of at least {least}, got {given[name]!r}")
+        if name in given:
+            check_whole(name, given[name], least)
     for name, most in _NUMBERS.items():
         if name not in given:
             continue
@@ -148,13 +158,9 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
 
 def check_seed(seed: object) -> None:
     """Refuse what `torch.manual_seed` does not take."""
-    if seed is not None and not (_is_whole(seed) and -(1 << 63) <= cast(int, seed) < 1 << 64):
+    is_whole = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if seed is not None and not (is_whole and -(1 << 63) <= cast(int, seed) < 1 << 64):
         raise ConfigError(f"seed must be a whole number from -2^63 to 2^64 - 1, got {seed!r}")
-
-
-def _is_whole(value: object) -> bool:
-    """Whether a value is a whole number; a truth value is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
@@ -262,16 +268,6 @@ def validate_lengths(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None
     if limit is not None and longest > limit:
         prompt = "the decoder's prompt" if has_encoder else f"prompt {int(lengths.argmax())}"
         raise PromptError(f"{prompt} has {longest} tokens and the model positions for {limit}; shorten it")
-
-
-def validate_encoder_inputs(model: PreTrainedModel, inputs: Sequence[Sequence[int]]) -> None:
-    """Refuse what an encoder cannot read; it reads before `prepare` is called."""
-    config: Any = model.config
-    limit = getattr(config, "max_encoder_position_embeddings", None) or position_limit(model)
-    for i, ids in enumerate(inputs if config.is_encoder_decoder else ()):
-        if limit is not None and len(ids) > limit:
-            raise PromptError(f"input {i} has {len(ids)} tokens and the encoder positions for {limit}; shorten it")
-        check_token_ids(np.array(ids), i, vocabulary_size(model))
 
 
 def validate_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:

@@ -17,7 +17,6 @@ from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, PromptReader, Truncation
 from lookahead.generation.validation import check_options
 from lookahead.models.calibration import Sweep
-from lookahead.models.support import validate_model
 from lookahead.reporting.charts import render
 from lookahead.stats import DecodingStats
 
@@ -76,8 +75,7 @@ def trace(
     **generate_kwargs: Any,
 ) -> Trace:
     """Generate from a text or chat messages as `lookahead.generate` does, recording every step by the clock."""
-    validate_model(model)
-    check_options(model, config, None, generate_kwargs, None)
+    check_options(model, tokenizer, config, None, generate_kwargs)
     ids = PromptReader(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
     engine = prepare_ids(model, tokenizer, [ids], config, None, None, generate_kwargs)
     names = list(getattr(engine, "sources", ()))

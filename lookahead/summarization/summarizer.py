@@ -66,8 +66,8 @@ def decode_plainly(
 
     start = time.perf_counter()
     output: torch.Tensor = model.generate(
-        input_ids=torch.tensor(ids, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         num_beams=num_beams,

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.kernels import topk_cpu
 from lookahead.ngram.recycled import TOP
+
+Walked = tuple[IntArray, IntArray]
+"""The accepted nodes from the root, which are kept, and the target's choice after each of them; int32 `[a]` both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +60,7 @@ def _read_tensors(logits: Tensor, *, with_top: bool) -> Scores:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
-    """What the target chose along one row's tree."""
-
-    path: IntArray  # int32 `[a]`; the accepted nodes from the root, `path[0] == 0`, whose KV is kept
-    tokens: IntArray  # int32 `[a]`; the target's choice after each node of the path, the bonus token last
-    finished: bool  # the output ends with the last of `tokens`
-    error: Exception | None = None  # what ended the row instead; it then emitted nothing
-
-
-def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> VerifyResult:
+def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> Walked:
     """Walk from the root: choose a token, emit it, and descend if a child of the node holds it.
 
     `choose` and `is_finished` are called in turn, once per emitted token and in order. So random numbers, logits
@@ -77,39 +69,13 @@ def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[
 
     Source: the sampling loop of transformers, replayed along the tree; lossless for any tree.
     """
+    nodes = {edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))}
     path, tokens = [0], []
     while True:
-        node = path[-1]
-        token = choose(node)
+        token = choose(path[-1])
         tokens.append(token)
-        finished = is_finished(token)
-        child = 0 if finished else _child(tree.tokens, tree.parents, node, token)
-        if child == 0:
-            return VerifyResult(np.array(path, np.int32), np.array(tokens, np.int32), finished)
+        is_last = is_finished(token)
+        child = nodes.get((path[-1], token), 0)  # 0, the root, is no child
+        if is_last or not child:
+            return np.array(path, np.int32), np.array(tokens, np.int32)
         path.append(child)
-
-
-@njit(cache=True)
-def _child(tokens, parents, node, token):
-    """The child of `node` that holds `token`, or 0."""
-    for child in range(node + 1, len(tokens)):
-        if parents[child] == node and tokens[child] == token:
-            return child
-    return 0
-
-
-@njit(cache=True)
-def walk_greedy(tree_tokens, parents, argmax, eos_tokens, limit):
-    """`verify` for greedy decoding that ends at an end token or after `limit` tokens; fields of a `VerifyResult`."""
-    path, tokens = np.empty(len(tree_tokens), np.int32), np.empty(len(tree_tokens), np.int32)
-    node, count = 0, 0
-    while True:
-        token = argmax[node]
-        path[count], tokens[count] = node, token
-        count += 1
-        finished = count >= limit
-        for eos in eos_tokens:
-            finished = finished or token == eos
-        node = 0 if finished else _child(tree_tokens, parents, node, token)
-        if node == 0:
-            return path[:count], tokens[:count], finished

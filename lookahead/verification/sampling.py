@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import FloatTensor, LongTensor, Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from lookahead.errors import LogitsError
@@ -38,13 +38,10 @@ class TokenChooser:
         self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]
         self.scores: list[list[Tensor]] = [[] for _ in range(batch_size)]
         self._batch_size = batch_size
+        # Whether every choice is the argmax of the raw logits and none is kept.
+        self.is_plain_greedy = not do_sample and not keep and not processors
         self._noise: deque[Tensor] = deque()
         self._first_step = 0
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Whether every choice is the argmax of the raw logits and none is kept."""
-        return not self._do_sample and not self._keep and not any(self._processors)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
         """Choose the token by its raw logits `[vocab]`; call it once per emitted token, in order.
@@ -52,7 +49,7 @@ class TokenChooser:
         `prefix`, int64 `[1, tokens]`, is what `model.generate` would hold before it, padding included. Before it the
         row of the batch has emitted `step` tokens.
         """
-        scores = self._process(prefix, logits, row)
+        scores = self._process(prefix, logits, row, keep=self._keep)
         if self._do_sample:
             probs = torch.softmax(scores, -1)
             scores = probs / self._noise_of(step, probs)[row]
@@ -63,18 +60,16 @@ class TokenChooser:
 
     def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False) -> Tensor:
         """The probabilities `[vocab]` that `choose` would draw from; of a tentative prefix no scores are kept."""
-        kept, self._keep = self._keep, self._keep and not is_tentative
-        chances = torch.softmax(self._process(prefix, logits, row)[0], -1)
-        self._keep = kept
+        chances = torch.softmax(self._process(prefix, logits, row, keep=self._keep and not is_tentative)[0], -1)
         if int(likeliest(chances)) < 0:
             raise not_a_number(row, step)
         return chances
 
-    def _process(self, prefix: Tensor, logits: Tensor, row: int) -> Tensor:
+    def _process(self, prefix: Tensor, logits: Tensor, row: int, *, keep: bool) -> Tensor:
         """Scores after the row's processors, `[1, vocab]`."""
         ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
         scores: Tensor = self._processors[row](ids, raw)
-        if self._keep:
+        if keep:
             self.logits[row].append(logits.to(torch.float32, copy=True))
             self.scores[row].append(scores[0])
         return scores
@@ -150,37 +145,26 @@ def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig,
     return ""
 
 
-class _WholeBatch(LogitsProcessor):
-    """Calls a processor with a batch of copies of one row, and takes that row's result."""
-
-    def __init__(self, processor: LogitsProcessor, row: int, batch_size: int) -> None:
-        self._processor = processor
-        self._row = row
-        self._batch_size = batch_size
-
-    def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
-        """Process the `[1, vocab]` scores of the row as if in its batch."""
-        batch = [cast(Any, x.expand(self._batch_size, -1).clone()) for x in (input_ids, scores)]
-        return cast(FloatTensor, self._processor(*batch)[self._row : self._row + 1])
+# What some of them hold of every prompt of a batch.
+_OF_PROMPTS = ("prompt_ignore_length", "encoder_input_ids", "generated_ngrams")
 
 
 def _for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
     """Processors for one row of a batch, called with that row alone; none of them is foreign.
 
-    Rows advance at different rates, so they never form a batch of one length. Only three processors depend on the
-    index of the row.
+    Rows advance at different rates, so they never form a batch of one length.
     """
     if batch_size == 1:
         return processors
     mine = LogitsProcessorList()
     for processor in processors:
-        if isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
-            own: Any = copy(processor)
-            if isinstance(own.prompt_ignore_length, Tensor):
-                own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
-            mine.append(own)
-        elif isinstance(processor, hf.EncoderRepetitionPenaltyLogitsProcessor | hf.EncoderNoRepeatNGramLogitsProcessor):
-            mine.append(_WholeBatch(processor, row, batch_size))  # it holds all prompts of the batch
-        else:
-            mine.append(copy(processor))  # that of a watermark has a state
+        own: Any = copy(processor)  # that of a watermark has a state
+        for name in _OF_PROMPTS:
+            held = getattr(own, name, None)
+            if isinstance(held, Tensor | list):
+                place = row * len(held) // batch_size  # several rows may continue one prompt
+                setattr(own, name, held[place : place + 1])
+        if isinstance(own, hf.EncoderNoRepeatNGramLogitsProcessor):
+            own.batch_size = 1
+        mine.append(own)
     return mine

@@ -9,8 +9,6 @@ from typing import Literal
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from lookahead.drafting.tree import IntArray
-
 FinishReason = Literal["stop", "length", "criteria"]
 """Why an output ended: an end-of-sequence token or a stop string, a limit on its length, or another criterion."""
 
@@ -30,28 +28,15 @@ class StoppingRule:
 
     Attributes:
         max_length: Ids at which a row ends, prompt and padding included, as in `model.generate`.
-        eos_tokens: int32 `[k]`; tokens that end an output.
+        eos_tokens: Tokens that end an output.
         custom: Every other criterion with its reason. It takes a row's ids, int64 `[1, tokens]`, and its scores so far,
             each `[vocab]`.
     """
 
     max_length: int
-    eos_tokens: IntArray
+    eos_tokens: frozenset[int]
     custom: tuple[tuple[FinishReason, Criterion], ...] = ()
-
-    @property
-    def is_only_length(self) -> bool:
-        """Whether nothing ends a row before `max_length`."""
-        return not self.custom and not self.eos_tokens.size
 
     def within(self, context: int) -> StoppingRule:
         """The rule for a model with a context of so many ids; one more id follows the last of them."""
         return replace(self, max_length=min(self.max_length, context + 1))
-
-    def finish_reason(self, ids: Tensor, scores: Sequence[Tensor] = ()) -> FinishReason | None:
-        """Why a row ends with the last of its ids, int64 `[1, tokens]`; None if it does not."""
-        # Every criterion is called, as in `model.generate`: one may count its calls.
-        fired = [reason for reason, criterion in self.custom if criterion(ids, scores)]
-        if "stop" in fired or int(ids[0, -1]) in self.eos_tokens:
-            return "stop"
-        return fired[0] if fired else "length" if ids.shape[1] >= self.max_length else None

@@ -45,9 +45,9 @@ def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
         now[0] += cost(max(len(tree) for tree in trees))
         return score(self, trees, *scored)
 
-    def timed_draft(self: TreeDrafter, rows: Any, plan: Any) -> Any:
+    def timed_draft(self: TreeDrafter, rows: Any, left: Any, plan: Any) -> Any:
         now[0] += host * plan.drafts
-        return draft(self, rows, plan)
+        return draft(self, rows, left, plan)
 
     class Clock:
         @staticmethod
