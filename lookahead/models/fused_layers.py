@@ -83,15 +83,15 @@ def serving(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def running(*, keeps_layers: bool = False) -> Iterator[None]:
+def running(*, as_one: bool = False) -> Iterator[None]:
     """Within `serving`, fuse operators on this thread until the block ends.
 
-    With `keeps_layers` every layer returns its result, else the first may return that of the last.
+    With `as_one` the first layer may do the work of all, and return the result of the last.
     """
     outer = getattr(_thread, "most", 0), getattr(_thread, "is_whole", False)
     is_served = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     _thread.most = (_MOST if torch.get_num_threads() == 1 else _MOST_SHARED) if is_served else 0
-    _thread.is_whole, _thread.done = is_served and not keeps_layers, None
+    _thread.is_whole, _thread.done = is_served and as_one, None
     try:
         yield
     finally:

@@ -220,18 +220,18 @@ def is_bitwise(model: PreTrainedModel) -> bool:
     # Masks of chunks change the order of summation, and the products of an expert depend on which rows chose it.
     if config._attn_implementation not in ("sdpa", "eager") or getattr(config, "attention_chunk_size", None):
         return False
-    if any("experts" in name for name, _ in model.named_modules()):
-        return False
-    # Linear layers multiply as many rows as keep their bits. Other products take all rows at once.
-    if has_other_products(model) or not keeps_bits(model):
-        return False
-    name = f"bitwise, {torch.get_num_threads()} threads"
+    name = f"bitwise, {torch.get_num_threads()} threads, {config._attn_implementation}"
     return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model, config.vocab_size))
 
 
 @torch.inference_mode()
 def _has_bits_of_single_tokens(model: PreTrainedModel, vocabulary: int) -> bool:
     """Compare trees of `MAX_ROWS` nodes with decoding some of their nodes."""
+    if any("experts" in name for name, _ in model.named_modules()):
+        return False
+    # Linear layers multiply as many rows as keep their bits. Other products take all rows at once.
+    if has_other_products(model) or not keeps_bits(model):
+        return False
     # Products of activations that change few bits show in a small model only after many of them.
     trials = 1 if model.num_parameters() > _SMALL_MODEL else _TRIALS
     try:

@@ -268,7 +268,8 @@ class Target:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        with self._linears.running(bits), fused_layers.running(keeps_layers=keeps_hidden), scope:
+        as_one = tree_pass.is_exact and not keeps_hidden
+        with self._linears.running(bits), fused_layers.running(as_one=as_one), scope:
             output = self._model(input_ids=tree_pass.tokens, use_cache=True, **options)
         states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
         self.hidden = {}
