@@ -20,7 +20,7 @@ from lookahead.kernels.dispatch import MAX_NODES
 
 # The name of the cache among the inputs and outputs of a model. Transformers changed it in 5.24.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
-_MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 _GROWTH = 1.5
 
 RowStates = tuple[Tensor, Tensor]
@@ -82,7 +82,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 def may_be_callers(cache: Any, config: GenerationConfig) -> bool:
     """Whether the caller of `model.generate` may have passed a cache; of an implementation that is named, none did."""
-    is_unmarked = not _MARKS_CACHES and config.cache_implementation is None  # before transformers 5.17 none is marked
+    is_unmarked = not MARKS_CACHES and config.cache_implementation is None  # before transformers 5.17 none is marked
     return cache is not None and getattr(cache, "_is_user_defined", is_unmarked)
 
 
