@@ -34,7 +34,11 @@ class PromptLookup:
     """transformers' own prompt lookup: the first place where the last 2 tokens, or the last, stood."""
 
     def __init__(self, length: int = 10) -> None:
-        self._generator = PromptLookupCandidateGenerator(num_output_tokens=length, max_length=1 << 30)
+        self._generator = PromptLookupCandidateGenerator(
+            eos_token_id=torch.tensor([-1]),  # old releases of transformers fail without one
+            num_output_tokens=length,
+            max_length=1 << 30,
+        )
 
     def draft(self, tokens: IntArray) -> IntArray:
         """What followed there, `length` tokens at most."""

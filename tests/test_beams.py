@@ -20,7 +20,7 @@ from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.generation import beams
 from lookahead.generation.beams import has_bits_of_beams
 from lookahead.models import beam_tree, linears
-from lookahead.models.cache import CACHE
+from lookahead.models.cache import CACHE, MARKS_CACHES
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.beam_search import ONE, OPTIONS, RAGGED, assert_same, found
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build, cases
@@ -214,7 +214,7 @@ def outcome(model: PreTrainedModel, **extra: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({CACHE: DynamicCache()}, CACHE),
+        pytest.param({CACHE: DynamicCache()}, CACHE, marks=pytest.mark.skipif(not MARKS_CACHES, reason="is filled")),
         ({"output_hidden_states": True}, "output_hidden_states"),
         ({"position_ids": torch.arange(12)[None] + 3}, "position_ids"),
     ],
@@ -227,6 +227,18 @@ def test_what_beams_are_not_served_with_is_named_and_left_to_transformers_under_
     expected = found(tiny_llama, **ONE, **options).sequences
     with lookahead.enable(tiny_llama), pytest.warns(UserWarning, match="transformers alone"):
         assert torch.equal(found(tiny_llama, **ONE, **options).sequences, expected)
+
+
+@pytest.mark.skipif(MARKS_CACHES, reason="is refused by name")
+def test_an_empty_cache_that_is_not_marked_as_the_callers_is_filled_as_by_transformers(
+    tiny_llama: PreTrainedModel,
+) -> None:
+    theirs, ours = DynamicCache(), DynamicCache()
+    expected = found(tiny_llama, **ONE, **{CACHE: theirs}).sequences
+    got = found(tiny_llama, **ONE, **{CACHE: ours}, custom_generate=lookahead.decode).sequences
+    assert torch.equal(got, expected)
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(a.keys, b.keys, rtol=1e-4, atol=1e-4)
 
 
 def test_an_encoder_reads_once_and_the_keys_of_its_output_are_kept_once() -> None:

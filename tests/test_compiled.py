@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from lookahead.models.cache import TreeSlots
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows, padded_slots
-from tests.support.families import FAMILIES, build
+from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build
 from tests.support.random_trees import ancestor_mask
 
 CPU = torch.device("cpu")
@@ -133,7 +134,15 @@ def test_a_text_that_outgrows_its_slots_is_compiled_for_twice_as_many() -> None:
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("name", ["GptOss", pytest.param("GPTJ", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            "GptOss", marks=pytest.mark.skipif(not HAS_GROUPED_PRODUCTS, reason="its experts need torch 2.10")
+        ),
+        pytest.param("GPTJ", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_families_are_compiled_whole(name: str, caplog: pytest.LogCaptureFixture) -> None:
     # Windows and sinks, and prepared masks.
     model = fresh(name)
@@ -162,7 +171,7 @@ def test_a_model_that_cannot_be_compiled_is_run_as_it_is_and_the_log_says_why_on
         for _ in range(2):
             assert torch.equal(decode(model, input_ids=ids, **GREEDY), expected)
     (complaint,) = complaints(caplog)
-    assert complaint.startswith("DbrxForCausalLM is decoded without torch.compile: UserError: ")
+    assert re.match("DbrxForCausalLM is decoded without torch.compile: (UserError|Unsupported): .", complaint)
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(caplog: pytest.LogCaptureFixture) -> None:

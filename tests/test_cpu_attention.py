@@ -115,7 +115,8 @@ def test_half_precision_is_no_less_accurate_than_torchs(context, groups):
     keys, values = (inputs[name].transpose(1, 2) for name in ("keys", "values"))
     torchs = scaled_dot_product_attention(inputs["query"], keys, values, attn_mask=mask, enable_gqa=True)
     want = reference.tree_attention(**inputs)
-    assert relative_error(tree_attention(**inputs), want) <= relative_error(torchs.transpose(1, 2), want)
+    # Where torch sums in float32 too, both round equally often.
+    assert relative_error(tree_attention(**inputs), want) <= 1.001 * relative_error(torchs.transpose(1, 2), want)
 
 
 @pytest.mark.parametrize("broken", ["query", "keys", "values"])

@@ -113,7 +113,10 @@ def test_a_generate_of_the_models_own_is_put_back(tiny_llama: PreTrainedModel) -
 
 @pytest.mark.parametrize(
     "options",
-    [{"prompt_lookup_num_tokens": 3}, {"output_hidden_states": True, "return_dict_in_generate": True}],
+    [
+        {"prompt_lookup_num_tokens": 3, "eos_token_id": 100},  # old releases look nothing up without an end token
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+    ],
     ids=["lookup", "states"],
 )
 def test_what_has_no_speculative_form_goes_to_transformers_with_a_warning(

@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from transformers.cache_utils import Cache, DynamicLayer
 
 import lookahead
 from lookahead.errors import UnsupportedModelError
@@ -40,7 +41,9 @@ MODES: dict[str, dict[str, Any]] = {
     "attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "hidden states": {"output_hidden_states": True, "return_dict_in_generate": True},
 }
-if hasattr(GenerationConfig(), "use_mtp"):  # older releases have it not
+# Options that older releases have not.
+NEEDS_LENGTHS = pytest.mark.skipif(not hasattr(GenerationConfig(), "max_cache_len"), reason="needs transformers 5.13")
+if hasattr(GenerationConfig(), "use_mtp"):
     MODES["multi-token prediction"] = {"use_mtp": True}
 
 
@@ -127,7 +130,7 @@ def test_a_configuration_by_position_is_served(looping_llama: PreTrainedModel, a
         {"use_cache": False},
         {"cache_implementation": "dynamic"},
         {"cache_implementation": "static"},
-        {"cache_implementation": "static", "max_cache_len": 64},
+        pytest.param({"cache_implementation": "static", "max_cache_len": 64}, marks=NEEDS_LENGTHS),
         {"prefill_chunk_size": 4},
         {"logits_to_keep": 1},
         {"disable_compile": True},
@@ -150,6 +153,12 @@ def test_a_lossy_cache_is_refused_by_name(looping_llama: PreTrainedModel) -> Non
     criteria = StoppingCriteriaList([MaxLengthCriteria(20)])
     with pytest.raises(UnsupportedModelError, match="quantized"):
         prepare(looping_llama, IDS, LogitsProcessorList(), criteria, config)
+
+
+def test_a_cache_of_another_kind_that_was_passed_in_is_refused_by_name(looping_llama: PreTrainedModel) -> None:
+    cache = Cache(layer_class_to_replicate=DynamicLayer)  # what it keeps, it may round
+    with pytest.raises(UnsupportedModelError, match="must be a DynamicCache, got a Cache"):
+        looping_llama.generate(IDS, **{CACHE: cache}, max_new_tokens=9, custom_generate=lookahead.decode)
 
 
 def test_an_empty_cache_of_another_kind_is_not_left_empty(looping_llama: PreTrainedModel) -> None:

@@ -29,7 +29,7 @@ from lookahead.generation.hf import prepare
 from lookahead.models.support import is_bitwise
 from lookahead.models.target import Target
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
-from tests.support.families import FAMILIES, build
+from tests.support.families import FAMILIES, build, for_cpus
 
 PLAIN = LookaheadConfig(proposers=())
 DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0)
@@ -60,7 +60,7 @@ def made(name: str, dtype: torch.dtype) -> Any:
     kind, config, options = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return kind(config(**SIZES, **options)).to(dtype).eval()
+        return for_cpus(kind(config(**SIZES, **options))).to(dtype).eval()
 
 
 def compare(model: Any, prompts: torch.Tensor, config: LookaheadConfig = PLAIN, **options: Any) -> None:

@@ -213,7 +213,7 @@ def test_a_folder_does_not_become_native_by_its_name(folder, tiny_llama, monkeyp
     folder.rename(folder.with_name("native"))
     monkeypatch.chdir(folder.parent)
     assert open_heads("./native", tiny_llama)[0] == "medusa"
-    with pytest.raises(HeadsError, match="has no MTP layers"):
+    with pytest.raises(HeadsError, match=r"has no MTP layers|need a newer transformers"):
         open_heads("native", tiny_llama)
 
 

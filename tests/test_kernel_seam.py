@@ -22,6 +22,7 @@ from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
+from tests.support.families import for_cpus
 from tests.support.random_trees import ancestor_mask
 
 SIZES: dict[str, Any] = {
@@ -109,7 +110,7 @@ def build(family: str) -> PreTrainedModel:
     config = getattr(transformers, config_class)(**{**SIZES, **FAMILIES[family]})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, model_class)(config).float().eval()
+        model = for_cpus(getattr(transformers, model_class)(config)).float().eval()
     model.generation_config.eos_token_id = None
     return model
 

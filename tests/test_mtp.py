@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    modeling_layers,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lookahead
@@ -23,6 +31,9 @@ from lookahead.heads.native_mtp import NativeDrafter, open_native
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.examples import make_example
 
+needs_mtp_layers = pytest.mark.skipif(
+    not hasattr(modeling_layers, "MtpModel"), reason=f"transformers {transformers.__version__} has no MTP layers"
+)
 FIXED = {"draft": "fixed", "min_probability": 0.0, "max_nodes": 20}
 
 
@@ -175,6 +186,7 @@ def deepseek_model(deepseek):
     return AutoModelForCausalLM.from_pretrained(deepseek, dtype=torch.float32).eval()
 
 
+@needs_mtp_layers
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9}], ids=["greedy", "sampled"])
 def test_the_layer_of_a_checkpoint_drafts_and_changes_no_token(deepseek_model, options, accepted):
     kwargs = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **options}
@@ -189,6 +201,7 @@ def test_the_layer_of_a_checkpoint_drafts_and_changes_no_token(deepseek_model, o
     assert accepted[0] > 0
 
 
+@needs_mtp_layers
 @torch.no_grad()
 def test_what_the_layer_promises_is_what_transformers_computes_for_the_whole_text_anew(deepseek_model):
     from transformers.cache_utils import MtpCache
@@ -217,6 +230,7 @@ def test_what_the_layer_promises_is_what_transformers_computes_for_the_whole_tex
         assert depth < 4
 
 
+@needs_mtp_layers
 def test_loading_the_layer_leaves_the_model_as_it_was(deepseek_model):
     flags = [(parameter.requires_grad, parameter.dtype) for parameter in deepseek_model.parameters()]
     modes = [module.training for module in deepseek_model.modules()]
@@ -225,11 +239,13 @@ def test_loading_the_layer_leaves_the_model_as_it_was(deepseek_model):
     assert [module.training for module in deepseek_model.modules()] == modes
 
 
+@needs_mtp_layers
 def test_a_model_without_such_a_layer_is_told_what_to_do(tiny_llama):
     with pytest.raises(HeadsError, match=r"no num_mtp_layers.*lookahead train"):
         open_native(tiny_llama)
 
 
+@needs_mtp_layers
 def test_a_checkpoint_that_lacks_the_layers_weights_is_refused(deepseek, tmp_path):
     tensors = load_file(deepseek / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if ".61." not in name}
@@ -239,8 +255,15 @@ def test_a_checkpoint_that_lacks_the_layers_weights_is_refused(deepseek, tmp_pat
         open_native(AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
+@needs_mtp_layers
 def test_more_than_one_layer_is_refused(deepseek_model):
     model = copy.deepcopy(deepseek_model)
     model.config.num_mtp_layers = 2
     with pytest.raises(HeadsError, match="one MTP layer are served, that of this DeepseekV3ForCausalLM has 2"):
         open_native(model)
+
+
+@pytest.mark.skipif(hasattr(modeling_layers, "MtpModel"), reason="they are served")
+def test_layers_that_transformers_does_not_have_are_refused_by_name(tiny_llama):
+    with pytest.raises(HeadsError, match="MTP layers of checkpoints need a newer transformers"):
+        open_native(tiny_llama)

@@ -184,6 +184,7 @@ def test_transformers_finds_the_real_kernels_distribution_from_the_root(tmp_path
     metadata = tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    metadata.with_name("top_level.txt").write_text("kernels\n")
     script = (
         "from transformers.utils.import_utils import is_kernels_available\n"
         "import kernels; print(is_kernels_available(), kernels.__file__)"

@@ -27,7 +27,7 @@ from lookahead.models.linears import LinearScope, packed_weights
 from lookahead.models.quantized import Int8Config, QuantizedLinear, resolve_quantize
 from lookahead.models.support import is_bitwise
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
-from tests.support.families import ENCODER_DECODERS, FAMILIES, build
+from tests.support.families import ENCODER_DECODERS, FAMILIES, build, for_cpus
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0)
@@ -39,7 +39,7 @@ RAGGED = {
 
 def quantized(folder: Path, dtype: torch.dtype = HALF, kind: Any = AutoModelForCausalLM) -> Any:
     """The model of a folder as transformers quantizes it."""
-    return kind.from_pretrained(folder, dtype=dtype, quantization_config=Int8Config()).eval()
+    return for_cpus(kind.from_pretrained(folder, dtype=dtype, quantization_config=Int8Config())).eval()
 
 
 @pytest.fixture(scope="module")

@@ -46,10 +46,8 @@ def one_by_one(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, sta
         while path[0]:
             path.insert(0, int(tree.parents[path[0]]))
         slots = [*range(start), *(start + each for each in path)]
-        seen = [
-            each[slots].transpose(0, 1).repeat_interleave(query.shape[1] // keys.shape[1], 0) for each in (keys, values)
-        ]
-        out.append(scaled_dot_product_attention(query[node - scored, None, :, None], *(each[None] for each in seen)))
+        seen = (each[None, slots].transpose(1, 2) for each in (keys, values))
+        out.append(scaled_dot_product_attention(query[node - scored, None, :, None], *seen, enable_gqa=True))
     return torch.cat(out)[:, :, 0]
 
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from typer.testing import CliRunner
 
 from lookahead.cli.app import app
 from lookahead.engine.engine import Engine
-from lookahead.generation.serving import EnabledModels, listen, make_server
+from lookahead.generation.serving import _NEWEST_MODULE, EnabledModels, listen, make_server
 from tests.support.forked import command
 
+pytestmark = pytest.mark.skipif(find_spec(_NEWEST_MODULE) is None, reason="needs transformers 5.20")
 QUESTIONS = ["the cat sat on the cat", "abab abab", "what? what?", "xyz"]
 
 
@@ -215,6 +217,15 @@ def test_packages_that_are_missing_are_told_with_the_extra_that_has_them(cli_fol
     result = serve(folder)
     assert result.exit_code == 2
     assert result.stderr == "error: serving needs no_such_package: pip install 'lookahead-decoding[serve]'\n"
+
+
+def test_a_transformers_too_old_to_serve_is_told_before_anything_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr("lookahead.generation.serving._NEWEST_MODULE", "transformers.cli.serving.no_such_module")
+    result = serve(folder)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: serving needs transformers 5.20 or newer: pip install 'lookahead-decoding[serve]'\n"
+    )
 
 
 def test_a_model_that_does_not_exist_is_told_in_a_line(cli_folder):

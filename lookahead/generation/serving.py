@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 _PACKAGES = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
+_NEWEST_MODULE = "transformers.cli.serving.systemone"  # of those that `make_server` imports
 
 
 class EnabledModels(ModelManager):
@@ -117,6 +118,8 @@ class EnabledModels(ModelManager):
 def check_packages() -> None:
     """Refuse to serve without the packages of the extra."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if not missing and importlib.util.find_spec(_NEWEST_MODULE) is None:
+        missing = ["transformers 5.20 or newer"]
     if missing:
         raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'lookahead-decoding[serve]'")
 

@@ -204,7 +204,7 @@ def validate_call(
     if config.cache_implementation == "quantized":
         raise UnsupportedModelError("a quantized cache changes tokens and is not served; leave out custom_generate")
     past = cache_in(model_kwargs)
-    if getattr(past, "_is_user_defined", False) and not isinstance(past, cache):
+    if may_be_callers(past, config) and not isinstance(past, cache):
         raise UnsupportedModelError(f"{CACHE} must be a {cache.__name__}, got a {type(past).__name__}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
@@ -229,7 +229,7 @@ def validate_call(
 
 def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
     """Whether the caller of `model.generate` sees the cache."""
-    return bool(config.return_dict_in_generate) or may_be_callers(past)
+    return bool(config.return_dict_in_generate) or may_be_callers(past, config)
 
 
 def _heeds(model: PreTrainedModel, name: str) -> bool:

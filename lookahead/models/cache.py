@@ -11,7 +11,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -20,7 +20,7 @@ from lookahead.kernels.dispatch import MAX_NODES
 
 # The name of the cache among the inputs and outputs of a model. Transformers changed it in 5.24.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
-_MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 _GROWTH = 1.5
 
 RowStates = tuple[Tensor, Tensor]
@@ -80,9 +80,10 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in (CACHE, "past_key_values") if arguments.get(name) is not None), None)
 
 
-def may_be_callers(cache: Any) -> bool:
-    """Whether the caller of `model.generate` may have passed a cache. Before transformers 5.17 none is marked."""
-    return cache is not None and getattr(cache, "_is_user_defined", not _MARKS_CACHES)
+def may_be_callers(cache: Any, config: GenerationConfig) -> bool:
+    """Whether the caller of `model.generate` may have passed a cache; of an implementation that is named, none did."""
+    is_unmarked = not MARKS_CACHES and config.cache_implementation is None  # before transformers 5.17 none is marked
+    return cache is not None and getattr(cache, "_is_user_defined", is_unmarked)
 
 
 def tokens_in(cache: Any) -> int:

@@ -109,14 +109,36 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
             one, keys, values = (tensor.bfloat16() for tensor in each)
             if not row_attention.is_supported(one, keys, values):
                 return False
-            shared = [tensor.repeat_interleave(groups, 0)[None] for tensor in (keys, values)]
-            alone = scaled_dot_product_attention(one[None], shared[0], shared[1])
+            alone = scaled_dot_product_attention(one[None], keys[None], values[None], enable_gqa=True)
             slots = [tensor.transpose(0, 1).contiguous()[None] for tensor in (one, keys, values)]
             trees = torch.tensor([[length - 1, 1, 0]], device="cpu")
             got = row_attention.row_attention(*slots, nodes=nodes, trees=trees, scale=dim**-0.5)
             if not torch.equal(got[0, 0], alone[0, :, 0]):
                 return False
     return True
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode()
+def _has_bits_of_shared_heads(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether SDPA over one row of a batch for each KV head has the bits of SDPA over heads that share keys.
+
+    Torch 2.8 has another form of attention for the latter.
+    """
+    source = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, count, length, dim, generator=source, dtype=torch.float32, device="cpu").to(dtype)
+        for count, length in ((heads, 1), (kv_heads, _LENGTHS[3]), (kv_heads, _LENGTHS[3]))
+    )
+    expected = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    return torch.equal(scaled_dot_product_attention(*_by_kv_head(query, key, value)).view_as(expected), expected)
+
+
+def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of one row of queries, keys and values: a row of a batch for each KV head, which its queries share."""
+    kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    keys, values = (each[0][:, None].expand(-1, groups, -1, -1) for each in (key, value))
+    return query[0].unflatten(0, (kv_heads, groups)), keys, values
 
 
 def takes_rows(config: PretrainedConfig) -> bool:
@@ -205,13 +227,14 @@ def _attend_by_torch(
     While a node attends, the slots after the committed ones hold its path. Afterwards they hold the nodes in order.
     """
     is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
-    heads, kv_heads = query.shape[1], key.shape[1]
+    heads = query.shape[1]
     nodes = slice(start, start + scored + len(steps))
     is_moved = any(moved is not None for *_, moved in steps)
     held = [(each, each[:, :, nodes].clone()) for each in (key, value)] if is_moved else []
-    # With one row of a batch for each KV head, SDPA reads shared heads in place and computes the same bits.
-    queries = query[0].unflatten(0, (kv_heads, heads // kv_heads)).split(1, 2)
-    keys, values = (each[0][:, None].expand(-1, heads // kv_heads, -1, -1) for each in (key, value))
+    # With one row of a batch for each KV head, SDPA reads shared heads in place.
+    is_shared = is_sdpa and _has_bits_of_shared_heads(query.dtype, heads, key.shape[1], query.shape[3])
+    grouped, keys, values = _by_kv_head(query, key, value)
+    queries = grouped.split(1, 2)
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # views of the slots up to an end
     out: list[Any] = [None] * len(steps)
     for node, depth, first_moved, moved in steps:
@@ -219,7 +242,7 @@ def _attend_by_torch(
         if moved is not None:
             for each, kept in held:
                 each[:, :, start + first_moved : end] = kept[:, :, moved]
-        if is_sdpa and (window is None or end < window):
+        if is_shared and (window is None or end < window):
             if end not in seen:
                 seen[end] = keys.narrow(2, 0, end), values.narrow(2, 0, end)
             attended = scaled_dot_product_attention(queries[column], *seen[end], scale=scale)

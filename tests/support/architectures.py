@@ -122,7 +122,7 @@ TREES: Rows = {
         "RoPE, GQA, clipped QKV, MoE",
         {
             "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
-            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         },
     ),
     "DeepseekV2": ("MLA, MoE", MLA_EXPERTS),
