@@ -132,6 +132,20 @@ def test_ids_without_a_token_are_no_prompt_for_the_drop_in_either(tiny_llama):
 
 
 @pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(0, 3, dtype=torch.long), "no prompt"),
+        (torch.ones(1, 3) * 7.5, "whole numbers, got .* torch.float32"),
+    ],
+    ids=["no rows", "fractions"],
+)
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_ids_that_are_no_prompts_are_refused_by_the_drop_in(tiny_llama, ids, message, num_beams):
+    with pytest.raises(PromptError, match=message):
+        tiny_llama.generate(ids, max_new_tokens=4, num_beams=num_beams, custom_generate=lookahead.decode)
+
+
+@pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ("", "prompt 0 has no tokens: ''"),

@@ -26,8 +26,12 @@ from lookahead.verification.stopping import StoppingRule, reason_of
 def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
     """Number of tokens of each prompt without its left padding; checks that all are in the vocabulary."""
     batch_size, longest = input_ids.shape
+    if not batch_size:
+        raise PromptError("input_ids hold no prompt")
     if not longest:
         raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
+    if input_ids.is_floating_point():
+        raise PromptError(f"input_ids must be whole numbers, got a tensor of {input_ids.dtype}")
     mask = np.ones((batch_size, longest), bool)
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
