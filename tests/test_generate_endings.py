@@ -227,6 +227,17 @@ def test_text_ends_at_the_limit_that_generate_heeds(
     assert result.token_ids == [expected]
 
 
+@pytest.mark.parametrize("max_new_tokens", [1 << 31, 1 << 33, 1 << 60], ids=str)
+@pytest.mark.parametrize("is_drafted", [True, False], ids=["drafted", "default"])
+def test_a_limit_that_no_memory_could_hold_is_no_limit(
+    looping_llama: PreTrainedModel, is_drafted: bool, max_new_tokens: int
+) -> None:
+    ours: dict[str, Any] = {"lookahead_config": DRAFTING} if is_drafted else {}
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "stopping_criteria": [SumReaches()]}
+    expected = looping_llama.generate(IDS, **options)
+    assert torch.equal(looping_llama.generate(IDS, **options, custom_generate=lookahead.decode, **ours), expected)
+
+
 def test_new_tokens_come_before_a_length_that_the_prompt_already_has(
     looping_llama: PreTrainedModel, tiny_tokenizer: Any
 ) -> None:

@@ -75,8 +75,7 @@ class Row:
         self.index, self.padding, self.place, self.device = index, padding, place, device
         self.chooser, self.stopping = chooser, stopping
         self.length = len(ids)
-        self.ids = np.empty(max(stopping.max_length, len(ids) + 1), np.int64)  # holds all that it may still emit
-        self.ids[: len(ids)] = ids
+        self.ids = np.array(ids, np.int64)  # grows as it emits: the limit may be any number
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
         self.slot = self.emitted = 0  # its number among the rows of its engine, and tokens
         self.pending: list[IntArray] = []  # emitted tokens that the proposers have not observed yet
@@ -107,10 +106,8 @@ class Row:
         """Tokens it may still emit."""
         return self.stopping.max_length - self.length
 
-    def positions_left(self, positions: int | None) -> int:
-        """Positions a model of so many (None: no end) has behind the newest token; PromptError if none for that."""
-        if positions is None:
-            return self.ids.size
+    def positions_left(self, positions: int) -> int:
+        """Positions a model of so many has behind the newest token; PromptError if none for that."""
         if self.tokens > positions:
             raise PromptError(
                 f"row {self.index} has {self.tokens} tokens and the model positions for {positions}; "
@@ -131,6 +128,9 @@ class Row:
                 `model.generate`.
             is_typical: Whether what the target finds likely enough is accepted, which is lossy.
         """
+        room = self.length + len(draft.tree.tokens)
+        if room > self.ids.size:
+            self.ids = np.resize(self.ids, 2 * room)
         if self.is_simple:
             tree, eos_tokens = draft.tree, self.stopping.eos_tokens
             result = VerifyResult(*walk_greedy(tree.tokens, tree.parents, argmax, eos_tokens, self.left))
@@ -142,7 +142,6 @@ class Row:
             if result.finished:
                 self.finish_reason = "stop" if int(result.tokens[-1]) in eos_tokens else "length"
             return result
-
         typical: Walk = {}
         if is_typical and len(draft.tree) > 1:
             typical = longest_typical(draft.tree, partial(self._chances_after, draft.tree, logits))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import wraps
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,8 @@ from lookahead.generation.request import serve_stop_strings
 from lookahead.models.support import validate_model
 
 _OURS = ("lookahead_config", "lookahead_streamer", "lookahead_tokenizer", "inputs_tensor")  # no loop takes them
+
+_guard = Lock()  # held while switches are turned
 
 
 def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:
@@ -51,18 +54,20 @@ class Enabled:
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None) -> None:
         owner: Any = model
         self.config = config
-        serving: Any = model.__dict__.get("generate")
-        if not isinstance(serving, Generate):
-            serving = owner.generate = Generate(model)
-        self._serving: Generate = serving
-        serving.switches.append(self)
+        with _guard:
+            serving: Any = model.__dict__.get("generate")
+            if not isinstance(serving, Generate):
+                serving = owner.generate = Generate(model)
+            self._serving: Generate = serving
+            serving.switches.append(self)
 
     def disable(self) -> None:
         """Turn the switch off; with the last one the model is as it was. A second call does nothing."""
-        if self in self._serving.switches:
-            self._serving.switches.remove(self)
-            if not self._serving.switches:
-                self._serving.restore()
+        with _guard:
+            if self in self._serving.switches:
+                self._serving.switches.remove(self)
+                if not self._serving.switches:
+                    self._serving.restore()
 
     def __enter__(self) -> Enabled:
         return self
@@ -92,7 +97,8 @@ class Generate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `model.generate` does."""
-        if not self.switches or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
+        switches = self.switches[:]  # another thread may turn one off meanwhile
+        if not switches or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
             return self._original(*args, **kwargs)
         if kwargs.get("adapter_names") is not None:
             # PEFT does not remove its hooks when an error passes through them.
@@ -112,7 +118,7 @@ class Generate:
                 **served,
                 generation_config=generation_config,
                 custom_generate=_decode_or_hand_over,
-                lookahead_config=self.switches[-1].config,
+                lookahead_config=switches[-1].config,
                 lookahead_streamer=streamer,
                 lookahead_tokenizer=tokenizer,
             )
