@@ -90,6 +90,7 @@ ENDINGS: dict[str, dict[str, Any]] = {
     "a list of tokens": {"eos_token_id": [58, 48, 6]},
     "a tensor of tokens": {"eos_token_id": torch.tensor([58, 48, 6])},
     "a token outside the vocabulary": {"eos_token_id": -1},
+    "tokens that are no 32-bit numbers": {"eos_token_id": [58, 1 << 40, -(1 << 40)]},
     "a sum of ids": {"stopping_criteria": [SumReaches()], "eos_token_id": 1},
     "lengths of their own": {"stopping_criteria": [RowsEndAt(19, 25, 14)], "eos_token_id": 1},
     "the user's own length": {"stopping_criteria": [MaxLengthCriteria(21)]},

@@ -68,6 +68,18 @@ def test_the_switch_refuses_a_path_as_well():
         lookahead.enable("model")
 
 
+def test_the_switch_refuses_a_configuration_of_another_kind(tiny_llama):
+    with pytest.raises(ConfigError, match="config must be a LookaheadConfig, got a dict"):
+        lookahead.enable(tiny_llama, {"window": 7})
+    assert "generate" not in tiny_llama.__dict__
+
+
+def test_a_mode_that_is_not_served_is_named_by_what_asks_for_it(tiny_llama):
+    ids = torch.tensor([[5, 9, 31]])
+    with pytest.raises(lookahead.UnsupportedModelError, match=r"assisted generation \(prompt_lookup_num_tokens=3\)"):
+        tiny_llama.generate(ids, num_beams=1, prompt_lookup_num_tokens=3, custom_generate=lookahead.decode)
+
+
 def warned(call, model, tokenizer):
     """What a call warns of."""
     with warnings.catch_warnings(record=True) as caught:

@@ -15,6 +15,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
 from lookahead.generation.request import serve_stop_strings
+from lookahead.generation.validation import check_config
 from lookahead.models.support import validate_model
 
 _OURS = ("lookahead_config", "lookahead_streamer", "lookahead_tokenizer", "inputs_tensor")  # no loop takes them
@@ -40,11 +41,13 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
         The switch, already on: a context manager, with `disable()` for use without one.
 
     Raises:
+        ConfigError: The model or the configuration has the wrong type.
         UnsupportedModelError: It is no causal LM, or has no weights.
     """
     # A model wrapped by torch.compile forwards attributes to the original, but does not store them.
     model = getattr(model, "_orig_mod", model)
     validate_model(model)
+    check_config("config", config)
     return Enabled(model, config)
 
 
