@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import prune
 from transformers import DynamicCache, LogitsProcessor, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 from typer.testing import CliRunner
 
@@ -111,6 +112,18 @@ def test_a_prompt_in_bf16_has_the_bits_of_transformers_where_single_sequences_do
     )
     assert got.sequences.tolist() == expected.sequences.tolist()
     assert all(torch.equal(*pair) for pair in zip(got.logits, expected.logits, strict=True))
+
+
+@pytest.mark.parametrize("is_pruned", [True, False], ids=["pruned", "strided"])
+def test_a_weight_in_bf16_that_is_computed_or_lies_transposed_is_searched_with(is_pruned: bool) -> None:
+    model = build(FAMILIES["Llama"]).to(torch.bfloat16)
+    layer: Any = model.model.layers[0].mlp.up_proj
+    if is_pruned:
+        prune.random_unstructured(layer, "weight", 0.5)
+    else:
+        layer.weight.data = layer.weight.data.T.contiguous().T
+    got = found(model, **ONE, max_new_tokens=8, custom_generate=lookahead.decode)
+    assert got.sequences.tolist() == found(model, **ONE, max_new_tokens=8).sequences.tolist()
 
 
 @pytest.mark.parametrize("is_alike", [True, False])

@@ -6,6 +6,9 @@ import copy
 import pickle
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,7 +18,9 @@ from transformers import PreTrainedModel, TextGenerationPipeline
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.engine.engine import Engine
+from lookahead.generation.enable import Generate
 
+enable_module = import_module("lookahead.generation.enable")
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 
 
@@ -143,6 +148,24 @@ def test_threads_that_share_a_model_get_the_tokens_of_generate(tiny_llama: PreTr
     for thread in threads:
         thread.join()
     assert all(torch.equal(got[i], expected[i]) for i in range(4))
+    assert as_it_was(tiny_llama)
+
+
+def test_threads_that_turn_switches_on_together_leave_the_model_as_it_was(
+    tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = threading.Barrier(2)
+
+    class Meeting(Generate):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            with suppress(threading.BrokenBarrierError):
+                meeting.wait(0.2)  # for a thread that makes another one for the same model
+
+    monkeypatch.setattr(enable_module, "Generate", Meeting)
+    with ThreadPoolExecutor(2) as threads:
+        switches = list(threads.map(lambda _: lookahead.enable(tiny_llama), range(2)))
+        list(threads.map(lambda switch: switch.disable(), switches))
     assert as_it_was(tiny_llama)
 
 

@@ -201,6 +201,17 @@ def test_inputs_that_are_not_served_are_named() -> None:
     assert torch.equal(got, model.generate(inputs_embeds=embeds, max_new_tokens=9))  # nothing to draft from, yet served
 
 
+@pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
+def test_outputs_of_the_encoder_may_come_without_its_inputs(inputs: Any, options: dict[str, Any]) -> None:
+    model = model_of("T5")
+    expected = generate(model, inputs, **options)
+    for ours in ({}, {"lookahead_config": FIXED}):
+        given = {**inputs, "encoder_outputs": model.get_encoder()(**inputs, return_dict=True)}
+        del given["input_ids"]  # transformers expands the outputs in place
+        assert torch.equal(generate(model, given, **options, custom_generate=lookahead.decode, **ours), expected)
+
+
 def test_a_filled_cache_is_refused_and_one_that_is_empty_is_filled() -> None:
     model: Any = model_of("T5")
     cache = empty_cache(model)

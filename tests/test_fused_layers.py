@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, prune
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -102,9 +103,16 @@ def change(model: Any, how: str) -> None:
         layer.extra = nn.Identity()
     elif how == "dropout":
         layer.self_attn.train()
+    elif how == "pruned":
+        prune.random_unstructured(layer.mlp.up_proj, "weight", 0.5)
+    elif how == "weight norm":
+        parametrizations.weight_norm(layer.mlp.up_proj).parametrizations.weight.original0.data *= 2
 
 
-WAYS = "hook", "pre-hook", "adapter", "other class", "own forward", "other activation", "more modules", "dropout"
+WAYS = (
+    *("hook", "pre-hook", "adapter", "other class", "own forward", "other activation", "more modules", "dropout"),
+    *("pruned", "weight norm"),
+)
 
 
 @on_x86

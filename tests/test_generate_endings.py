@@ -90,6 +90,7 @@ ENDINGS: dict[str, dict[str, Any]] = {
     "a list of tokens": {"eos_token_id": [58, 48, 6]},
     "a tensor of tokens": {"eos_token_id": torch.tensor([58, 48, 6])},
     "a token outside the vocabulary": {"eos_token_id": -1},
+    "tokens that are no 32-bit numbers": {"eos_token_id": [58, 1 << 40, -(1 << 40)]},
     "a sum of ids": {"stopping_criteria": [SumReaches()], "eos_token_id": 1},
     "lengths of their own": {"stopping_criteria": [RowsEndAt(19, 25, 14)], "eos_token_id": 1},
     "the user's own length": {"stopping_criteria": [MaxLengthCriteria(21)]},
@@ -225,6 +226,17 @@ def test_text_ends_at_the_limit_that_generate_heeds(
     expected = looping_llama.generate(ids, do_sample=False, **limits)[0, ids.shape[1] :].tolist()
     result = lookahead.generate(looping_llama, tiny_tokenizer, "abab abab", do_sample=False, **limits)
     assert result.token_ids == [expected]
+
+
+@pytest.mark.parametrize("max_new_tokens", [1 << 31, 1 << 33, 1 << 60], ids=str)
+@pytest.mark.parametrize("is_drafted", [True, False], ids=["drafted", "default"])
+def test_a_limit_that_no_memory_could_hold_is_no_limit(
+    looping_llama: PreTrainedModel, is_drafted: bool, max_new_tokens: int
+) -> None:
+    ours: dict[str, Any] = {"lookahead_config": DRAFTING} if is_drafted else {}
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "stopping_criteria": [SumReaches()]}
+    expected = looping_llama.generate(IDS, **options)
+    assert torch.equal(looping_llama.generate(IDS, **options, custom_generate=lookahead.decode, **ours), expected)
 
 
 def test_new_tokens_come_before_a_length_that_the_prompt_already_has(

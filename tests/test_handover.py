@@ -12,6 +12,7 @@ import lookahead
 from lookahead.errors import UnsupportedModelError
 from lookahead.models import cache as cache_module
 from lookahead.models.cache import CACHE, cache_in, tokens_in
+from tests.support.families import FAMILIES, build
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 RAGGED = {
@@ -105,6 +106,15 @@ def test_a_chat_goes_on_from_its_own_cache(model: PreTrainedModel, inputs: dict[
     for a, b in zip(ours.layers, theirs.layers, strict=True):
         padding = 5 if a.keys.shape[2] > 12 else 0  # a full window has left the padding behind
         torch.testing.assert_close(a.values[:, :, padding:], b.values[:, :, padding:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_chat_goes_on_from_a_cache_with_layers_that_read_those_of_others() -> None:
+    model = build(FAMILIES["Gemma3n"])
+    cache, ids = DynamicCache(config=model.config), IDS
+    for _ in range(3):
+        options: dict[str, Any] = {CACHE: cache, "max_new_tokens": 9, "do_sample": False}
+        ids = model.generate(ids, **options, custom_generate=lookahead.decode)
+    assert torch.equal(ids, model.generate(IDS, max_new_tokens=27, do_sample=False))
 
 
 @pytest.mark.parametrize("ours_first", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, cast
 
@@ -27,7 +28,8 @@ from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.models import exact_attention, product_bits, support
 from lookahead.models.support import support_of
 from lookahead.utils.fingerprints import model_fingerprint
-from tests.support.families import FAMILIES, build
+from tests.support.adversarial_proposers import drafting_by, perfect
+from tests.support.families import ENCODER_DECODERS, FAMILIES, build
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
@@ -236,6 +238,28 @@ def test_a_model_with_a_table_of_positions_is_drafted_for_up_to_its_end_and_no_f
     for new_tokens in (1, 5):
         with pytest.raises(PromptError, match="36 tokens and the model positions for 32"):
             gpt2.generate(IDS.repeat(1, 3), max_new_tokens=new_tokens, custom_generate=lookahead.decode)
+
+
+def test_drafts_do_not_run_over_a_table_of_slopes() -> None:
+    mpt = build(FAMILIES["Mpt"])
+    mpt.config.max_seq_len = 32
+    answer = mpt.generate(IDS, do_sample=False, max_length=33)
+    kwargs: dict[str, Any] = {"do_sample": False, "max_length": 60, "eos_token_id": int(answer[0, -1])}
+    expected = mpt.generate(IDS, **kwargs)
+    with drafting_by(perfect([[*expected[0].tolist(), *[5] * 40]])):
+        assert torch.equal(mpt.generate(IDS, **kwargs, custom_generate=lookahead.decode), expected)
+
+
+@pytest.mark.parametrize("name", ["M2M100", "Jamba"])
+def test_a_model_whose_positions_have_no_end_goes_on_as_in_generate(name: str) -> None:
+    model = build(FAMILIES[name] if name in FAMILIES else ENCODER_DECODERS[name])
+    limit = model.config.max_position_embeddings
+    ids = IDS.repeat(1, 1 if model.config.is_encoder_decoder else limit // IDS.shape[1] + 1)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": limit + 9 if ids.shape[1] < limit else 9}
+    expected = model.generate(ids, **options, eos_token_id=None)
+    with pytest.warns(UserWarning, match="decoded plainly") if name == "Jamba" else nullcontext():
+        got = model.generate(ids, **options, eos_token_id=None, custom_generate=lookahead.decode)
+    assert torch.equal(got, expected)
 
 
 class Poisoner(Proposer):

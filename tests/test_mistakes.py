@@ -68,6 +68,18 @@ def test_the_switch_refuses_a_path_as_well():
         lookahead.enable("model")
 
 
+def test_the_switch_refuses_a_configuration_of_another_kind(tiny_llama):
+    with pytest.raises(ConfigError, match="config must be a LookaheadConfig, got a dict"):
+        lookahead.enable(tiny_llama, {"window": 7})
+    assert "generate" not in tiny_llama.__dict__
+
+
+def test_a_mode_that_is_not_served_is_named_by_what_asks_for_it(tiny_llama):
+    ids = torch.tensor([[5, 9, 31]])
+    with pytest.raises(lookahead.UnsupportedModelError, match=r"assisted generation \(prompt_lookup_num_tokens=3\)"):
+        tiny_llama.generate(ids, num_beams=1, prompt_lookup_num_tokens=3, custom_generate=lookahead.decode)
+
+
 def warned(call, model, tokenizer):
     """What a call warns of."""
     with warnings.catch_warnings(record=True) as caught:
@@ -129,6 +141,20 @@ def test_ids_without_a_token_are_no_prompt_for_the_drop_in_either(tiny_llama):
     for mask in ({}, {"attention_mask": nothing}):
         with pytest.raises(PromptError, match="prompt 0 has no tokens"):
             tiny_llama.generate(nothing, **mask, max_new_tokens=4, custom_generate=lookahead.decode)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(0, 3, dtype=torch.long), "no prompt"),
+        (torch.ones(1, 3) * 7.5, "whole numbers, got .* torch.float32"),
+    ],
+    ids=["no rows", "fractions"],
+)
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_ids_that_are_no_prompts_are_refused_by_the_drop_in(tiny_llama, ids, message, num_beams):
+    with pytest.raises(PromptError, match=message):
+        tiny_llama.generate(ids, max_new_tokens=4, num_beams=num_beams, custom_generate=lookahead.decode)
 
 
 @pytest.mark.parametrize(

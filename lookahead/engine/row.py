@@ -71,8 +71,7 @@ class Row:
         self.index, self.padding, self.place, self.device = index, padding, place, device
         self.chooser, self.stopping = chooser, stopping
         self.length = len(ids)
-        self.ids = np.empty(max(stopping.max_length, len(ids) + 1), np.int64)  # holds all that it may still emit
-        self.ids[: len(ids)] = ids
+        self.ids = np.array(ids, np.int64)  # grows as it emits: the limit may be any number
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
         self.slot = self.emitted = 0  # its number among the rows of its engine, and tokens
         self.inputs: IntArray = np.zeros(0, np.int32)  # what an encoder has read for it
@@ -117,6 +116,9 @@ class Row:
                 `model.generate`.
             is_typical: Whether what the target finds likely enough is accepted, which is lossy.
         """
+        room = self.length + len(draft.tree)
+        if room > self.ids.size:
+            self.ids = np.resize(self.ids, 2 * room)
         typical: Walk = {}
         if is_typical and len(draft.tree) > 1:
             typical = longest_typical(draft.tree, partial(self._chances_after, draft.tree, logits))

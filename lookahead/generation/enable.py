@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import wraps
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +15,12 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
 from lookahead.generation.request import serve_stop_strings
+from lookahead.generation.validation import check_config
 from lookahead.models.support import validate_model
 
 _OURS = ("lookahead_config", "lookahead_streamer", "lookahead_tokenizer", "inputs_tensor")  # no loop takes them
+
+_guard = Lock()  # held while switches are turned
 
 
 def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:
@@ -37,11 +41,13 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
         The switch, already on: a context manager, with `disable()` for use without one.
 
     Raises:
+        ConfigError: The model or the configuration has the wrong type.
         UnsupportedModelError: It is no causal LM, or has no weights.
     """
     # A model wrapped by torch.compile forwards attributes to the original, but does not store them.
     model = getattr(model, "_orig_mod", model)
     validate_model(model)
+    check_config("config", config)
     return Enabled(model, config)
 
 
@@ -51,18 +57,20 @@ class Enabled:
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None) -> None:
         owner: Any = model
         self.config = config
-        serving: Any = model.__dict__.get("generate")
-        if not isinstance(serving, Generate):
-            serving = owner.generate = Generate(model)
-        self._serving: Generate = serving
-        serving.switches.append(self)
+        with _guard:
+            serving: Any = model.__dict__.get("generate")
+            if not isinstance(serving, Generate):
+                serving = owner.generate = Generate(model)
+            self._serving: Generate = serving
+            serving.switches.append(self)
 
     def disable(self) -> None:
         """Turn the switch off; with the last one the model is as it was. A second call does nothing."""
-        if self in self._serving.switches:
-            self._serving.switches.remove(self)
-            if not self._serving.switches:
-                self._serving.restore()
+        with _guard:
+            if self in self._serving.switches:
+                self._serving.switches.remove(self)
+                if not self._serving.switches:
+                    self._serving.restore()
 
     def __enter__(self) -> Enabled:
         return self
@@ -92,7 +100,8 @@ class Generate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `model.generate` does."""
-        if not self.switches or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
+        switches = self.switches[:]  # another thread may turn one off meanwhile
+        if not switches or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
             return self._original(*args, **kwargs)
         if kwargs.get("adapter_names") is not None:
             # PEFT does not remove its hooks when an error passes through them.
@@ -112,7 +121,7 @@ class Generate:
                 **served,
                 generation_config=generation_config,
                 custom_generate=_decode_or_hand_over,
-                lookahead_config=self.switches[-1].config,
+                lookahead_config=switches[-1].config,
                 lookahead_streamer=streamer,
                 lookahead_tokenizer=tokenizer,
             )

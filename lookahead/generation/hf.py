@@ -320,6 +320,7 @@ def _encoded(
     is_shared = support.vocabulary_size(model, model.get_encoder()) == support.decoder_vocabulary(model)
     if inputs is not None and inputs.ndim == 2 and is_shared:
         inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # for several sampled outputs of each
-        seen = torch.ones_like(inputs) if mask is None else mask
-        tokens = [ids[kept.bool()].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
+        # Where the outputs of the encoder are given without its inputs, `generate` fills these with -100.
+        seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()
+        tokens = [ids[kept].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
     return Encoded(outputs, mask, past, is_returned, tokens)

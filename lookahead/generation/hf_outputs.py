@@ -113,8 +113,11 @@ def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> N
     """Copy the keys and values of a transformers cache, left-padded by int64 `[batch]`, into an empty tree cache."""
     width = past.get_seq_length()
     for row, pad in enumerate(padding.tolist()):
-        states: list[RowStates] = []
+        states: list[RowStates | None] = []
         for layer in cast(Any, past.layers):
+            if getattr(layer, "keys", None) is None:  # it reads those of another layer
+                states.append(None)
+                continue
             held = layer.keys.shape[2]  # a sliding window holds fewer than all
             begin = max(0, pad - (width - held))
             states.append((layer.keys[row, :, begin:], layer.values[row, :, begin:]))

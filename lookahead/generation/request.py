@@ -26,8 +26,12 @@ from lookahead.verification.stopping import StoppingRule, reason_of
 def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
     """Number of tokens of each prompt without its left padding; checks that all are in the vocabulary."""
     batch_size, longest = input_ids.shape
+    if not batch_size:
+        raise PromptError("input_ids hold no prompt")
     if not longest:
         raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
+    if input_ids.is_floating_point():
+        raise PromptError(f"input_ids must be whole numbers, got a tensor of {input_ids.dtype}")
     mask = np.ones((batch_size, longest), bool)
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
@@ -49,6 +53,8 @@ def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
 
 # Criteria that treat every row by itself and keep nothing from step to step. A subclass may do otherwise.
 _ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
+
+_MOST_INT32 = int(np.iinfo(np.int32).max)
 
 
 def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
@@ -82,6 +88,7 @@ def stateful_reason(
 def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingRule:
     """Separate the criteria that count tokens from those that must be called."""
     eos = [int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)]
+    eos = [token if 0 <= token <= _MOST_INT32 else -1 for token in eos]  # no token has the others
     limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     shows_scores = config.return_dict_in_generate and config.output_scores

@@ -48,6 +48,8 @@ _MODE_OPTIONS = (
     *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
 )
 
+_NO_BEAMS = ("num_beams", 1), ("num_beam_groups", 1)
+
 
 def check_pair(model: object, tokenizer: object, *, stacklevel: int = 4) -> None:
     """Refuse what is no model or no tokenizer by ConfigError; warn once of the tokenizer of another model."""
@@ -196,7 +198,8 @@ def validate_call(
     mode = config.get_generation_mode()
     if mode not in modes:
         given = {name: getattr(config, name, None) for name in _MODE_OPTIONS}
-        named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
+        given = {name: value for name, value in given.items() if value and (name, value) not in _NO_BEAMS}
+        named = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UnsupportedModelError(
             f"{mode.value.replace('_', ' ')} ({named}) is not served here; leave out custom_generate for it"
             + (", or pass num_beams=1" if "beam" in mode.value else "")

@@ -176,6 +176,7 @@ def _parts_of(layer: Any) -> LayerParts | None:
         # Products are called as modules, whatever their weights are, and overwritten: no hook may have kept them.
         and all(isinstance(each, nn.Linear | QuantizedLinear) and "_hf_hook" not in each.__dict__ for each in linears)
         and not any(each._forward_pre_hooks or each._forward_hooks for each in linears)
+        and all("weight" in each._parameters for each in linears)  # a parametrization computes it at every call
         and attention.config._attn_implementation in ("sdpa", "eager")
     )
     if not is_plain:

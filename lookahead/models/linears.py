@@ -252,15 +252,20 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Pack
 def keeps_bits(model: nn.Module) -> bool:
     """Whether rows of the linear layers in half precision can have the bits they have alone, without many products."""
     try:
-        return all(
-            layer.weight.numel() < product_bits.FEWEST_WEIGHTS
-            or rows_of(matrix_of(layer), layer.bias, Layout()).alone >= _FEWEST_ROWS
-            or best_layout(matrix_of(layer), layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
-            for layer in product_bits.linear_layers(model)
-            if _is_plain(layer)
-        )
+        return all(map(_keeps_bits_of_rows, product_bits.linear_layers(model)))
     except (AttributeError, RuntimeError):  # torch was built without oneDNN
         return False
+
+
+def _keeps_bits_of_rows(layer: nn.Linear | Conv1D) -> bool:
+    weight = matrix_of(layer)
+    if not _is_plain(layer):  # it multiplies all rows of a pass at once
+        return rows_of(weight, layer.bias, Layout()).alone == MAX_ROWS
+    return (
+        weight.numel() < product_bits.FEWEST_WEIGHTS
+        or rows_of(weight, layer.bias, Layout()).alone >= _FEWEST_ROWS
+        or best_layout(weight, layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
+    )
 
 
 @cache

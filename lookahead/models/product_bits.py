@@ -71,15 +71,15 @@ def linear_layers(model: nn.Module) -> list[nn.Linear | Conv1D]:
 
 def matrix_of(layer: nn.Linear | Conv1D) -> Tensor:
     """The weight of a layer, `[outputs, inputs]`; that of `Conv1D`, the linear layer of GPT-2, lies transposed."""
-    weight: Any = layer._parameters["weight"]
+    weight: Any = layer._parameters.get("weight")
+    weight = layer.weight if weight is None else weight  # pruning computes it from another parameter
     return weight if type(layer) is nn.Linear else weight.T  # type: ignore[no-any-return]
 
 
 def by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of a layer's own forward, from its `matrix_of`."""
-    if weight.is_contiguous():
+    """The product of a layer's own forward, from its `matrix_of`; a `Conv1D` always has a bias."""
+    if weight.is_contiguous() or bias is None:
         return linear(x, weight, bias)
-    assert bias is not None
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.T).view(*x.shape[:-1], len(weight))
 
 

@@ -48,7 +48,11 @@ def position_limit(model: PreTrainedModel) -> int | None:
     config: Any = model.config.get_text_config()
     if getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
         return None
-    return getattr(config, "max_position_embeddings", None)
+    # Recurrent models have no table, and sinusoidal ones of this kind lengthen it.
+    if getattr(model, "_is_stateful", False) or any(hasattr(module, "make_weights") for module in model.modules()):
+        return None
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    return limit if limit is not None else getattr(config, "max_seq_len", None)  # as MPT names its ALiBi table
 
 
 def prefills_at_once(model: PreTrainedModel) -> bool:

@@ -197,9 +197,7 @@ class ModelProposer(BatchProposer):
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Add a row; the draft model reads it when a draft is asked for."""
-        ids = np.empty(max(self._call.max_length, len(prompt) + 1), np.int32)
-        ids[: len(prompt)] = prompt
-        self._rows[row] = _DraftRow(ids, len(prompt))
+        self._rows[row] = _DraftRow(prompt.astype(np.int32), len(prompt))
         self._target = None
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> list[Proposal | None]:
@@ -233,8 +231,11 @@ class ModelProposer(BatchProposer):
                 # The last token is read again, for what comes after it.
                 self._target.commit(self._slots.index(row), tree.path_of(feedback.tokens[:-1]))
             self._rates.learn(tree.parents, tree.tokens, tree.kinds, tree.draft_probs, feedback.tokens)
-        state.ids[state.length : state.length + len(feedback.tokens)] = feedback.tokens
-        state.length += len(feedback.tokens)
+        room = state.length + len(feedback.tokens)
+        if room > state.ids.size:
+            state.ids = np.resize(state.ids, 2 * room)
+        state.ids[state.length : room] = feedback.tokens
+        state.length = room
 
     def finish(self, row: int) -> None:
         """Forget the row."""
