@@ -16,7 +16,7 @@ from lookahead.ngram.features import (
     is_own,
     support_of,
 )
-from lookahead.ngram.raw_arrays import jit_inline
+from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import TOP, find_context, prob_of
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
@@ -113,15 +113,17 @@ def split(texts, own, found, first, stop, depth, options, weights):
 
 
 @jit_inline
-def score(least, options, probs, matches, longest, memory, since, hashes, orders, source, table, frequent):
+def score(least, options, probs, matches, longest, memory, hashes, orders, rates):
     """Rank the options of matches, and add recycled tokens, or frequent ones if no recycled context is known.
 
     Fills `probs` with the probability of each option once the node was chosen; returns the number of options. `least`
     is the least probability of options without a match.
     """
+    keys, successors, stored, times, source, since = memory
+    table, frequent = rates
     order, group, way, is_foreign = 0, 0, 0, 0
     if orders > 0:
-        order, group, way, is_foreign = find_context(memory[0], memory[3], since, hashes, orders)
+        order, group, way, is_foreign = find_context(keys, times, since, hashes, orders)
     _rank(options, probs, matches)
 
     own, foreign = 0, 0
@@ -133,7 +135,7 @@ def score(least, options, probs, matches, longest, memory, since, hashes, orders
             rank, foreign = foreign, foreign + 1
         bucket = 0
         if order > 0:
-            bucket = _bucket_in(memory, group, way, options[at, TOKEN])
+            bucket = _bucket_in(successors[group, way], stored[group, way], options[at, TOKEN])
             if bucket > 0:
                 options[at, SOURCES] |= 1 << source
         if order == 0 or options[at, FEATURE] >= _LONG:
@@ -153,11 +155,11 @@ def score(least, options, probs, matches, longest, memory, since, hashes, orders
     count = matches
     if order > 0:
         for rank in range(TOP):
-            bucket = bucket_of(rank, prob_of(memory[2][group, way, rank]))
+            bucket = bucket_of(rank, prob_of(stored[group, way, rank]))
             feature = feature_of_memory(order, is_foreign, bucket, longest)
             prob = hit_rate(table, feature)
             if prob >= least:
-                token = memory[1][group, way, rank]
+                token = successors[group, way, rank]
                 count = _add(options, probs, matches, count, token, 1 << source, feature, prob)
     elif longest < _SHORT:
         for rank in range(FREQUENT):
@@ -170,12 +172,11 @@ def score(least, options, probs, matches, longest, memory, since, hashes, orders
 
 
 @jit_inline
-def _bucket_in(memory, group, way, token):
+def _bucket_in(successors, stored, token):
     """The bucket of a token among the successors of a recycled context, 0 if it is not one of them."""
-    _, top, stored, _ = memory
     for rank in range(TOP):
-        if top[group, way, rank] == token:
-            return bucket_of(rank, prob_of(stored[group, way, rank]))
+        if successors[rank] == token:
+            return bucket_of(rank, prob_of(stored[rank]))
     return 0
 
 

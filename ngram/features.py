@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.raw_arrays import jit_inline
+from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import ORDERS
 
 FloatArray = NDArray[np.float64]

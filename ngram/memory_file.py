@@ -119,14 +119,13 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> RecycledTabl
     size = max(contexts, 2 * len(records))
     table = RecycledTable(-(-size // WAYS) * WAYS)
     probs = np.square(_bytes_of(records)[:, _PROBS:] / 255.0) * _UNIT + 0.5
-    _fill(*table.state, *table.clock, records, _tokens_of(records), probs.astype(np.uint16))
+    _fill(*table.state, table.now, records, _tokens_of(records), probs.astype(np.uint16))
     return table
 
 
 def records_of(table: RecycledTable, vocabulary: int) -> tuple[Records, Records]:
     """What a table holds: the records that were stored since it was made, with age 0, and those it was made of."""
-    keys, tokens, probs = table.state
-    times, _ = table.clock
+    keys, tokens, probs, times = table.state
     is_new = times > OLDEST + 1
     found = []
     for chosen in (is_new & (keys != 0), ~is_new & (keys != 0)):

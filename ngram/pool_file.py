@@ -74,8 +74,7 @@ class Pool(Chains):
         """Whether size and modification time of the file are as when it was opened; if not, the pool is empty."""
         if self._is_intact and _version_of(self._descriptor) != self._version:
             self._is_intact = False
-            heads, links = np.zeros((LEVELS, 1), np.int32), np.zeros((1, LEVELS), np.int32)
-            self._replace(np.full(1, SEPARATOR, np.int32), heads, links, length=1)
+            self._arena, self._heads, self._links, self._length = ChainIndex().state
         return self._is_intact
 
     @classmethod

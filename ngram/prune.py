@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.raw_arrays import jit_inline
+from lookahead.ngram.inlining import jit_inline
 
 IntArray = NDArray[np.int32]
 FREE: NDArray[np.float64] = np.zeros(0)  # costs if nodes are free

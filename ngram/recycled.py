@@ -12,20 +12,19 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.raw_arrays import RawArrays, array_at, jit_inline, pointers_at
+from lookahead.ngram.inlining import jit_inline
 
 FloatArray = NDArray[np.float32]
-RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16]]
+RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16], NDArray[np.int64]]
 
 TOP = 8  # successors kept of a context
 ORDERS = 4  # contexts of 1 to 4 tokens
 WAYS = 4  # entries of a set
-_GROUPS = 4  # after the pointers to keys, tokens, probabilities and times: the number of sets
 _UNIT = 65535.0  # a probability of 1 as it is stored
 _HASH_BITS = np.uint64(0xFFFFFFFFFFFFFF00)  # a file keeps the age of a context in the others
 
 
-class RecycledTable(RawArrays):
+class RecycledTable:
     """The likeliest successors of contexts, from the target's latest pass over them, in memory of fixed size.
 
     It is a set-associative cache: the hash of a context of 1 to 4 tokens names a set of four entries, and a new context
@@ -33,34 +32,21 @@ class RecycledTable(RawArrays):
     64 bytes.
     """
 
-    __slots__ = ("_keys", "_now", "_probs", "_times", "_tokens")
+    __slots__ = ("now", "state")
 
     def __init__(self, contexts: int = 1 << 18) -> None:
         if contexts < WAYS or contexts % WAYS:
             raise ValueError(f"contexts must be a multiple of {WAYS} and at least {WAYS}, got {contexts}")
-        self._keys = np.zeros((contexts // WAYS, WAYS), dtype=np.uint64)
-        self._tokens = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.int32)
-        self._probs = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.uint16)
-        self._times = np.zeros((contexts // WAYS, WAYS), dtype=np.int64)  # of the last write, counted in writes
-        self._now = np.zeros(1, dtype=np.int64)
-        super().__init__(_GROUPS + 1)
-        self._point_to(*self.state, self._times)
-        self._pointers[_GROUPS] = contexts // WAYS
+        shape = contexts // WAYS, WAYS
+        tokens, probs = np.zeros((*shape, TOP), np.int32), np.zeros((*shape, TOP), np.uint16)
+        # Keys, tokens, probabilities, and when each entry was last written, counted in writes.
+        self.state: RecycledState = np.zeros(shape, np.uint64), tokens, probs, np.zeros(shape, np.int64)
+        self.now = np.zeros(1, np.int64)  # writes so far
 
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes; constant."""
-        return self._times.nbytes + sum(array.nbytes for array in self.state)
-
-    @property
-    def state(self) -> RecycledState:
-        """Keys, tokens and probabilities, as the compiled functions take them."""
-        return self._keys, self._tokens, self._probs
-
-    @property
-    def clock(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """When each entry was last written, counted in writes, int64 `[sets, 4]`; and the writes so far, `[1]`."""
-        return self._times, self._now
+        return sum(array.nbytes for array in self.state)
 
     def store(
         self,
@@ -80,19 +66,7 @@ class RecycledTable(RawArrays):
             )
         if skipped is None:
             skipped = np.zeros(nodes, np.bool_)
-        table = self._keys, self._tokens, self._probs, self._times
-        _store_tree(*table, self._now, before, parents, tokens, top, probs, skipped)
-
-
-@jit_inline
-def table_at(address):
-    """Keys, tokens, probabilities and times of the `RecycledTable` at an address."""
-    pointers = pointers_at(address, _GROUPS + 1)
-    groups = pointers[_GROUPS]
-    keys = array_at(pointers[0], (groups, WAYS), np.uint64)
-    tokens = array_at(pointers[1], (groups, WAYS, TOP), np.int32)
-    probs = array_at(pointers[2], (groups, WAYS, TOP), np.uint16)
-    return keys, tokens, probs, array_at(pointers[3], (groups, WAYS), np.int64)
+        _store_tree(*self.state, self.now, before, parents, tokens, top, probs, skipped)
 
 
 @jit_inline

@@ -148,6 +148,21 @@ def test_a_capped_index_forgets_the_oldest_and_answers_for_the_rest():
     assert find(index, **NO_LIMIT) == find_by_scan(stream, stream)
 
 
+def test_a_tree_grown_after_the_arena_moved_and_after_it_forgot_is_that_of_a_new_index():
+    rng, capped, text = np.random.default_rng(0), ChainIndex(max_tokens=4096), []
+    for _ in range(60):
+        piece = rng.integers(0, 500, 200).tolist()
+        capped.append(piece)
+        text += piece
+        fresh = ChainIndex()
+        fresh.append(text[-(len(capped) - 1) :])
+        ours, theirs = (grow_trie([index], HitRates(), 12) for index in (capped, fresh))
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            assert ours.parents.tolist() == theirs.parents.tolist()
+
+
 def test_memory_follows_the_content_and_not_the_vocabulary():
     small, large = ChainIndex(), ChainIndex()
     small.append([HUGE] * 100)
@@ -334,7 +349,7 @@ def test_without_compilation_the_cores_give_the_same():
         "index, rates = ChainIndex(), HitRates()\n"
         "index.append([1, 2, 3, 2147483647, 1, 2, 4, 1, 2, 3, 5, 1, 2])\n"
         "for _ in range(3):\n"
-        "    grown = Search([index], rates, None, (1, 16, 32)).grow(9).trie\n"
+        "    grown = Search([index], rates, None, (1, 16, 32)).grow(9)\n"
         "    rates.learn(grown.parents, grown.tokens, grown.features, np.array([3, 5], np.int32))\n"
         "    index.append([3, 5])\n"
         "    print(grown.tokens.tolist(), grown.parents.tolist(), np.round(grown.probabilities, 5).tolist())\n"

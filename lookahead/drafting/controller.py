@@ -114,14 +114,12 @@ class Controller:
             # Where rows are refilled, no row waits for the last one.
             lasting = 0.0 if is_refilled else 1.0 if self._runs_to_limit else _LASTING
             value = BatchValue.of(left, self._cost.plain(rows, context), lasting)
-        # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
-        costs = curve.copy()
-        costs[2:] *= _MARGIN
-        costs += self._rule.proposing_cost(rows) * costs[1]
-        plain_s = float(curve[1])
-        worth = self._branch.teaching
+        plain_s, worth = float(curve[1]), self._branch.teaching
         least = _CHEAPEST * (float(curve[-1]) / plain_s - 1.0) / nodes - worth
-        return StepPlan(rows, context, True, nodes, costs, plain_s, value, self._branch.size, least, worth)
+        # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
+        curve[2:] *= _MARGIN
+        curve += self._rule.proposing_cost(rows) * plain_s
+        return StepPlan(rows, context, True, nodes, curve, plain_s, value, self._branch.size, least, worth)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
         """Whether drafts, one per row, are verified."""

@@ -221,7 +221,7 @@ class BeamDrafter:
         if not self._is_guessed(tree, node):
             top, log_probs = tree.known[node].top, tree.known[node].log_probs
             return [pair for pair in zip(top.tolist(), log_probs.tolist(), strict=True) if pair[0] >= 0], 0.0
-        trie = self._search.grow(_GROWN, _LEAST_SUCCESSOR, context=tree.context(node)).trie
+        trie = self._search.grow(_GROWN, _LEAST_SUCCESSOR, tree.context(node))
         self._searched[node] = trie
         is_next = trie.parents == 0
         is_next[0] = False

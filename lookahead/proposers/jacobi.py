@@ -12,7 +12,7 @@ from lookahead.drafting.proposal import Feedback, IntArray, Proposal
 from lookahead.drafting.sizes import BranchSize
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.search import MAX_NODES, Search, Trie
+from lookahead.ngram.search import Search, Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow, WindowTree, ngrams_of_step
 
 _TAIL = 256  # last tokens kept of a row: they are looked up, and new cells are drawn from them
@@ -93,8 +93,8 @@ class JacobiProposer:
             self._learn(state, size, Feedback(missed, _ROOT, _NOTHING), _NOTHING)
         state.observed = len(state.emitted) + 1  # the coming step is observed
         max_nodes = max_nodes if self._branch is None else size.nodes
-        room = min(size.guesses * (size.ngram_size - 1), max_nodes - (state.window.cells.size - 1), MAX_NODES)
-        state.guesses = state.search.grow(room, 0.0, context=state.tail[-_LONGEST_KEY:]).trie if room > 0 else None
+        room = min(size.guesses * (size.ngram_size - 1), max_nodes - (state.window.cells.size - 1))
+        state.guesses = state.search.grow(room, context=state.tail[-_LONGEST_KEY:]) if room > 0 else None
         state.tree = tree = state.window.tree(max_nodes, state.guesses)
         if self._branch is not None:
             self._branch.host_s += time.perf_counter() - begin

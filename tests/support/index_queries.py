@@ -41,15 +41,14 @@ def grow_trie(
 ) -> Trie | None:
     """The tree of one search, None if nothing was found."""
     tail = None if context is None else as_tokens(context)
-    trie = Search(texts, rates, memory, bounds).grow(max_nodes, min_probability, context=tail).trie
+    trie = Search(texts, rates, memory, bounds).grow(max_nodes, min_probability, tail)
     return trie if len(trie.tokens) > 1 else None
 
 
 def find_recycled(table: RecycledTable, context: Sequence[int] | IntArray) -> tuple[int, list[int], list[float]]:
     """How many tokens at the end of a context are known, and its successors with their probabilities."""
-    keys, tokens, probs = table.state
-    times, never = table.clock[0], -1
-    tail, hashes = np.asarray(context, np.int32), np.empty(ORDERS, np.uint64)
+    keys, tokens, probs, times = table.state
+    never, tail, hashes = -1, np.asarray(context, np.int32), np.empty(ORDERS, np.uint64)
     order, group, way, _ = _look_up(keys, times, never, tail, hashes)
     return (order, tokens[group, way].tolist(), prob_of(probs[group, way]).tolist()) if order else (0, [], [])
 
