@@ -10,22 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates
-from lookahead.ngram.candidates import (
-    COLUMNS,
-    DEPTH,
-    FEATURE,
-    FIRST,
-    LENGTH,
-    MOST_OPTIONS,
-    PARENT,
-    POSITION,
-    SOURCES,
-    STOP,
-    TEXT,
-    TOKEN,
-    score,
-    split,
-)
+from lookahead.ngram.candidates import MOST_OPTIONS, NODE, OCCURRENCE, score, split
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, find_matches
 from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context
@@ -102,37 +87,33 @@ class Search:
         tail = first.tokens if context is None else context
         options = (context is None, max(min_probability, _FLOOR), is_chain)
         texts = first.state, second.state, third.state
-        whole, probs = _grow(texts, memory, rates, self._bounds, tail, max_nodes, options)
-        tokens, parents, features, sources = whole
-        return Trie(tokens, parents, probs, features, sources)
+        nodes = _grow(texts, memory, rates, self._bounds, tail, max_nodes, options)
+        tokens, parents, features, sources = (
+            nodes[name].astype(np.int32) for name in ("token", "parent", "feature", "sources")
+        )
+        return Trie(tokens, parents, nodes["prob"].astype(np.float32), features, sources)
 
 
 @njit(cache=True, error_model="numpy")
 def _grow(texts, memory, rates, bounds, tail, max_nodes, options):
-    """Find matches and grow a tree; returns tokens, parents, features and sources, int32 `[4, k]`, and probabilities.
+    """Find matches and grow a tree: `NODE`s by falling probability to be reached.
 
-    The whole search is compiled as one function: between functions the compiler counts references to arrays, which took
-    longer than the search. For the same reason nothing in it may fail, so no tuple is indexed by a variable.
+    The whole search is compiled as one function: between functions the compiler counts references to arrays.
     """
     (first, second, third), own, (shortest, longest, walked) = texts, options[0], bounds
     most = _MOST_TEXTS * walked + 1
-    occurrences, orders = np.empty((most, 3), np.int64), np.empty((3, most), np.int64)
-    nodes, probs = np.zeros((max_nodes + 1, COLUMNS), np.int64), np.ones(max_nodes + 1, np.float32)
-    count = 1
-    if tail.size > 0 and tail[-1] >= 0:
-        matches = (occurrences, orders)
-        found = _find(first, 0, tail, bounds, matches, 0)
-        if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches in other texts
-            bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
-        found = _find(second, 1, tail, bounds, matches, found)
-        found = _find(third, 2, tail, bounds, matches, found)
-        nodes[0, TOKEN], nodes[0, STOP] = tail[-1], found
-        count = _add_nodes(texts, memory, rates, tail, options, matches, nodes, probs)
-    whole = np.empty((4, count), np.int32)
-    for node in range(count):
-        whole[0, node], whole[1, node] = nodes[node, TOKEN], nodes[node, PARENT]
-        whole[2, node], whole[3, node] = nodes[node, FEATURE], nodes[node, SOURCES]
-    return whole, probs[:count]
+    matches = np.empty(most, OCCURRENCE), np.empty((3, most), np.int64)
+    nodes = np.zeros(max_nodes + 1, NODE)
+    nodes[0]["prob"] = nodes[0]["path_prob"] = 1.0
+    if tail.size == 0 or tail[-1] < 0:
+        return nodes[:1]
+    found = _find(first, 0, tail, bounds, matches, 0)
+    if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches in other texts
+        bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
+    found = _find(second, 1, tail, bounds, matches, found)
+    found = _find(third, 2, tail, bounds, matches, found)
+    nodes[0]["token"], nodes[0]["stop"] = tail[-1], found
+    return nodes[: _add_nodes(texts, memory, rates, tail, options, matches, nodes)]
 
 
 @jit_inline
@@ -149,11 +130,10 @@ def _find(chains, text, tail, bounds, matches, count):
     positions, lengths = orders[1, :walked], orders[2, :walked]
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
-        matched = lengths[each]
-        occurrences[count, POSITION], occurrences[count, LENGTH] = positions[each], matched
-        occurrences[count, TEXT] = text
+        new = occurrences[count]
+        new["text"], new["position"], new["length"] = text, positions[each], lengths[each]
         at = count
-        while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:
+        while text > 0 and at > 0 and occurrences[orders[0, at - 1]]["length"] < new["length"]:
             orders[0, at] = orders[0, at - 1]
             at -= 1
         orders[0, at] = count
@@ -162,66 +142,42 @@ def _find(chains, text, tail, bounds, matches, count):
 
 
 @jit_inline
-def _add_nodes(texts, memory, rates, tail, begin, matches, nodes, probs):
+def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
     """Best first: turn the likeliest tip into a node and add the candidates after it; returns the number of nodes.
 
     No more tips are kept than nodes can still be made, so a scan for the best is as fast as a heap. Of a chain only the
     likeliest candidate after each node is kept.
     """
     own, floor, is_chain = begin
-    max_nodes = nodes.shape[0] - 1
+    max_nodes = len(nodes) - 1
     recalls, orders, hashes = memory[0].shape[0] > 1, 0, np.empty(ORDERS, np.uint64)
-    tips, tip_probs, tip_path_probs = np.empty((max_nodes, COLUMNS), np.int64), np.empty(max_nodes), np.empty(max_nodes)
-    options, likely = np.empty((MOST_OPTIONS, COLUMNS), np.int64), np.empty(MOST_OPTIONS)
-    count, live, path_prob = 1, 0, 1.0
-    while True:
-        node = count - 1
-        depth, first, stop = nodes[node, DEPTH], nodes[node, FIRST], nodes[node, STOP]
+    tips, options = np.empty(max_nodes, NODE), np.empty(MOST_OPTIONS, NODE)
+    live = 0
+    for at_node in range(max_nodes):
+        node = nodes[at_node]
         matched, longest = 0, 0
-        if stop > first and depth < max_nodes:
-            matched, longest = split(texts, own, matches, first, stop, depth, options, likely)
+        if node["stop"] > node["first"]:
+            matched, longest = split(texts, own, matches, node, options)
         if recalls:
-            orders = hash_context(tail, tail.size, nodes[:, TOKEN], nodes[:, PARENT], node, hashes)
-        offered = score(floor / path_prob, options, likely, matched, longest, memory, hashes, orders, rates)
-        first_option = _greatest(likely, offered) if is_chain else 0
-        for option in range(first_option, min(first_option + 1, offered) if is_chain else offered):
-            value = likely[option] * path_prob
-            if value < floor:
+            orders = hash_context(tail, tail.size, nodes["token"], nodes["parent"], at_node, hashes)
+        offered = score(floor / node["path_prob"], options, matched, longest, memory, hashes, orders, rates)
+        if is_chain and offered > 0:
+            options[0], offered = options[options["prob"][:offered].argmax()], 1
+        for at_option in range(offered):
+            option = options[at_option]
+            option["parent"], option["depth"] = at_node, node["depth"] + 1
+            option["path_prob"] = option["prob"] * node["path_prob"]
+            if option["path_prob"] < floor:
                 continue
             at = live
-            if live == max_nodes - node:
-                at = _least(tip_path_probs, live)
-                if at < 0 or tip_path_probs[at] >= value:
+            if live == max_nodes - at_node:
+                at = int(tips["path_prob"][:live].argmin())
+                if tips[at]["path_prob"] >= option["path_prob"]:
                     continue
             live = max(live, at + 1)
-            tips[at] = options[option]
-            tips[at, PARENT], tips[at, DEPTH] = node, depth + 1
-            tip_path_probs[at], tip_probs[at] = value, likely[option]
-        if live == 0 or node == max_nodes:
-            return count
-        best = _greatest(tip_path_probs, live)
-        live -= 1
-        probs[count], path_prob = tip_probs[best], tip_path_probs[best]
-        nodes[count], tips[best] = tips[best], tips[live]
-        tip_path_probs[best], tip_probs[best] = tip_path_probs[live], tip_probs[live]
-        count += 1
-
-
-@jit_inline
-def _greatest(probs, count):
-    """The index of the greatest of the first `count` numbers; 0 if there are none."""
-    best = 0
-    for at in range(1, count):
-        if probs[at] > probs[best]:
-            best = at
-    return best
-
-
-@jit_inline
-def _least(path_probs, live):
-    """The least likely of the tips, -1 if there are none."""
-    least = live - 1
-    for tip in range(live):
-        if path_probs[tip] < path_probs[least]:
-            least = tip
-    return least
+            tips[at] = option
+        if live == 0:
+            return at_node + 1
+        best, live = tips["path_prob"][:live].argmax(), live - 1
+        nodes[at_node + 1], tips[best] = tips[best], tips[live]
+    return max_nodes + 1

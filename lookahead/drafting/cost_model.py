@@ -48,17 +48,13 @@ class StepCost:
 
     def __init__(self) -> None:
         self._node_cost = NODE_COST
-        self._ratios: dict[Bucket, FloatArray] = {}  # measured / guessed at every point; 0: not measured
+        self._tables: dict[Bucket, FloatArray] = {}  # seconds at every point; 0: not measured
         self._measured: set[Bucket] = set()  # in this process
         self._is_warm = False
 
     def assume(self, node_cost: float) -> None:
         """Set the first guess of the cost of one more node, as a share of a step of one node; measured costs stay."""
-        if node_cost == self._node_cost:
-            return
-        seconds = [ratios * self._guess(_POINTS) for ratios in self._ratios.values()]
         self._node_cost = node_cost
-        self._ratios = {bucket: each / self._guess(_POINTS) for bucket, each in zip(self._ratios, seconds, strict=True)}
 
     def warms_up(self, nodes: int) -> bool:
         """Whether a step of so many nodes is the first with a draft; it includes compilation and is not counted."""
@@ -69,16 +65,16 @@ class StepCost:
     def observe(self, nodes: float, seconds: float, *, rows: int = 1, context: int = 0) -> None:
         """Learn from a step without the host work on its draft: the nodes of its largest tree, and its longest row."""
         bucket = bucket_of(rows, context)
-        ratios = self._ratios.setdefault(bucket, self._near(bucket).copy())
+        table = self._tables.setdefault(bucket, self._near(bucket).copy())
         if bucket not in self._measured:
             self._measured.add(bucket)
             # Keep the shape of what was measured elsewhere, and take the scale from one step.
-            ratios *= seconds / float(self._seconds(ratios, rows * nodes))
-        self._move(ratios, rows, nodes, seconds)
+            table *= seconds / float(self._seconds(table, rows * nodes))
+        self._move(table, rows, nodes, seconds)
 
     def knows(self, rows: int, context: int) -> bool:
         """Whether any step of such rows and such a context was measured."""
-        return bucket_of(rows, context) in self._ratios
+        return bucket_of(rows, context) in self._tables
 
     def curve(self, rows: int, nodes: int, context: int = 0) -> FloatArray:
         """Cost of a step whose trees have 0, 1, …, `nodes` nodes, roots counted: float64 `[nodes + 1]`.
@@ -105,18 +101,15 @@ class StepCost:
         if len(nodes) != len(seconds) or not nodes or min(nodes) < 1 or not min(seconds) > 0:
             raise ConfigError(f"a sweep needs positive nodes and seconds, got {list(nodes)} and {list(seconds)}")
         tokens = rows * np.array(nodes, np.float64)
-        ratios = np.zeros(len(_POINTS))
-        ratios[[_point(each) for each in tokens]] = np.array(seconds) / self._guess(tokens)
+        points = [_point(each) for each in tokens]
         bucket = bucket_of(rows, context)
-        self._ratios[bucket] = ratios
+        self._tables[bucket] = np.zeros(len(_POINTS))
+        self._tables[bucket][points] = np.array(seconds) * self._guess(_POINTS[points]) / self._guess(tokens)
         self._measured.add(bucket)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """All learned costs, JSON-ready."""
-        return [
-            {"bucket": list(bucket), "seconds": (ratios * self._guess(_POINTS)).tolist()}
-            for bucket, ratios in self._ratios.items()
-        ]
+        return [{"bucket": list(bucket), "seconds": table.tolist()} for bucket, table in self._tables.items()]
 
     def update(self, known: Sequence[Mapping[str, Any]]) -> None:
         """Load the output of `to_dict`, else ConfigError; what was measured in this process is kept."""
@@ -129,35 +122,36 @@ class StepCost:
             good = seconds.shape == _POINTS.shape and np.isfinite(seconds).all() and (seconds >= 0).all()
             if not (good and (seconds > 0).any()):
                 raise ConfigError(f"step costs must be {len(_POINTS)} positive numbers a bucket")
-        for bucket, seconds in zip(buckets, tables, strict=True):
-            ratios = seconds / self._guess(_POINTS)
+        for bucket, table in zip(buckets, tables, strict=True):
             if bucket in self._measured:
-                own, tokens = self._ratios[bucket], 1 << bucket[0]
-                ratios = np.where(own > 0, own, ratios * self._seconds(own, tokens) / self._seconds(ratios, tokens))
-            self._ratios[bucket] = ratios
+                own, tokens = self._tables[bucket], 1 << bucket[0]
+                table = np.where(own > 0, own, table * self._seconds(own, tokens) / self._seconds(table, tokens))
+            self._tables[bucket] = table
 
     def _near(self, bucket: Bucket) -> FloatArray:
-        """The ratios of the measured bucket nearest to another, first by rows, then by context; zeros if none was."""
-        distance = {other: (abs(other[0] - bucket[0]), abs(other[1] - bucket[1])) for other in self._ratios}
+        """The table of the measured bucket nearest to another, first by rows, then by context; zeros if none was."""
+        distance = {other: (abs(other[0] - bucket[0]), abs(other[1] - bucket[1])) for other in self._tables}
         nearest = min(distance, key=lambda other: distance[other], default=None)
-        return self._ratios[nearest] if nearest is not None else np.zeros(len(_POINTS))
+        return self._tables[nearest] if nearest is not None else np.zeros(len(_POINTS))
 
-    def _guess(self, tokens: FloatArray | float) -> FloatArray | float:
+    def _guess(self, tokens: NDArray[Any] | float) -> Any:
         """Cost of a step before anything was measured, in steps of one token."""
         return 1.0 + self._node_cost * (tokens - 1.0)
 
-    def _seconds(self, ratios: FloatArray, tokens: NDArray[Any] | float) -> FloatArray:
+    def _seconds(self, table: FloatArray, tokens: NDArray[Any] | float) -> FloatArray:
         """Cost of steps of so many tokens: the first guess times the ratio, interpolated between measured points."""
-        known = ratios > 0.0
-        ratio = np.interp(tokens, _POINTS[known], ratios[known]) if known.any() else 1.0
+        known = table > 0.0
+        points = _POINTS[known]
+        ratio = np.interp(tokens, points, table[known] / self._guess(points)) if known.any() else 1.0
         return np.asarray(self._guess(tokens) * ratio)
 
-    def _move(self, ratios: FloatArray, rows: int, nodes: float, seconds: float) -> None:
+    def _move(self, table: FloatArray, rows: int, nodes: float, seconds: float) -> None:
         """Move the nearest point, or all after a plain step, towards a measurement."""
-        nearest, plain = _point(rows * nodes), _point(rows)
-        change = seconds / float(self._seconds(ratios, rows * nodes))
-        expected = seconds / change / float(self._guess(rows * nodes))
-        if ratios.any():
+        nearest, plain, guess = _point(rows * nodes), _point(rows), self._guess(_POINTS)
+        ratios = table / guess
+        change = seconds / float(self._seconds(table, rows * nodes))
+        expected = seconds / change / self._guess(rows * nodes)
+        if table.any():
             # The first measurement of a point replaces the interpolated value. So does one below half of it: what was
             # known was a step held up by other work.
             rate = _RATE if ratios[nearest] > 0.0 and change * _OUTLIER > 1.0 else 1.0
@@ -169,6 +163,7 @@ class StepCost:
             decays = ratios > ratios[plain]
             decays[nearest] = False
             ratios[decays] += _FORGET * (ratios[plain] - ratios[decays])
+        table[:] = ratios * guess
 
 
 def padded_nodes(nodes: int, most: int) -> int:

@@ -10,7 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.ngram.prune import FREE, Limits, node_at, rank, select, union
+from lookahead.ngram.prune import FREE, Limits, rank, select, union
 
 if TYPE_CHECKING:
     from lookahead.drafting.proposal import Proposal
@@ -127,18 +127,12 @@ def _merge(root, offered, offers, limits, costs):
         path_probs[node] *= path_probs[parents[node]]
     if limits[3]:
         merged[4] = 0
-    scratch, size = select(parents, merged[2], path_probs, merged[4], limits, costs)
+    order = select(parents, merged[2], path_probs, merged[4], limits, costs)
     places = np.zeros(len(path_probs), np.int32)
-    whole, kept_probs = np.empty((5, size), np.int32), np.empty(size)
-    for place in range(size):
-        node = node_at(scratch, place)
-        places[node] = place
-        whole[:, place] = merged[:, node]
-        whole[1, place] = places[parents[node]]
-        kept_probs[place] = path_probs[node]
-    for i in range(len(placed)):
-        placed[i] = places[placed[i]]
-    return whole, kept_probs, placed
+    places[order] = np.arange(len(order))
+    whole = merged[:, order]
+    whole[1] = places[whole[1]]
+    return whole, path_probs[order], places[placed]
 
 
 @njit(cache=True, error_model="numpy")
