@@ -125,8 +125,6 @@ class HitRates:
 
         With `counts` the emitted tokens, int32 `[n]`, are counted too, to find the frequent ones.
         """
-        if not parents.size == tokens.size == features.size:
-            raise ValueError(f"a tree of {tokens.size} tokens has {parents.size} parents, {features.size} features")
         _learn(self.table, self.prior, self.frequent, parents, tokens, features, emitted, counts)
 
 
@@ -159,30 +157,23 @@ def hit_rate(table, feature):
     return prob * factor / (1.0 - prob + prob * factor)
 
 
-@jit_inline
-def _count_trial(table, prior, feature, hit):
-    """Count one candidate; the odds of its kind take a Newton step towards the result."""
-    kind = _FIRST_KIND + KIND_OF[feature]
-    prob = hit_rate(table, feature)
-    table[kind, 1] = min(_MOST_KNOWN, table[kind, 1] + prob * (1.0 - prob))
-    odds = table[kind, 0] * np.exp((hit - prob) / (_FIRST_KNOWN + table[kind, 1]))
-    table[kind, 0] = min(_MOST_ODDS, max(_LEAST_ODDS, odds))
-    row = table[feature]
-    row[1] += hit
-    row[2] += 1.0
-    if row[2] >= _MEMORY:
-        row[1] *= 0.5
-        row[2] *= 0.5
-    row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
-
-
 @njit(cache=True, error_model="numpy")
 def _learn(table, prior, frequent, parents, tokens, features, emitted, counts):
     if counts:
         _count(frequent, emitted)
     nodes, hits = children_along(parents, tokens, emitted)
     for i in range(len(nodes)):
-        _count_trial(table, prior, features[nodes[i]], 1.0 if hits[i] else 0.0)
+        feature = features[nodes[i]]
+        row, kind, prob = table[feature], table[_FIRST_KIND + KIND_OF[feature]], hit_rate(table, feature)
+        # The odds of its kind take a Newton step towards the result.
+        kind[1] = min(_MOST_KNOWN, kind[1] + prob * (1.0 - prob))
+        odds = kind[0] * np.exp((hits[i] - prob) / (_FIRST_KNOWN + kind[1]))
+        kind[0] = min(_MOST_ODDS, max(_LEAST_ODDS, odds))
+        row[1] += hits[i]
+        row[2] += 1.0
+        if row[2] >= _MEMORY:
+            row[1:] *= 0.5
+        row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
 
 
 @njit(cache=True, error_model="numpy")

@@ -124,11 +124,10 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
     Sets the probability of each option once the node was chosen; returns the number of options. `least` is the least
     probability of options without a match.
     """
-    keys, successors, stored, times, source, since = memory
+    entries, source, since = memory
     table, frequent = rates
-    order, group, way, is_foreign = 0, 0, 0, 0
-    if orders > 0:
-        order, group, way, is_foreign = find_context(keys, times, since, hashes, orders)
+    order, group, way, is_foreign = find_context(entries, since, hashes, orders)
+    known = entries[group, way]
     _rank(options, matches)
 
     own, foreign = 0, 0
@@ -141,7 +140,7 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
             rank, foreign = foreign, foreign + 1
         bucket = 0
         if order > 0:
-            bucket = _bucket_in(successors[group, way], stored[group, way], option["token"])
+            bucket = _bucket_in(known, option["token"])
             if bucket > 0:
                 option["sources"] |= 1 << source
         if order == 0 or option["length"] >= _LONG:
@@ -160,9 +159,9 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
     count = matches
     if order > 0:
         for rank in range(TOP):
-            bucket = bucket_of(rank, prob_of(stored[group, way, rank]))
+            bucket = bucket_of(rank, prob_of(known["probs"][rank]))
             feature = feature_of_memory(order, is_foreign, bucket, longest)
-            token = successors[group, way, rank]
+            token = known["tokens"][rank]
             count = _add(options, matches, count, token, 1 << source, feature, hit_rate(table, feature), least)
     elif longest < _SHORT:
         for rank in range(FREQUENT):
@@ -173,11 +172,11 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
 
 
 @jit_inline
-def _bucket_in(successors, stored, token):
+def _bucket_in(known, token):
     """The bucket of a token among the successors of a recycled context, 0 if it is not one of them."""
     for rank in range(TOP):
-        if successors[rank] == token:
-            return bucket_of(rank, prob_of(stored[rank]))
+        if known["tokens"][rank] == token:
+            return bucket_of(rank, prob_of(known["probs"][rank]))
     return 0
 
 

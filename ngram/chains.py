@@ -183,27 +183,16 @@ def _match_length(arena, position, context, end, cap):
     return length
 
 
-@jit_inline
-def _is_new(arena, positions, count):
-    """Whether the token at the last of `count` positions is at none before it."""
-    token = arena[positions[count - 1]]
-    for other in range(count - 1):
-        if arena[positions[other]] == token:
-            return False
-    return True
-
-
 @njit(cache=True, error_model="numpy")
-def find_matches(arena, heads, links, length, context, end, shortest, longest, variety, positions, lengths):
+def find_matches(arena, heads, links, length, context, end, shortest, longest, positions, lengths):
     """Find earlier occurrences of the end of a context: walk the chains from the longest context down.
 
     Fills `positions`, of the next tokens, and `lengths`, of the matches: the longest chain first, and the most recent
-    first within a chain. Their size limits the links walked. Stops at `variety` different next tokens. Returns how many
-    were found.
+    first within a chain. Their size limits the links walked. Returns how many were found.
     """
     slots = np.empty(LEVELS, np.int64)
     levels = _hash_levels(context, end, heads.shape[1] - 1, slots)
-    budget, count, distinct = positions.size, 0, 0
+    budget, count = positions.size, 0
     for level in range(levels - 1, -1, -1):
         width = 1 << level
         above = 2 * width if level < levels - 1 and 2 * width <= longest else longest + 1
@@ -218,9 +207,5 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, v
             if max(width, shortest) <= agreed < above:
                 positions[count], lengths[count] = position, agreed
                 count += 1
-                if _is_new(arena, positions, count):
-                    distinct += 1
-                    if distinct == variety:
-                        return count
             position = links[position, level]
     return count

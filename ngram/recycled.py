@@ -15,12 +15,13 @@ from lookahead.ngram.chains import IntArray
 from lookahead.ngram.inlining import jit_inline
 
 FloatArray = NDArray[np.float32]
-RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16], NDArray[np.int64]]
 
 TOP = 8  # successors kept of a context
 ORDERS = 4  # contexts of 1 to 4 tokens
 WAYS = 4  # entries of a set
-_UNIT = 65535.0  # a probability of 1 as it is stored
+UNIT = 65535.0  # a probability of 1 as it is stored
+# A context: the key is its hash, 0 for a free entry; the time is that of its last write, counted in writes.
+ENTRY = np.dtype([("key", np.uint64), ("time", np.int64), ("tokens", np.int32, TOP), ("probs", np.uint16, TOP)])
 _HASH_BITS = np.uint64(0xFFFFFFFFFFFFFF00)  # a file keeps the age of a context in the others
 
 
@@ -32,21 +33,18 @@ class RecycledTable:
     64 bytes.
     """
 
-    __slots__ = ("now", "state")
+    __slots__ = ("entries", "now")
 
     def __init__(self, contexts: int = 1 << 18) -> None:
         if contexts < WAYS or contexts % WAYS:
             raise ValueError(f"contexts must be a multiple of {WAYS} and at least {WAYS}, got {contexts}")
-        shape = contexts // WAYS, WAYS
-        tokens, probs = np.zeros((*shape, TOP), np.int32), np.zeros((*shape, TOP), np.uint16)
-        # Keys, tokens, probabilities, and when each entry was last written, counted in writes.
-        self.state: RecycledState = np.zeros(shape, np.uint64), tokens, probs, np.zeros(shape, np.int64)
+        self.entries = np.zeros((contexts // WAYS, WAYS), ENTRY)
         self.now = np.zeros(1, np.int64)  # writes so far
 
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes; constant."""
-        return sum(array.nbytes for array in self.state)
+        return self.entries.nbytes
 
     def store(
         self,
@@ -66,7 +64,7 @@ class RecycledTable:
             )
         if skipped is None:
             skipped = np.zeros(nodes, np.bool_)
-        _store_tree(*self.state, self.now, before, parents, tokens, top, probs, skipped)
+        _store_tree(self.entries, self.now, before, parents, tokens, top, probs, skipped)
 
 
 @jit_inline
@@ -100,13 +98,13 @@ def hash_context(before, end, tokens, parents, node, hashes):
 
 
 @jit_inline
-def group_of(keys, code):
+def group_of(entries, code):
     """The set of a context. It grows with the hash, so that sorted contexts fill a table from front to back."""
-    return np.int64(((code >> np.uint64(32)) * np.uint64(keys.shape[0])) >> np.uint64(32))
+    return np.int64(((code >> np.uint64(32)) * np.uint64(entries.shape[0])) >> np.uint64(32))
 
 
 @jit_inline
-def find_context(keys, times, since, hashes, orders):
+def find_context(entries, since, hashes, orders):
     """The longest context in the table: its length in tokens (0: none), its set and its entry, and 1 if it is foreign.
 
     Foreign is what was stored up to the time `since`. One learned after it goes before a foreign one that is longer by
@@ -116,10 +114,10 @@ def find_context(keys, times, since, hashes, orders):
     for order in range(orders, 0, -1):
         if longest > order + 1:
             break
-        group = group_of(keys, hashes[order - 1])
+        group = group_of(entries, hashes[order - 1])
         for way in range(WAYS):
-            if keys[group, way] == hashes[order - 1]:
-                if times[group, way] > since:
+            if entries[group, way]["key"] == hashes[order - 1]:
+                if entries[group, way]["time"] > since:
                     return order, group, way, 0
                 if longest == 0:
                     longest, found_group, found_way = order, group, way
@@ -129,27 +127,27 @@ def find_context(keys, times, since, hashes, orders):
 @jit_inline
 def prob_of(stored):
     """A stored probability as a number from 0 to 1."""
-    return stored / _UNIT
+    return stored / UNIT
 
 
 @njit(cache=True, error_model="numpy")
-def _store_tree(keys, kept_tokens, kept_probs, times, now, before, parents, tokens, top, probs, skipped):
+def _store_tree(entries, now, before, parents, tokens, top, probs, skipped):
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):
         if skipped[node]:
             continue
         orders = hash_context(before, before.size, tokens, parents, node, hashes)
         for order in range(orders):
-            group, way = group_of(keys, hashes[order]), 0  # its entry, or else the one written longest ago
-            for other in range(WAYS):
-                if keys[group, other] == hashes[order]:
-                    way = other
+            ways = entries[group_of(entries, hashes[order])]
+            entry = ways[0]  # its own, or else the one written longest ago
+            for way in range(WAYS):
+                if ways[way]["key"] == hashes[order]:
+                    entry = ways[way]
                     break
-                if times[group, other] < times[group, way]:
-                    way = other
+                if ways[way]["time"] < entry["time"]:
+                    entry = ways[way]
             now[0] += 1
-            times[group, way] = now[0]
-            keys[group, way] = hashes[order]
+            entry["key"], entry["time"] = hashes[order], now[0]
             for rank in range(TOP):
-                kept_tokens[group, way, rank] = top[node, rank]
-                kept_probs[group, way, rank] = np.uint16(probs[node, rank] * _UNIT + 0.5)
+                entry["tokens"][rank] = top[node, rank]
+                entry["probs"][rank] = np.uint16(probs[node, rank] * UNIT + 0.5)

@@ -17,7 +17,6 @@ from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context
 
 _MOST_TEXTS = 3
 _FLOOR = 0.0001  # least probability of a node to be reached
-_VARIETY = 16  # different next tokens looked for in a text
 _SHORTEST_FOREIGN = 3  # tokens of a match in another text than the row's own, beside recycled tokens
 
 _NO_TEXT = ChainIndex()
@@ -83,7 +82,7 @@ class Search:
     ) -> Trie:
         """A tree of continuations; its root alone if nothing was found."""
         first, second, third = self._texts
-        rates, memory = (self._rates.table, self._rates.frequent), (*self._memory.state, *self._source)
+        rates, memory = (self._rates.table, self._rates.frequent), (self._memory.entries, *self._source)
         tail = first.tokens if context is None else context
         options = (context is None, max(min_probability, _FLOOR), is_chain)
         texts = first.state, second.state, third.state
@@ -128,7 +127,7 @@ def _find(chains, text, tail, bounds, matches, count):
     shortest, longest, walked = bounds
     occurrences, orders = matches
     positions, lengths = orders[1, :walked], orders[2, :walked]
-    found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
+    found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, positions, lengths)
     for each in range(found):
         new = occurrences[count]
         new["text"], new["position"], new["length"] = text, positions[each], lengths[each]
