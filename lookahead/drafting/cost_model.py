@@ -56,7 +56,7 @@ class StepCost:
         """Set the first guess of the cost of one more node, as a share of a step of one node; measured costs stay."""
         self._node_cost = node_cost
 
-    def warms_up(self, nodes: int) -> bool:
+    def warms_up(self, nodes: float) -> bool:
         """Whether a step of so many nodes is the first with a draft; it includes compilation and is not counted."""
         warms_up = nodes > 1 and not self._is_warm
         self._is_warm |= warms_up
@@ -72,7 +72,7 @@ class StepCost:
             table *= seconds / float(self._seconds(table, rows * nodes))
         self._move(table, rows, nodes, seconds)
 
-    def knows(self, rows: int, context: int) -> bool:
+    def knows(self, rows: int, context: int = 0) -> bool:
         """Whether any step of such rows and such a context was measured."""
         return bucket_of(rows, context) in self._tables
 
@@ -82,7 +82,11 @@ class StepCost:
         In seconds once a step was measured, before that in steps of one token. It need not be monotonic: a step of 16
         nodes can take less time than one of 12.
         """
-        return self._seconds(self._near(bucket_of(rows, context)), np.maximum(1, rows * np.arange(nodes + 1)))
+        return self.seconds(rows, np.maximum(1, rows * np.arange(nodes + 1)), context)
+
+    def seconds(self, rows: int, tokens: NDArray[Any], context: int = 0) -> FloatArray:
+        """Cost of steps of so many tokens, of all rows together, as `curve`."""
+        return self._seconds(self._near(bucket_of(rows, context)), tokens)
 
     def plain(self, rows: int, context: int = 0) -> FloatArray:
         """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, as `curve`; non-decreasing."""
@@ -114,15 +118,17 @@ class StepCost:
     def update(self, known: Sequence[Mapping[str, Any]]) -> None:
         """Load the output of `to_dict`, else ConfigError; what was measured in this process is kept."""
         try:
-            buckets: list[Bucket] = [(int(each["bucket"][0]), int(each["bucket"][1])) for each in known]
-            tables = [np.array(each["seconds"], np.float64) for each in known]
+            tables = {
+                (int(each["bucket"][0]), int(each["bucket"][1])): np.array(each["seconds"], np.float64)
+                for each in known
+            }
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"step costs must be the output of StepCost.to_dict, got {error!r}") from error
-        for seconds in tables:
+        for seconds in tables.values():
             good = seconds.shape == _POINTS.shape and np.isfinite(seconds).all() and (seconds >= 0).all()
             if not (good and (seconds > 0).any()):
                 raise ConfigError(f"step costs must be {len(_POINTS)} positive numbers a bucket")
-        for bucket, table in zip(buckets, tables, strict=True):
+        for bucket, table in tables.items():
             if bucket in self._measured:
                 own, tokens = self._tables[bucket], 1 << bucket[0]
                 table = np.where(own > 0, own, table * self._seconds(own, tokens) / self._seconds(table, tokens))

@@ -52,14 +52,14 @@ class TreeDrafter:
         """One tree per row, as large as the plan pays for; the last token alone where drafting is off."""
         if not plan.drafts:
             return self.bare(rows)
-        limits, least = [], max(self._min_probability, plan.min_probability)
+        limits = []
         for row in rows:
             if row.pending:
                 self._observe_pending(row)
             depth = row.left - 1
             if self._positions is not None:
                 depth = min(depth, row.positions_left(self._positions))
-            limits.append(Limits(plan.max_nodes, depth, least, self._is_chain, plan.worth))
+            limits.append(Limits(plan.max_nodes, depth, self._min_probability, self._is_chain, plan.worth))
         plan_costs = FREE if self._by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
         asked = [ask([row.slot for row in rows], self._max_proposed) for ask in self._questions]
