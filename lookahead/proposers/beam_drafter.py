@@ -114,10 +114,9 @@ class BeamDrafter:
             if not (self._is_fixed or self._state.budget.balance > 0.0):
                 return False
             is_measured = self._is_fixed or self._passes > _PLAIN_PASSES
-            if not is_measured or not np.isfinite(scores).all():  # a processor may forbid all tokens
-                return True
-            self._add_levels(tree, scores, left)
-            self._host_s = time.perf_counter() - begin
+            if is_measured and np.isfinite(scores).all():  # a processor may forbid all tokens
+                self._add_levels(tree, scores, left)
+                self._host_s = time.perf_counter() - begin
         return True
 
     def learn(self, tree: BeamTree, logits: Tensor, seconds: float, *, is_cold: bool) -> None:

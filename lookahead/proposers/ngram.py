@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lookahead.drafting.proposal import Feedback, IntArray, Proposal
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 from lookahead.ngram.acceptance import HitRates, copied
 from lookahead.ngram.chains import ChainIndex, Chains
 from lookahead.ngram.pool_file import Pool
@@ -18,14 +18,12 @@ _MAX_LINKS = 32  # walked in each text
 _OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten when they are full
 
 
+@dataclass(slots=True)
 class Memory:
     """Texts of finished requests, and the target's likeliest tokens after 262,144 contexts (16 MiB) by default."""
 
-    __slots__ = ("outputs", "recycled")
-
-    def __init__(self, recycled: RecycledTable | None = None) -> None:
-        self.outputs = ChainIndex(max_tokens=_OUTPUT_TOKENS)
-        self.recycled = recycled if recycled is not None else RecycledTable()
+    recycled: RecycledTable = field(default_factory=RecycledTable)
+    outputs: ChainIndex = field(default_factory=lambda: ChainIndex(_OUTPUT_TOKENS))
 
 
 @dataclass(slots=True)
@@ -35,7 +33,7 @@ class _NgramRow:
     offered: Trie = NO_CANDIDATES  # in the coming step
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes earlier continuations of the last tokens, and the target's likeliest tokens after them.
 
     Four sources share one tree (`lookahead.ngram.search.Search`): `"prompt"` finds earlier occurrences in the row's
@@ -47,9 +45,6 @@ class NgramProposer:
         Acceleration of Large Language Models", §3 (copying from a reference, verified by the target); Luo et al.
         2024, "Token Recycling", §3; He et al. 2024, "REST: Retrieval-Based Speculative Decoding", §3 (a corpus).
     """
-
-    needs_argmax = False
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
