@@ -2,20 +2,79 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.budget import EnableRule
-from lookahead.drafting.cost_model import StepCost
+from lookahead.drafting.budget import Ema, EnableRule
 
 _MARGIN = 1.05  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
-_TOKEN_COST = 0.001  # first guess: cost of one more token, as a share of a step of one token
 _PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too
+_RATE = 0.1  # EMA rate of the time of a plain step, after the first ones, which count alike
+_OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
 _TICK = 1e-9  # seconds of a step at least: a clock may not have moved
 _WORST = 3.0  # plain steps that the budget is charged for a step at most, unless more was expected: stalls cost no more
+_FEW = 3.0  # the first measurements of drafted steps count as they are
+_STALE = 16  # steps with drafts after which the time of a plain step is believed less than theirs
+_MEMORY = 0.98  # share of the measurements of drafted steps that each further one leaves
+_DOUBT = 0.99  # the same for each time that no draft pays: a cost once measured too high is tried again
+# First guess of the cost of a drafted token, as a share of a plain step where each request has one; its weight.
+_TOKEN_COST, _GUESSED = 0.02, 4.0
+
+
+class BatchCost:
+    """Seconds of a step of some number of requests by the number of drafted tokens.
+
+    A plain step has a time of its own, as engines have faster kernels for it. The time of a step with drafts is a line
+    through those measured, fitted by least squares; older ones count less. The first one is left out: engines compile
+    then. A plain step that took longer than steps with drafts do by now is taken to be as fast as these without their
+    drafted tokens: few plain steps are measured where all others draft.
+    """
+
+    __slots__ = ("_is_warm", "_since_plain", "_sums", "plain", "tries")
+
+    def __init__(self) -> None:
+        self.plain = Ema(_RATE, clip=_OUTLIER)  # seconds of a plain step
+        self.tries = 0  # plain steps taken only to be timed
+        self._since_plain = 0
+        self._is_warm = False
+        self._sums = np.zeros(5)  # weight, tokens, seconds, tokens², tokens × seconds
+
+    def observe(self, rows: int, drafted: int, seconds: float) -> float:
+        """Learn the time of a step; returns the time of a step with drafts that was expected."""
+        if drafted == 0:
+            self._since_plain = 0
+            self.plain.add(seconds)
+            return self.plain.value
+        self._since_plain += 1
+        if not self._is_warm:
+            self._is_warm = True
+            return 0.0
+        first, per_token = self.line(rows)
+        expected = max(self.plain.value, first) + per_token * drafted
+        if self.plain.count and self._sums[0] > _FEW:
+            seconds = min(seconds, _OUTLIER * expected)
+            if self._since_plain > _STALE and first > 0.0:
+                self.plain.value = min(self.plain.value, first)
+        measured = 1.0, drafted, seconds, drafted * drafted, drafted * seconds
+        self._sums = _MEMORY * self._sums + measured
+        return expected
+
+    def line(self, rows: int) -> tuple[float, float]:
+        """Seconds of a step with drafts without its drafted tokens, and of each of these; a plain step is measured."""
+        plain, most = self.plain.value, 8.0 * rows
+        far = plain * (1.0 + _TOKEN_COST * most / rows)
+        # Two measurements that were never made, of none and of `most` drafted tokens, are the first guess.
+        guessed = 2.0, most, plain + far, most * most, most * far
+        weight, tokens, seconds, squares, products = (self._sums + _GUESSED * np.array(guessed)).tolist()
+        per_token = max(0.0, (weight * products - tokens * seconds) / (weight * squares - tokens * tokens))
+        return (seconds - per_token * tokens) / weight, per_token
+
+    def doubt(self) -> None:
+        """Trust what was measured with drafts a little less."""
+        self._sums *= _DOUBT
 
 
 class ChainLengths:
@@ -39,29 +98,31 @@ class ChainLengths:
     """
 
     def __init__(self) -> None:
-        self._cost = StepCost()
-        self._cost.assume(_TOKEN_COST)
+        self._costs: defaultdict[int, BatchCost] = defaultdict(BatchCost)  # by the bucket of rows: 1, 2, 3-4, 5-8, …
         self._rule = EnableRule()
-        self._tries: Counter[int] = Counter()  # plain steps taken only to be timed, by the number of requests
 
     def drafts(self, rows: int) -> bool:
         """Whether anything is drafted in this step of so many requests."""
-        if self._cost.knows(rows):
-            return self._rule.proposes(rows)
-        self._tries[rows] += 1
-        return self._tries[rows] > _PROBES
+        cost = self._cost_of(rows)
+        if not cost.plain.count:
+            cost.tries += 1
+            return cost.tries > _PROBES
+        return self._rule.proposes(rows)
 
     def choose(self, path_probs: Sequence[NDArray[np.float64]]) -> list[int]:
         """How many tokens of each chain are verified, by float64 `[n]`: the probability to be accepted up to each."""
-        rows = len(path_probs)
+        rows, cost = len(path_probs), self._cost_of(len(path_probs))
         ranked = np.sort(np.concatenate([*path_probs, np.zeros(0)]))[::-1]
-        if not self._cost.knows(rows) or ranked.size == 0:
+        if not cost.plain.count or ranked.size == 0:
             return [len(each) for each in path_probs]
-        seconds = self._cost.seconds(rows, np.arange(rows, rows + ranked.size + 1))
-        costs = 1.0 + _MARGIN * (seconds / seconds[0] - 1.0)
-        speedups = (1.0 + np.cumsum([0.0, *ranked]) / rows) / costs
+        first, per_token = cost.line(rows)
+        plain = cost.plain.value
+        seconds = plain + _MARGIN * (max(plain, first) + per_token * np.arange(ranked.size + 1) - plain)
+        seconds[0] = plain
+        speedups = (rows + np.cumsum([0.0, *ranked])) / seconds * plain / rows
         verified = int(speedups.argmax())
-        if verified == 0 or not self._rule.verifies(rows, speedups[verified], costs[verified] - 1.0):
+        if verified == 0 or not self._rule.verifies(rows, speedups[verified], seconds[verified] / plain - 1.0):
+            cost.doubt()
             return [0] * rows
         return [int(np.count_nonzero(each >= ranked[verified - 1])) for each in path_probs]
 
@@ -70,19 +131,20 @@ class ChainLengths:
 
         `host_s` is the time of drafting; None if nothing was drafted for.
         """
-        tokens, seconds = rows + drafted, max(seconds, _TICK)
-        if self._cost.warms_up(tokens / rows):
-            return
-        self._cost.observe(tokens / rows, seconds, rows=rows)
-        plain, usual = self._cost.seconds(rows, np.array([rows, tokens])).tolist()
-        if host_s is None:
+        cost, seconds = self._cost_of(rows), max(seconds, _TICK)
+        expected = cost.observe(rows, drafted, seconds)
+        plain = cost.plain.value
+        if host_s is None or not plain:  # not timed yet
             self._rule.record_plain(rows)
-        else:
+        elif expected > 0.0:
             self._rule.record(
                 rows,
                 drafted=drafted > 0,
                 tokens=emitted / rows,
                 forward=seconds / plain,
-                usual=max(usual / plain, _WORST),
+                usual=max(expected / plain, _WORST),
                 proposing=host_s / plain,
             )
+
+    def _cost_of(self, rows: int) -> BatchCost:
+        return self._costs[(rows - 1).bit_length()]

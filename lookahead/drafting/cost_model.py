@@ -82,11 +82,7 @@ class StepCost:
         In seconds once a step was measured, before that in steps of one token. It need not be monotonic: a step of 16
         nodes can take less time than one of 12.
         """
-        return self.seconds(rows, np.maximum(1, rows * np.arange(nodes + 1)), context)
-
-    def seconds(self, rows: int, tokens: NDArray[Any], context: int = 0) -> FloatArray:
-        """Cost of steps of so many tokens, of all rows together, as `curve`."""
-        return self._seconds(self._near(bucket_of(rows, context)), tokens)
+        return self._seconds(self._near(bucket_of(rows, context)), np.maximum(1, rows * np.arange(nodes + 1)))
 
     def plain(self, rows: int, context: int = 0) -> FloatArray:
         """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, as `curve`; non-decreasing."""
