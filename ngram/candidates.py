@@ -64,12 +64,7 @@ def split(texts, own, matches, node, options):
     for at in range(first, stop):
         each = orders[0, at]
         text, position = occurrences[each]["text"], occurrences[each]["position"]
-        if text == 0:
-            token = _token_after(texts[0], own, position, depth)
-        elif text == 1:
-            token = _token_after(texts[1], False, position, depth)
-        else:
-            token = _token_after(texts[2], False, position, depth)
+        token = _token_after(texts[text], own and text == 0, position, depth)
         if token < 0:
             continue
         matched = occurrences[each]["length"] + depth

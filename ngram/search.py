@@ -81,11 +81,10 @@ class Search:
         is_chain: bool = False,  # only the likeliest candidate after each node is kept
     ) -> Trie:
         """A tree of continuations; its root alone if nothing was found."""
-        first, second, third = self._texts
+        texts = tuple(text.state for text in self._texts)
         rates, memory = (self._rates.table, self._rates.frequent), (self._memory.entries, *self._source)
-        tail = first.tokens if context is None else context
+        tail = self._texts[0].tokens if context is None else context
         options = (context is None, max(min_probability, _FLOOR), is_chain)
-        texts = first.state, second.state, third.state
         nodes = _grow(texts, memory, rates, self._bounds, tail, max_nodes, options)
         tokens, parents, features, sources = (
             nodes[name].astype(np.int32) for name in ("token", "parent", "feature", "sources")
@@ -99,18 +98,18 @@ def _grow(texts, memory, rates, bounds, tail, max_nodes, options):
 
     The whole search is compiled as one function: between functions the compiler counts references to arrays.
     """
-    (first, second, third), own, (shortest, longest, walked) = texts, options[0], bounds
+    own, (shortest, longest, walked) = options[0], bounds
     most = _MOST_TEXTS * walked + 1
     matches = np.empty(most, OCCURRENCE), np.empty((3, most), np.int64)
     nodes = np.zeros(max_nodes + 1, NODE)
     nodes[0]["prob"] = nodes[0]["path_prob"] = 1.0
     if tail.size == 0 or tail[-1] < 0:
         return nodes[:1]
-    found = _find(first, 0, tail, bounds, matches, 0)
-    if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches in other texts
-        bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
-    found = _find(second, 1, tail, bounds, matches, found)
-    found = _find(third, 2, tail, bounds, matches, found)
+    found = 0
+    for text in range(_MOST_TEXTS):
+        found = _find(texts[text], text, tail, bounds, matches, found)
+        if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches in other texts
+            bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
     nodes[0]["token"], nodes[0]["stop"] = tail[-1], found
     return nodes[: _add_nodes(texts, memory, rates, tail, options, matches, nodes)]
 
