@@ -33,14 +33,14 @@ class BatchCost:
     drafted tokens: few plain steps are measured where all others draft.
     """
 
-    __slots__ = ("_is_warm", "_since_plain", "_sums", "plain", "tries")
+    __slots__ = ("_is_warm", "_since_plain", "plain", "sums", "tries")
 
     def __init__(self) -> None:
         self.plain = Ema(_RATE, clip=_OUTLIER)  # seconds of a plain step
         self.tries = 0  # plain steps taken only to be timed
         self._since_plain = 0
         self._is_warm = False
-        self._sums = np.zeros(5)  # weight, tokens, seconds, tokens², tokens × seconds
+        self.sums = np.zeros(5)  # weight, tokens, seconds, tokens², tokens × seconds
 
     def observe(self, rows: int, drafted: int, seconds: float) -> float:
         """Learn the time of a step; returns the time of a step with drafts that was expected."""
@@ -54,12 +54,12 @@ class BatchCost:
             return 0.0
         first, per_token = self.line(rows)
         expected = max(self.plain.value, first) + per_token * drafted
-        if self.plain.count and self._sums[0] > _FEW:
+        if self.plain.count and self.sums[0] > _FEW:
             seconds = min(seconds, _OUTLIER * expected)
             if self._since_plain > _STALE and first > 0.0:
                 self.plain.value = min(self.plain.value, first)
         measured = 1.0, drafted, seconds, drafted * drafted, drafted * seconds
-        self._sums = _MEMORY * self._sums + measured
+        self.sums = _MEMORY * self.sums + measured
         return expected
 
     def line(self, rows: int) -> tuple[float, float]:
@@ -68,13 +68,9 @@ class BatchCost:
         far = plain * (1.0 + _TOKEN_COST * most / rows)
         # Two measurements that were never made, of none and of `most` drafted tokens, are the first guess.
         guessed = 2.0, most, plain + far, most * most, most * far
-        weight, tokens, seconds, squares, products = (self._sums + _GUESSED * np.array(guessed)).tolist()
+        weight, tokens, seconds, squares, products = (self.sums + _GUESSED * np.array(guessed)).tolist()
         per_token = max(0.0, (weight * products - tokens * seconds) / (weight * squares - tokens * tokens))
         return (seconds - per_token * tokens) / weight, per_token
-
-    def doubt(self) -> None:
-        """Trust what was measured with drafts a little less."""
-        self._sums *= _DOUBT
 
 
 class ChainLengths:
@@ -122,7 +118,7 @@ class ChainLengths:
         speedups = (rows + np.cumsum([0.0, *ranked])) / seconds * plain / rows
         verified = int(speedups.argmax())
         if verified == 0 or not self._rule.verifies(rows, speedups[verified], seconds[verified] / plain - 1.0):
-            cost.doubt()
+            cost.sums *= _DOUBT
             return [0] * rows
         return [int(np.count_nonzero(each >= ranked[verified - 1])) for each in path_probs]
 

@@ -77,10 +77,6 @@ class Controller:
                 self._branch_bits = bits
         self.rule.begin_output()
 
-    def begin_output(self) -> None:
-        """Begin a new output, or as many of them as there are rows: losses are bounded per output."""
-        self.rule.begin_output()
-
     def plan(self, left: Sequence[int], context: int, *, is_refilled: bool = False) -> StepPlan:
         """Decide what is drafted before the coming step.
 
