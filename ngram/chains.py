@@ -132,11 +132,10 @@ def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
         raise ValueError(f"tokens must be a flat sequence, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"tokens must be whole numbers, got {array.dtype}")
-    least, most = int(array.min()), int(array.max())
-    if least < 0:
-        raise ValueError(f"token ids must not be negative, got {least}")
-    if most > np.iinfo(np.int32).max:
-        raise ValueError(f"token ids must be below 2**31, got {most}")
+    if array.min() < 0:
+        raise ValueError(f"token ids must not be negative, got {array.min()}")
+    if array.dtype != np.int32 and array.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"token ids must be below 2**31, got {array.max()}")
     return np.ascontiguousarray(array, np.int32)
 
 
