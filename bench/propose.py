@@ -4,7 +4,7 @@
 
 A text is read as prompt up to some length and then decoded a token a step, as if the model wrote it: a draft is
 asked for, and the token that follows is told. A proposal ends with what a target pass needs: the candidates found and
-scored, at most 32 of them cut to a tree as the engine does it, its ancestor masks, and positions. `propose` drafts
+scored, at most 32 of them made a tree as the engine does it, its ancestor masks, and positions. `propose` drafts
 from the n-grams of the request; `mixture` from those of an earlier text of as many tokens and from recycled logits too,
 of which every node of every tree leaves eight successors. `append_bulk_us` is what a token of the prompt costs, and
 `append_us` a call with one new token.
@@ -30,9 +30,10 @@ from bench.command import parser_of, publish, seconds_of, use_one_thread
 from bench.replay import load_tokenizer
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Top
+from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.prune import FREE, Limits
+from lookahead.ngram.prune import Limits
 from lookahead.ngram.recycled import TOP
 from lookahead.proposers.ngram import Memory, NgramProposer
 
@@ -66,7 +67,7 @@ def time_proposals(
     proposer.start(0, text[:length])
     for at in range(length, length + steps):
         start = time.perf_counter()
-        draft = proposer.draft(0, NODES, limits, FREE)
+        draft = merge(int(text[at - 1]), [proposer.propose(0, NODES)], limits, sources=[len(proposer.sources)])
         words, positions = draft.tree.ancestor_words(), draft.tree.depths
         took.append(1e6 * (time.perf_counter() - start))
         assert len(words) == len(positions) == len(draft.tree)

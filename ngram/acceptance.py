@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.features import KIND_OF, is_own_copy, prior_probs
-from lookahead.ngram.raw_arrays import RawArrays, array_at, jit_inline, pointers_at
+from lookahead.ngram.inlining import jit_inline
 
 Float32Array = NDArray[np.float32]
 
@@ -35,9 +35,6 @@ _COUNTED = 64  # tokens whose frequency is counted
 _MOST_COUNT = 4096
 _FIRST_KIND = len(KIND_OF)  # rows of the table after those of the features: the odds of the kinds
 _ROWS = _FIRST_KIND + KIND_OF.max() + 1
-
-NO_CANDIDATES: IntArray = np.zeros((3, 0), np.int32)
-"""Tokens, parents and features of no tree."""
 
 
 @njit(cache=True)
@@ -100,7 +97,7 @@ class AcceptanceTable:
         return kinds[..., 0], np.minimum(kinds[..., 1], _TABLE_RANKS - 1), buckets
 
 
-class HitRates(RawArrays):
+class HitRates:
     """The probability that the target chooses a candidate, by the features of the candidate.
 
     Features are buckets of: the length of the match, its rank, and the agreement of its occurrences; the length of the
@@ -120,8 +117,6 @@ class HitRates(RawArrays):
         self.table[:_FIRST_KIND, 0] = self.prior
         self.table[_FIRST_KIND:, 0] = 1.0
         self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))  # tokens, -1 for none, and counts, the highest first
-        super().__init__(2)
-        self._point_to(self.table, self.frequent)
 
     def learn(
         self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray, *, counts: bool = False
@@ -130,17 +125,7 @@ class HitRates(RawArrays):
 
         With `counts` the emitted tokens, int32 `[n]`, are counted too, to find the frequent ones.
         """
-        if not parents.size == tokens.size == features.size:
-            raise ValueError(f"a tree of {tokens.size} tokens has {parents.size} parents, {features.size} features")
         _learn(self.table, self.prior, self.frequent, parents, tokens, features, emitted, counts)
-
-
-@jit_inline
-def rates_at(address):
-    """The table and the frequent tokens of the `HitRates` at an address."""
-    pointers = pointers_at(address, 2)
-    table = array_at(pointers[0], (_ROWS, 3), np.float64)
-    return table, array_at(pointers[1], (_COUNTED, 2), np.int64)
 
 
 @njit(cache=True, error_model="numpy")
@@ -172,30 +157,23 @@ def hit_rate(table, feature):
     return prob * factor / (1.0 - prob + prob * factor)
 
 
-@jit_inline
-def _count_trial(table, prior, feature, hit):
-    """Count one candidate; the odds of its kind take a Newton step towards the result."""
-    kind = _FIRST_KIND + KIND_OF[feature]
-    prob = hit_rate(table, feature)
-    table[kind, 1] = min(_MOST_KNOWN, table[kind, 1] + prob * (1.0 - prob))
-    odds = table[kind, 0] * np.exp((hit - prob) / (_FIRST_KNOWN + table[kind, 1]))
-    table[kind, 0] = min(_MOST_ODDS, max(_LEAST_ODDS, odds))
-    row = table[feature]
-    row[1] += hit
-    row[2] += 1.0
-    if row[2] >= _MEMORY:
-        row[1] *= 0.5
-        row[2] *= 0.5
-    row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
-
-
 @njit(cache=True, error_model="numpy")
 def _learn(table, prior, frequent, parents, tokens, features, emitted, counts):
     if counts:
         _count(frequent, emitted)
     nodes, hits = children_along(parents, tokens, emitted)
     for i in range(len(nodes)):
-        _count_trial(table, prior, features[nodes[i]], 1.0 if hits[i] else 0.0)
+        feature = features[nodes[i]]
+        row, kind, prob = table[feature], table[_FIRST_KIND + KIND_OF[feature]], hit_rate(table, feature)
+        # The odds of its kind take a Newton step towards the result.
+        kind[1] = min(_MOST_KNOWN, kind[1] + prob * (1.0 - prob))
+        odds = kind[0] * np.exp((hits[i] - prob) / (_FIRST_KNOWN + kind[1]))
+        kind[0] = min(_MOST_ODDS, max(_LEAST_ODDS, odds))
+        row[1] += hits[i]
+        row[2] += 1.0
+        if row[2] >= _MEMORY:
+            row[1:] *= 0.5
+        row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
 
 
 @njit(cache=True, error_model="numpy")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from lookahead.ngram.acceptance import hit_rate
 from lookahead.ngram.features import (
     CEILING,
@@ -16,7 +18,7 @@ from lookahead.ngram.features import (
     is_own,
     support_of,
 )
-from lookahead.ngram.raw_arrays import jit_inline
+from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import TOP, find_context, prob_of
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
@@ -25,13 +27,15 @@ _FOLLOWED = 6  # occurrences followed further of those that agree on a token
 _LONG = 2  # tokens; a match of this length replaces the recycled context
 _SHORT = 5  # tokens; no frequent tokens are offered beside a match of this length
 
-# Columns of an occurrence: the position of its next token, the length of its match, and its text.
-POSITION, LENGTH, TEXT = range(3)
-# Columns of an option: the range of its occurrences, its parent and depth, its token, its feature (until it is scored,
-# the length of its match), a bit for each source, and the agreement on it.
-FIRST, STOP, PARENT, DEPTH, TOKEN, FEATURE, SOURCES, _SUPPORT = range(8)
-COLUMNS = 8
-_MEMBERS, _AGREEING = PARENT, DEPTH  # while occurrences are counted: all of an option's, and those of the first text
+# Where the end of the context was found: the position of the next token, and the length of the match.
+OCCURRENCE = np.dtype([(name, np.int64) for name in ("text", "position", "length")])
+# An option after a node, then a node itself. Its occurrences are those from `first` up to `stop`; `members` were there,
+# of which `agreeing` in the first text, and `length` and `own_length` are the longest matches of both.
+NODE = np.dtype(
+    [(name, np.int64) for name in ("token", "parent", "depth", "feature", "sources", "first", "stop")]
+    + [(name, np.int64) for name in ("members", "agreeing", "length", "own_length", "support")]
+    + [(name, np.float64) for name in ("weight", "prob", "path_prob")]
+)
 
 
 @jit_inline
@@ -49,171 +53,161 @@ def _token_after(chains, is_open, position, depth):
 
 
 @jit_inline
-def split(texts, own, found, first, stop, depth, options, weights):
-    """Split the occurrences from `first` to `stop` by their token at `depth`; each token is an option.
+def split(texts, own, matches, node, options):
+    """Split the occurrences of a node by their next token; each token is an option.
 
-    Fills `weights`, by which options are ranked. Returns the number of options, and the longest match.
+    Sets the weights by which options are ranked. Returns the number of options, and the longest match.
     """
-    occurrences, orders = found
+    occurrences, orders = matches
     count, foreign, end, of_first_text, own_length = 0, 0, 0, 0, 0
+    first, stop, depth = node["first"], node["stop"], node["depth"]
     for at in range(first, stop):
         each = orders[0, at]
-        text, position = occurrences[each, TEXT], occurrences[each, POSITION]
-        if text == 0:
-            token = _token_after(texts[0], own, position, depth)
-        elif text == 1:
-            token = _token_after(texts[1], False, position, depth)
-        else:
-            token = _token_after(texts[2], False, position, depth)
+        text, position = occurrences[each]["text"], occurrences[each]["position"]
+        token = _token_after(texts[text], own and text == 0, position, depth)
         if token < 0:
             continue
-        matched = occurrences[each, LENGTH] + depth
+        matched = occurrences[each]["length"] + depth
         if text == 0:
             of_first_text += 1
             own_length = max(own_length, matched)
-        option = 0
-        while option < count and options[option, TOKEN] != token:
-            option += 1
-        if option == count:
+        at_option = 0
+        while at_option < count and options[at_option]["token"] != token:
+            at_option += 1
+        option = options[at_option]
+        if at_option == count:
             if count == RANKS or (text > 0 and foreign == _MOST_FOREIGN):
                 continue
             foreign += text > 0
-            for column in range(COLUMNS):
-                options[option, column] = 0
-            options[option, TOKEN] = token
+            option["token"], option["sources"], option["members"], option["length"] = token, 0, 0, 0
+            option["agreeing"], option["own_length"] = 0, 0
             count += 1
-        options[option, _MEMBERS] += 1
-        options[option, FEATURE] = max(options[option, FEATURE], matched)
+        option["members"] += 1
+        option["length"] = max(option["length"], matched)
         if text == 0:
-            options[option, _AGREEING] += 1
-            options[option, FIRST] = max(options[option, FIRST], matched)
-        options[option, SOURCES] |= 1 << text
-        orders[1, end], orders[2, end] = each, option
+            option["agreeing"] += 1
+            option["own_length"] = max(option["own_length"], matched)
+        option["sources"] |= 1 << text
+        orders[1, end], orders[2, end] = each, at_option
         end += 1
     longest, begin = 0, first
-    for option in range(count):
-        matched, agreeing, total = options[option, FEATURE], options[option, _AGREEING], options[option, _MEMBERS]
-        longest = max(longest, matched)
-        if agreeing > 0:
-            options[option, _SUPPORT] = support_of(0, agreeing, of_first_text)
-            options[option, FEATURE] = options[option, FIRST]
-            weights[option] = matched + 0.5 * agreeing + 1.0
+    for at in range(count):
+        option = options[at]
+        longest = max(longest, option["length"])
+        if option["agreeing"] > 0:
+            option["support"] = support_of(0, option["agreeing"], of_first_text)
+            option["weight"] = option["length"] + 0.5 * option["agreeing"] + 1.0
+            option["length"] = option["own_length"]
         else:
-            kind = 1 if of_first_text == 0 else (3 if own_length >= matched else 2)
-            options[option, _SUPPORT] = support_of(kind, total, end - of_first_text)
-            weights[option] = matched + 0.5 * total
-        options[option, FIRST] = options[option, STOP] = begin
-        begin += min(total, _FOLLOWED)
+            kind = 1 if of_first_text == 0 else (3 if own_length >= option["length"] else 2)
+            option["support"] = support_of(kind, option["members"], end - of_first_text)
+            option["weight"] = option["length"] + 0.5 * option["members"]
+        option["first"] = option["stop"] = begin
+        begin += min(option["members"], _FOLLOWED)
     for at in range(end):
-        option = orders[2, at]
-        if options[option, STOP] < options[option, FIRST] + _FOLLOWED:
-            orders[0, options[option, STOP]] = orders[1, at]
-            options[option, STOP] += 1
+        option = options[orders[2, at]]
+        if option["stop"] < option["first"] + _FOLLOWED:
+            orders[0, option["stop"]] = orders[1, at]
+            option["stop"] += 1
     return count, longest
 
 
 @jit_inline
-def score(least, options, probs, matches, longest, memory, since, hashes, orders, source, table, frequent):
+def score(least, options, matches, longest, memory, hashes, orders, rates):
     """Rank the options of matches, and add recycled tokens, or frequent ones if no recycled context is known.
 
-    Fills `probs` with the probability of each option once the node was chosen; returns the number of options. `least`
-    is the least probability of options without a match.
+    Sets the probability of each option once the node was chosen; returns the number of options. `least` is the least
+    probability of options without a match.
     """
-    order, group, way, is_foreign = 0, 0, 0, 0
-    if orders > 0:
-        order, group, way, is_foreign = find_context(memory[0], memory[3], since, hashes, orders)
-    _rank(options, probs, matches)
+    entries, source, since = memory
+    table, frequent = rates
+    order, group, way, is_foreign = find_context(entries, since, hashes, orders)
+    known = entries[group, way]
+    _rank(options, matches)
 
     own, foreign = 0, 0
     for at in range(matches):
+        option = options[at]
         # Options of the first text are ranked separately: other texts are weak evidence for them.
-        if is_own(options[at, _SUPPORT]):
+        if is_own(option["support"]):
             rank, own = own, own + 1
         else:
             rank, foreign = foreign, foreign + 1
         bucket = 0
         if order > 0:
-            bucket = _bucket_in(memory, group, way, options[at, TOKEN])
+            bucket = _bucket_in(known, option["token"])
             if bucket > 0:
-                options[at, SOURCES] |= 1 << source
-        if order == 0 or options[at, FEATURE] >= _LONG:
-            feature = feature_of_match(options[at, FEATURE], rank, options[at, _SUPPORT])
+                option["sources"] |= 1 << source
+        if order == 0 or option["length"] >= _LONG:
+            option["feature"] = feature_of_match(option["length"], rank, option["support"])
         else:
-            feature = feature_of_both(rank, options[at, _SUPPORT], order, is_foreign, bucket)
-        options[at, FEATURE] = feature
-        probs[at] = hit_rate(table, feature)
+            option["feature"] = feature_of_both(rank, option["support"], order, is_foreign, bucket)
+        option["prob"] = hit_rate(table, option["feature"])
     is_long = longest >= _LONG
     left = CEILING
     if longest >= COPY:
         # Short matches for other tokens do not reduce the probability of a copy.
-        probs[0] = min(probs[0], CEILING)
-        left = _shrink(probs, 1, matches, CEILING - probs[0])
+        options[0]["prob"] = min(options[0]["prob"], CEILING)
+        left = _shrink(options["prob"][1:matches], CEILING - options[0]["prob"])
     elif is_long:
-        left = _shrink(probs, 0, matches, CEILING)
+        left = _shrink(options["prob"][:matches], CEILING)
     count = matches
     if order > 0:
         for rank in range(TOP):
-            bucket = bucket_of(rank, prob_of(memory[2][group, way, rank]))
+            bucket = bucket_of(rank, prob_of(known["probs"][rank]))
             feature = feature_of_memory(order, is_foreign, bucket, longest)
-            prob = hit_rate(table, feature)
-            if prob >= least:
-                token = memory[1][group, way, rank]
-                count = _add(options, probs, matches, count, token, 1 << source, feature, prob)
+            token = known["tokens"][rank]
+            count = _add(options, matches, count, token, 1 << source, feature, hit_rate(table, feature), least)
     elif longest < _SHORT:
         for rank in range(FREQUENT):
             feature = feature_of_frequent(rank, longest)
-            prob = hit_rate(table, feature)
-            if prob >= least:
-                count = _add(options, probs, matches, count, frequent[rank, 0], 1, feature, prob)
-    _shrink(probs, matches if is_long else 0, count, left)
+            count = _add(options, matches, count, frequent[rank, 0], 1, feature, hit_rate(table, feature), least)
+    _shrink(options["prob"][matches if is_long else 0 : count], left)
     return count
 
 
 @jit_inline
-def _bucket_in(memory, group, way, token):
+def _bucket_in(known, token):
     """The bucket of a token among the successors of a recycled context, 0 if it is not one of them."""
-    _, top, stored, _ = memory
     for rank in range(TOP):
-        if top[group, way, rank] == token:
-            return bucket_of(rank, prob_of(stored[group, way, rank]))
+        if known["tokens"][rank] == token:
+            return bucket_of(rank, prob_of(known["probs"][rank]))
     return 0
 
 
 @jit_inline
-def _rank(options, weights, count):
+def _rank(options, count):
+    """Sort options by falling weight; there is room for one behind them."""
     for at in range(count):
         best = at
         for other in range(at + 1, count):
-            if weights[other] > weights[best]:
+            if options[other]["weight"] > options[best]["weight"]:
                 best = other
         if best != at:
-            for column in range(COLUMNS):
-                options[at, column], options[best, column] = options[best, column], options[at, column]
-            weights[at], weights[best] = weights[best], weights[at]
+            options[count] = options[at]
+            options[at] = options[best]
+            options[best] = options[count]
 
 
 @jit_inline
-def _add(options, probs, matches, count, token, sources, feature, prob):
-    """Add an option without a match, unless a match offers its token; returns the new number of options."""
-    if token < 0:
+def _add(options, matches, count, token, sources, feature, prob, least):
+    """Add an option without a match, unless it is unlikely or a match offers its token; returns how many there are."""
+    if token < 0 or prob < least:
         return count
-    for option in range(matches):
-        if options[option, TOKEN] == token:
+    for at in range(matches):
+        if options[at]["token"] == token:
             return count
-    options[count, FIRST] = options[count, STOP] = 0
-    options[count, TOKEN], options[count, SOURCES], options[count, FEATURE] = token, sources, feature
-    probs[count] = prob
+    option = options[count]
+    option["token"], option["sources"], option["feature"], option["prob"] = token, sources, feature, prob
+    option["first"] = option["stop"] = 0
     return count + 1
 
 
 @jit_inline
-def _shrink(probs, begin, end, most):
-    """Scale probs down where they sum up to more than `most`; returns the rest."""
-    mass = 0.0
-    for option in range(begin, end):
-        mass += probs[option]
+def _shrink(probs, most):
+    """Scale probabilities down where they sum up to more than `most`; returns the rest."""
+    mass = probs.sum()
     if mass <= most:
         return most - mass
-    for option in range(begin, end):
-        probs[option] *= most / mass
+    probs *= most / mass
     return 0.0

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.ngram.acceptance import NO_CANDIDATES, HitRates
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray
-from lookahead.ngram.prune import FREE, Limits
-from lookahead.ngram.search import MAX_NODES, Search
+from lookahead.ngram.search import NO_CANDIDATES, Search, Trie
 
+_MOST_DRAFTED = 1024
 _SHORTEST, _LONGEST, _MAX_LINKS = 1, 16, 32  # tokens of a match; links walked in each text
 _CONTEXT = 16  # tokens before an output that are kept with it, so that its beginning is found too
-_NOTHING: NDArray[np.float64] = np.zeros(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +23,7 @@ class ChainRequest:
     text: ChainIndex  # prompt and output, one open document
     search: Search
     kept: int  # tokens of the text that the shared memory has or does not need; at first those of the prompt
-    drafted: IntArray = field(default_factory=lambda: NO_CANDIDATES)  # as `lookahead.ngram.search.Grown.written`
+    drafted: Trie = NO_CANDIDATES
 
     def __len__(self) -> int:
         """Tokens of the prompt and the output so far."""
@@ -54,8 +53,8 @@ class ChainProposer:
         pool: Chains | None = None,  # a corpus, of token ids that the target knows
         min_probability: float = 0.02,  # a chain ends before a token that is less likely than this to be reached
     ) -> None:
-        if not 1 <= max_draft <= MAX_NODES:
-            raise ValueError(f"max_draft must be from 1 to {MAX_NODES}, got {max_draft}")
+        if not 1 <= max_draft <= _MOST_DRAFTED:
+            raise ValueError(f"max_draft must be from 1 to {_MOST_DRAFTED}, got {max_draft}")
         self.max_draft = max_draft
         self.min_probability = min_probability
         self.rates = HitRates()
@@ -72,19 +71,16 @@ class ChainProposer:
     def draft(self, request: ChainRequest, most: int) -> tuple[IntArray, NDArray[np.float64]]:
         """Draft at most `most` tokens, int32 `[n]`, with the probability that each is reached, float64 `[n]`."""
         most = min(most, self.max_draft)
-        if most < 1:
-            request.drafted = NO_CANDIDATES
-            return np.empty(0, np.int32), _NOTHING
-        limits = Limits(most, most, self.min_probability, is_chain=True)
-        written, path_probs = request.search.grow(most, self.min_probability, limits, FREE)
-        request.drafted = written
-        return written[0, 1:], path_probs[1:]
+        request.drafted = chain = (
+            request.search.grow(most, self.min_probability, is_chain=True) if most > 0 else NO_CANDIDATES
+        )
+        return chain.tokens[1:], np.cumprod(chain.probabilities[1:], dtype=np.float64)
 
     def observe(self, request: ChainRequest, tokens: IntArray) -> None:
         """Add tokens that the target chose, int32 `[n]`, and learn how far the last chain foretold them."""
         request.text.append(tokens)
-        chain, parents, features = request.drafted[:3]
-        self.rates.learn(parents, chain, features, tokens, counts=True)
+        chain = request.drafted
+        self.rates.learn(chain.parents, chain.tokens, chain.features, tokens, counts=True)
         request.drafted = NO_CANDIDATES
 
     def finish(self, request: ChainRequest) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.raw_arrays import jit_inline
+from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import ORDERS
 
 FloatArray = NDArray[np.float64]
@@ -96,12 +96,10 @@ def _prob(odds: Any) -> Any:
 
 
 def _of_matches() -> FloatArray:
-    prior = np.empty((_LENGTHS, RANKS, _SUPPORTS))
-    for length, prob in enumerate(_LENGTH_PRIOR):
-        for support, factor in enumerate(_SUPPORT_ODDS):
-            likely = prob if support < _CONTRADICTED else min(prob, _CONTRADICTED_PRIOR)
-            top = _prob(factor * likely / (1.0 - likely))
-            prior[length, :, support] = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)
+    likely = np.array(_LENGTH_PRIOR)[:, None].repeat(_SUPPORTS, 1)
+    likely[:, _CONTRADICTED:] = likely[:, _CONTRADICTED:].clip(max=_CONTRADICTED_PRIOR)
+    top = _prob(_SUPPORT_ODDS * likely / (1.0 - likely))[:, None]
+    prior: FloatArray = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)[:, None]
     return prior.reshape(-1)
 
 

@@ -18,7 +18,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.binary_file import HEADER_BYTES, check_size, opened, pack_header, unpack_header
-from lookahead.ngram.recycled import TOP, WAYS, RecycledTable, group_of
+from lookahead.ngram.recycled import ENTRY, TOP, UNIT, WAYS, RecycledTable, group_of
 from lookahead.ngram.replacing import replacing
 
 VERSION = 1
@@ -31,7 +31,6 @@ OLDEST = 255  # age of a context: merges since it was last learned
 _NONE = MOST_TOKENS  # stored for no token
 _WORDS = 5  # of 8 bytes, a record
 _TOKENS, _PROBS = 8, 8 + 3 * TOP  # where they begin in a record
-_UNIT = 65535.0  # a probability of 1 in a table
 
 Records = NDArray[np.uint64]
 
@@ -118,26 +117,30 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> RecycledTabl
     """A table of at least so many entries that holds records, and has room for as many new ones."""
     size = max(contexts, 2 * len(records))
     table = RecycledTable(-(-size // WAYS) * WAYS)
-    probs = np.square(_bytes_of(records)[:, _PROBS:] / 255.0) * _UNIT + 0.5
-    _fill(*table.state, *table.clock, records, _tokens_of(records), probs.astype(np.uint16))
+    entries = np.zeros(len(records), ENTRY)
+    entries["key"] = records[:, 0] & ~np.uint64(OLDEST) | np.uint64(1)
+    entries["time"] = OLDEST + 1 - (records[:, 0] & np.uint64(OLDEST)).astype(np.int64)
+    entries["tokens"] = _tokens_of(records)
+    entries["probs"] = np.square(_bytes_of(records)[:, _PROBS:] / 255.0) * UNIT + 0.5
+    table.now[0] = OLDEST + 1
+    _fill(table.entries, entries)
     return table
 
 
 def records_of(table: RecycledTable, vocabulary: int) -> tuple[Records, Records]:
     """What a table holds: the records that were stored since it was made, with age 0, and those it was made of."""
-    keys, tokens, probs = table.state
-    times, _ = table.clock
-    is_new = times > OLDEST + 1
+    entries = table.entries[table.entries["key"] != 0]
+    is_new = entries["time"] > OLDEST + 1
     found = []
-    for chosen in (is_new & (keys != 0), ~is_new & (keys != 0)):
-        records = np.zeros((int(np.count_nonzero(chosen)), _WORDS), np.uint64)
-        ages = np.clip(OLDEST + 1 - times[chosen], 0, OLDEST).astype(np.uint64)
-        records[:, 0] = keys[chosen] - np.uint64(1) + ages
-        ids, data = tokens[chosen], _bytes_of(records)
+    for chosen in (entries[is_new], entries[~is_new]):
+        records = np.zeros((len(chosen), _WORDS), np.uint64)
+        ages = np.clip(OLDEST + 1 - chosen["time"], 0, OLDEST).astype(np.uint64)
+        records[:, 0] = chosen["key"] - np.uint64(1) + ages
+        ids, data = chosen["tokens"], _bytes_of(records)
         ids = np.where((ids < 0) | (ids >= vocabulary), _NONE, ids)
         for part in range(3):
             data[:, _TOKENS + part : _PROBS : 3] = ids >> 8 * part & 0xFF
-        data[:, _PROBS:] = np.sqrt(probs[chosen] / _UNIT) * 255 + 0.5
+        data[:, _PROBS:] = np.sqrt(chosen["probs"] / UNIT) * 255 + 0.5
         found.append(records)
     return found[0], found[1]
 
@@ -164,18 +167,13 @@ def _tokens_of(records: Records) -> NDArray[np.int32]:
 
 
 @njit(cache=True, error_model="numpy")
-def _fill(keys, tokens, probs, times, now, records, new_tokens, new_probs):
-    """Put records into a table. Of a set that is full the oldest is replaced."""
-    now[0] = OLDEST + 1
-    for record in range(records.shape[0]):
-        code = records[record, 0] >> np.uint64(8) << np.uint64(8) | np.uint64(1)
-        written = OLDEST + 1 - np.int64(records[record, 0] & np.uint64(OLDEST))
-        group, way = group_of(keys, code), 0
-        for other in range(WAYS):
-            if times[group, other] < times[group, way]:
-                way = other
-        if times[group, way] >= written:
-            continue
-        keys[group, way], times[group, way] = code, written
-        for rank in range(TOP):
-            tokens[group, way, rank], probs[group, way, rank] = new_tokens[record, rank], new_probs[record, rank]
+def _fill(entries, new):
+    """Put entries into a table. Of a set that is full the oldest is replaced."""
+    for entry in new:
+        ways = entries[group_of(entries, entry["key"])]
+        oldest = 0
+        for way in range(WAYS):
+            if ways[way]["time"] < ways[oldest]["time"]:
+                oldest = way
+        if ways[oldest]["time"] < entry["time"]:
+            ways[oldest] = entry

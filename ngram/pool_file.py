@@ -23,7 +23,7 @@ from lookahead.ngram.replacing import replacing
 VERSION = 1
 MAX_ENTRIES = (1 << 31) - 1  # of an arena: a position is an int32
 _MAGIC = b"LKPOOL\r\n"  # the line break detects a transfer in text mode
-_READ_AT_ONCE = 1 << 22  # bytes, a multiple of 4
+_READ_AT_ONCE = 1 << 20  # numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,7 @@ class Pool(Chains):
         """Whether size and modification time of the file are as when it was opened; if not, the pool is empty."""
         if self._is_intact and _version_of(self._descriptor) != self._version:
             self._is_intact = False
-            heads, links = np.zeros((LEVELS, 1), np.int32), np.zeros((1, LEVELS), np.int32)
-            self._replace(np.full(1, SEPARATOR, np.int32), heads, links, length=1)
+            self._arena, self._heads, self._links, self._length = ChainIndex().state
         return self._is_intact
 
     @classmethod
@@ -171,19 +170,21 @@ def _check_contents(path: Path, file: BinaryIO, header: PoolHeader) -> None:
 
     The file is read, not mapped: it may be truncated meanwhile.
     """
-    checksum = xxhash.xxh3_64()
-    positions = LEVELS * (header.slots + header.length)  # the numbers before the arena
-    are_good, place = True, 0
-    while data := file.read(_READ_AT_ONCE):
-        checksum.update(data)
-        numbers = np.frombuffer(data[: len(data) & ~3], np.int32)
-        before, arena = np.split(numbers, [max(0, positions - place)])
-        # As an unsigned number, a negative one is above every bound.
-        are_good &= not before.size or int(before.view(np.uint32).max()) < header.length
-        if arena.size:
-            are_good &= int(arena.min()) >= SEPARATOR and int(arena.max()) <= header.largest_token
-            are_good &= place + before.size > positions or int(arena[0]) == SEPARATOR
-        place += numbers.size
+    checksum, are_good = xxhash.xxh3_64(), True
+    positions = LEVELS * (header.slots + header.length)
+    sections = (
+        (positions, 0, header.length - 1),
+        (1, SEPARATOR, SEPARATOR),
+        (header.length - 1, SEPARATOR, header.largest_token),
+    )
+    for count, least, most in sections:
+        while count > 0:
+            numbers = np.fromfile(file, np.int32, min(count, _READ_AT_ONCE))
+            if not numbers.size:
+                raise ValueError(f"{path}: cut short while it was read")
+            checksum.update(numbers.data)
+            are_good &= least <= int(numbers.min()) and int(numbers.max()) <= most
+            count -= numbers.size
     if checksum.intdigest() != header.checksum:
         raise ValueError(f"{path}: damaged: its checksum is {checksum.hexdigest()}, expected {header.checksum:016x}")
     if not are_good:

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.raw_arrays import jit_inline
+from lookahead.ngram.inlining import jit_inline
 
 IntArray = NDArray[np.int32]
 FREE: NDArray[np.float64] = np.zeros(0)  # costs if nodes are free
@@ -24,8 +24,6 @@ class Limits(NamedTuple):
     worth: float = 0.0  # tokens that a verified node is worth, accepted or not, as a source learns from its logits
 
 
-NOTHING = Limits(0, 0)
-
 # Rows of the scratch memory of `select`: one array needs one allocation, and no references are counted.
 _RANKED, _KEPT, _FIRST_CHILD, _NEXT_SIBLING, _ORDER = range(5)
 
@@ -37,28 +35,18 @@ def best_nodes(parents: IntArray, probabilities: NDArray[np.floating], max_nodes
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.2 (reranking).
     """
-    nodes, kept_parents = _best_nodes(parents, probabilities.astype(np.float64), max_nodes)
-    return nodes, kept_parents
+    nodes = _best_nodes(parents, probabilities.astype(np.float64), max_nodes).astype(np.int32)
+    places: IntArray = np.zeros(len(parents), np.int32)
+    places[nodes] = np.arange(len(nodes))
+    return nodes, places[parents[nodes]]
 
 
 @njit(cache=True, error_model="numpy")
-def _best_nodes(parents, probabilities, max_nodes):
-    path_probs, zeros = probabilities.copy(), np.zeros(len(parents), np.int32)
+def _best_nodes(parents, path_probs, max_nodes):
+    zeros = np.zeros(len(parents), np.int32)
     for node in range(1, len(parents)):
         path_probs[node] *= path_probs[parents[node]]
-    scratch, size = select(parents, zeros, path_probs, zeros, (max_nodes, 0, 0.0, False, 0.0), path_probs[:0])
-    nodes, kept_parents, places = np.empty(size, np.int32), np.empty(size, np.int32), np.zeros(len(parents), np.int32)
-    for place in range(size):
-        nodes[place] = scratch[_ORDER, place]
-        places[nodes[place]] = place
-        kept_parents[place] = places[parents[nodes[place]]]
-    return nodes, kept_parents
-
-
-@jit_inline
-def node_at(scratch, place):
-    """The node that `select` laid out at a place."""
-    return scratch[_ORDER, place]
+    return select(parents, zeros, path_probs, zeros, (max_nodes, 0, 0.0, False, 0.0), path_probs[:0])
 
 
 @jit_inline
@@ -77,7 +65,7 @@ def select(parents, depths, path_probs, required, limits, costs):
         limits: A `Limits`, as a tuple.
         costs: float64 `[max_nodes + 2]` or longer, of a step by its nodes, the root counted; empty if nodes are free.
 
-    Returns memory from which `node_at` reads the layout, and the number of nodes in it.
+    Returns the nodes as they were laid out, int64 `[n]`.
     """
     max_nodes, max_depth, min_probability, is_chain, worth = limits
     count = len(path_probs)
@@ -106,7 +94,7 @@ def select(parents, depths, path_probs, required, limits, costs):
             best_size, last = size, at
             best_rate = expected / costs[size] if costs.size > 0 else 0.0
     _lay_out(parents, required, scratch, last, best_size)
-    return scratch, best_size
+    return scratch[_ORDER, :best_size]
 
 
 @jit_inline

@@ -12,20 +12,20 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.raw_arrays import RawArrays, array_at, jit_inline, pointers_at
+from lookahead.ngram.inlining import jit_inline
 
 FloatArray = NDArray[np.float32]
-RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16]]
 
 TOP = 8  # successors kept of a context
 ORDERS = 4  # contexts of 1 to 4 tokens
 WAYS = 4  # entries of a set
-_GROUPS = 4  # after the pointers to keys, tokens, probabilities and times: the number of sets
-_UNIT = 65535.0  # a probability of 1 as it is stored
+UNIT = 65535.0  # a probability of 1 as it is stored
+# A context: the key is its hash, 0 for a free entry; the time is that of its last write, counted in writes.
+ENTRY = np.dtype([("key", np.uint64), ("time", np.int64), ("tokens", np.int32, TOP), ("probs", np.uint16, TOP)])
 _HASH_BITS = np.uint64(0xFFFFFFFFFFFFFF00)  # a file keeps the age of a context in the others
 
 
-class RecycledTable(RawArrays):
+class RecycledTable:
     """The likeliest successors of contexts, from the target's latest pass over them, in memory of fixed size.
 
     It is a set-associative cache: the hash of a context of 1 to 4 tokens names a set of four entries, and a new context
@@ -33,34 +33,18 @@ class RecycledTable(RawArrays):
     64 bytes.
     """
 
-    __slots__ = ("_keys", "_now", "_probs", "_times", "_tokens")
+    __slots__ = ("entries", "now")
 
     def __init__(self, contexts: int = 1 << 18) -> None:
         if contexts < WAYS or contexts % WAYS:
             raise ValueError(f"contexts must be a multiple of {WAYS} and at least {WAYS}, got {contexts}")
-        self._keys = np.zeros((contexts // WAYS, WAYS), dtype=np.uint64)
-        self._tokens = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.int32)
-        self._probs = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.uint16)
-        self._times = np.zeros((contexts // WAYS, WAYS), dtype=np.int64)  # of the last write, counted in writes
-        self._now = np.zeros(1, dtype=np.int64)
-        super().__init__(_GROUPS + 1)
-        self._point_to(*self.state, self._times)
-        self._pointers[_GROUPS] = contexts // WAYS
+        self.entries = np.zeros((contexts // WAYS, WAYS), ENTRY)
+        self.now = np.zeros(1, np.int64)  # writes so far
 
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes; constant."""
-        return self._times.nbytes + sum(array.nbytes for array in self.state)
-
-    @property
-    def state(self) -> RecycledState:
-        """Keys, tokens and probabilities, as the compiled functions take them."""
-        return self._keys, self._tokens, self._probs
-
-    @property
-    def clock(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """When each entry was last written, counted in writes, int64 `[sets, 4]`; and the writes so far, `[1]`."""
-        return self._times, self._now
+        return self.entries.nbytes
 
     def store(
         self,
@@ -80,19 +64,7 @@ class RecycledTable(RawArrays):
             )
         if skipped is None:
             skipped = np.zeros(nodes, np.bool_)
-        table = self._keys, self._tokens, self._probs, self._times
-        _store_tree(*table, self._now, before, parents, tokens, top, probs, skipped)
-
-
-@jit_inline
-def table_at(address):
-    """Keys, tokens, probabilities and times of the `RecycledTable` at an address."""
-    pointers = pointers_at(address, _GROUPS + 1)
-    groups = pointers[_GROUPS]
-    keys = array_at(pointers[0], (groups, WAYS), np.uint64)
-    tokens = array_at(pointers[1], (groups, WAYS, TOP), np.int32)
-    probs = array_at(pointers[2], (groups, WAYS, TOP), np.uint16)
-    return keys, tokens, probs, array_at(pointers[3], (groups, WAYS), np.int64)
+        _store_tree(self.entries, self.now, before, parents, tokens, top, probs, skipped)
 
 
 @jit_inline
@@ -126,13 +98,13 @@ def hash_context(before, end, tokens, parents, node, hashes):
 
 
 @jit_inline
-def group_of(keys, code):
+def group_of(entries, code):
     """The set of a context. It grows with the hash, so that sorted contexts fill a table from front to back."""
-    return np.int64(((code >> np.uint64(32)) * np.uint64(keys.shape[0])) >> np.uint64(32))
+    return np.int64(((code >> np.uint64(32)) * np.uint64(entries.shape[0])) >> np.uint64(32))
 
 
 @jit_inline
-def find_context(keys, times, since, hashes, orders):
+def find_context(entries, since, hashes, orders):
     """The longest context in the table: its length in tokens (0: none), its set and its entry, and 1 if it is foreign.
 
     Foreign is what was stored up to the time `since`. One learned after it goes before a foreign one that is longer by
@@ -142,10 +114,10 @@ def find_context(keys, times, since, hashes, orders):
     for order in range(orders, 0, -1):
         if longest > order + 1:
             break
-        group = group_of(keys, hashes[order - 1])
+        group = group_of(entries, hashes[order - 1])
         for way in range(WAYS):
-            if keys[group, way] == hashes[order - 1]:
-                if times[group, way] > since:
+            if entries[group, way]["key"] == hashes[order - 1]:
+                if entries[group, way]["time"] > since:
                     return order, group, way, 0
                 if longest == 0:
                     longest, found_group, found_way = order, group, way
@@ -155,27 +127,27 @@ def find_context(keys, times, since, hashes, orders):
 @jit_inline
 def prob_of(stored):
     """A stored probability as a number from 0 to 1."""
-    return stored / _UNIT
+    return stored / UNIT
 
 
 @njit(cache=True, error_model="numpy")
-def _store_tree(keys, kept_tokens, kept_probs, times, now, before, parents, tokens, top, probs, skipped):
+def _store_tree(entries, now, before, parents, tokens, top, probs, skipped):
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):
         if skipped[node]:
             continue
         orders = hash_context(before, before.size, tokens, parents, node, hashes)
         for order in range(orders):
-            group, way = group_of(keys, hashes[order]), 0  # its entry, or else the one written longest ago
-            for other in range(WAYS):
-                if keys[group, other] == hashes[order]:
-                    way = other
+            ways = entries[group_of(entries, hashes[order])]
+            entry = ways[0]  # its own, or else the one written longest ago
+            for way in range(WAYS):
+                if ways[way]["key"] == hashes[order]:
+                    entry = ways[way]
                     break
-                if times[group, other] < times[group, way]:
-                    way = other
+                if ways[way]["time"] < entry["time"]:
+                    entry = ways[way]
             now[0] += 1
-            times[group, way] = now[0]
-            keys[group, way] = hashes[order]
+            entry["key"], entry["time"] = hashes[order], now[0]
             for rank in range(TOP):
-                kept_tokens[group, way, rank] = top[node, rank]
-                kept_probs[group, way, rank] = np.uint16(probs[node, rank] * _UNIT + 0.5)
+                entry["tokens"][rank] = top[node, rank]
+                entry["probs"][rank] = np.uint16(probs[node, rank] * UNIT + 0.5)

@@ -44,10 +44,10 @@ class JacobiWindow:
         [[7, 7]]
         >>> window.slide(np.array([[3, 4]], np.int32), np.array([9], np.int32), np.array([7, 9], np.int32))
         >>> window.cells.tolist()  # 4 is the answer after the cell that is now column 0; column 1 is drawn
-        [[9, 9], [4, 9]]
+        [[9, 9], [4, 7]]
     """
 
-    __slots__ = ("_drawn", "_most_levels", "cells")
+    __slots__ = ("_most_levels", "_rng", "cells")
 
     def __init__(self, width: int, ngram_size: int, context: IntArray) -> None:
         if width < 1 or ngram_size < 2 or context.size == 0:
@@ -55,7 +55,7 @@ class JacobiWindow:
                 f"need width >= 1, ngram_size >= 2 and a context, got {width}, {ngram_size}, {context.size} tokens"
             )
         self._most_levels = ngram_size - 1
-        self._drawn = 0
+        self._rng = np.random.default_rng(0)
         self.cells: IntArray = np.full((1, width), UNKNOWN, np.int32)
         self._fill(context)
 
@@ -97,14 +97,10 @@ class JacobiWindow:
         self._fill(context)
 
     def _fill(self, context: IntArray) -> None:
-        """Draw unknown cells from the context, by a hash of how many were drawn; cell (0, 0) is the last token."""
+        """Draw unknown cells from the context; cell (0, 0) is the last token."""
         is_unknown = self.cells < 0
-        count = int(np.count_nonzero(is_unknown))
-        codes = (np.arange(self._drawn + 1, self._drawn + 1 + count) * 0x9E3779B1) & 0xFFFFFFFF
-        codes = ((codes ^ (codes >> 15)) * 0x45D9F3B) & 0xFFFFFFFF
-        self.cells[is_unknown] = context[(codes ^ (codes >> 13)) % context.size]
+        self.cells[is_unknown] = self._rng.choice(context, np.count_nonzero(is_unknown))
         self.cells[0, 0] = context[-1]
-        self._drawn += count
 
 
 def ngrams_of_step(

@@ -207,7 +207,7 @@ def test_nodes_that_cost_too_much_are_not_drafted_at_all() -> None:
     assert len(merge(0, [chain], Limits(4, 9), costs=np.array([0.0, 1.0, 1.1, 1.2, 1.3, 1.4])).tree) == 2
 
 
-def test_the_curve_follows_what_steps_cost_though_it_is_not_drawn_anew_for_every_one() -> None:
+def test_the_curve_follows_what_steps_cost() -> None:
     cost = StepCost()
     for seconds in (1.0, 3.0):
         for _ in range(60):

@@ -229,7 +229,7 @@ def test_calls_with_a_memory_file_share_it_and_leave_the_shared_memory_alone(tmp
             tiny_llama.generate(TEXT, **GREEDY, custom_generate=lookahead.decode, lookahead_config=config)
         state = state_of(tiny_llama).learned.of(ProposerState, ProposerState)
         assert len(state.files) == 1
-        assert not state.memory.recycled.state[0].any()
+        assert not state.memory.recycled.entries["key"].any()
         assert not (tmp_path / "a.lkm").exists()
         assert lookahead.save_memory(tiny_llama, tmp_path / "a.lkm")
         with pytest.raises(PoolError, match=r"b\.lkm: cannot be saved: no call of this model had this memory"):

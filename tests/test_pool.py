@@ -25,7 +25,7 @@ from tests.support.forked import status_of
 from tests.support.index_queries import find, grow_trie
 from tests.support.naive_index import find_by_scan
 
-NO_LIMIT = {"max_links": 1 << 16, "max_continuations": 1 << 16}
+NO_LIMIT = {"max_links": 1 << 16}
 HEADER = 128
 TOKENS = np.array([5, 6, 7, 8, SEPARATOR, 5, 6, 9, SEPARATOR, 2], np.int32)
 

@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.drafting.budget import EnableRule
+from lookahead.drafting.budget import Ema, EnableRule
 
 _MARGIN = 1.05  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
 _PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too
 _RATE = 0.1  # EMA rate of the time of a plain step, after the first ones, which count alike
 _OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
+_TICK = 1e-9  # seconds of a step at least: a clock may not have moved
 _WORST = 3.0  # plain steps that the budget is charged for a step at most, unless more was expected: stalls cost no more
 _FEW = 3.0  # the first measurements of drafted steps count as they are
 _STALE = 16  # steps with drafts after which the time of a plain step is believed less than theirs
@@ -22,7 +22,6 @@ _MEMORY = 0.98  # share of the measurements of drafted steps that each further o
 _DOUBT = 0.99  # the same for each time that no draft pays: a cost once measured too high is tried again
 # First guess of the cost of a drafted token, as a share of a plain step where each request has one; its weight.
 _TOKEN_COST, _GUESSED = 0.02, 4.0
-_NOTHING: NDArray[np.float64] = np.zeros(0)
 
 
 class BatchCost:
@@ -34,51 +33,44 @@ class BatchCost:
     drafted tokens: few plain steps are measured where all others draft.
     """
 
-    __slots__ = ("_is_warm", "_plain_steps", "_since_plain", "_sums", "plain", "tries")
+    __slots__ = ("_is_warm", "_since_plain", "plain", "sums", "tries")
 
     def __init__(self) -> None:
-        self.plain: float | None = None  # seconds of a plain step
+        self.plain = Ema(_RATE, clip=_OUTLIER)  # seconds of a plain step
         self.tries = 0  # plain steps taken only to be timed
-        self._plain_steps = self._since_plain = 0
+        self._since_plain = 0
         self._is_warm = False
-        self._sums = [0.0] * 5  # weight, tokens, seconds, tokens², tokens × seconds; in Python faster than in an array
+        self.sums = np.zeros(5)  # weight, tokens, seconds, tokens², tokens × seconds
 
     def observe(self, rows: int, drafted: int, seconds: float) -> float:
         """Learn the time of a step; returns the time of a step with drafts that was expected."""
         if drafted == 0:
-            usual = self.plain if self.plain is not None else seconds
-            self._plain_steps, self._since_plain = self._plain_steps + 1, 0
-            rate = max(_RATE, 1.0 / self._plain_steps)
-            self.plain = usual + rate * (min(seconds, _OUTLIER * usual) - usual)
-            return self.plain
+            self._since_plain = 0
+            self.plain.add(seconds)
+            return self.plain.value
         self._since_plain += 1
         if not self._is_warm:
             self._is_warm = True
             return 0.0
         first, per_token = self.line(rows)
-        expected = max(self.plain or 0.0, first) + per_token * drafted
-        if self.plain is not None and self._sums[0] > _FEW:
+        expected = max(self.plain.value, first) + per_token * drafted
+        if self.plain.count and self.sums[0] > _FEW:
             seconds = min(seconds, _OUTLIER * expected)
             if self._since_plain > _STALE and first > 0.0:
-                self.plain = min(self.plain, first)
-        measured = (1.0, drafted, seconds, drafted * drafted, drafted * seconds)
-        self._sums = [_MEMORY * old + new for old, new in zip(self._sums, measured, strict=True)]
+                self.plain.value = min(self.plain.value, first)
+        measured = 1.0, drafted, seconds, drafted * drafted, drafted * seconds
+        self.sums = _MEMORY * self.sums + measured
         return expected
 
     def line(self, rows: int) -> tuple[float, float]:
         """Seconds of a step with drafts without its drafted tokens, and of each of these; a plain step is measured."""
-        plain, most = self.plain or 0.0, 8.0 * rows
-        weight, tokens, seconds, squares, products = self._sums
-        for guessed in (0.0, most):  # two measurements that were never made, as a first guess
-            time = plain * (1.0 + _TOKEN_COST * guessed / rows)
-            weight, tokens, seconds = weight + _GUESSED, tokens + _GUESSED * guessed, seconds + _GUESSED * time
-            squares, products = squares + _GUESSED * guessed * guessed, products + _GUESSED * guessed * time
+        plain, most = self.plain.value, 8.0 * rows
+        far = plain * (1.0 + _TOKEN_COST * most / rows)
+        # Two measurements that were never made, of none and of `most` drafted tokens, are the first guess.
+        guessed = 2.0, most, plain + far, most * most, most * far
+        weight, tokens, seconds, squares, products = (self.sums + _GUESSED * np.array(guessed)).tolist()
         per_token = max(0.0, (weight * products - tokens * seconds) / (weight * squares - tokens * tokens))
         return (seconds - per_token * tokens) / weight, per_token
-
-    def doubt(self) -> None:
-        """Trust what was measured with drafts a little less."""
-        self._sums = [_DOUBT * old for old in self._sums]
 
 
 class ChainLengths:
@@ -108,64 +100,47 @@ class ChainLengths:
     def drafts(self, rows: int) -> bool:
         """Whether anything is drafted in this step of so many requests."""
         cost = self._cost_of(rows)
-        if cost.plain is None:
+        if not cost.plain.count:
             cost.tries += 1
             return cost.tries > _PROBES
         return self._rule.proposes(rows)
 
     def choose(self, path_probs: Sequence[NDArray[np.float64]]) -> list[int]:
         """How many tokens of each chain are verified, by float64 `[n]`: the probability to be accepted up to each."""
-        rows = len(path_probs)
-        probs = np.concatenate(path_probs) if rows > 1 else path_probs[0] if rows else _NOTHING
-        if probs.size == 0:
-            return [0] * rows
-        cost = self._cost_of(rows)
-        if cost.plain is None:
+        rows, cost = len(path_probs), self._cost_of(len(path_probs))
+        ranked = np.sort(np.concatenate([*path_probs, np.zeros(0)]))[::-1]
+        if not cost.plain.count or ranked.size == 0:
             return [len(each) for each in path_probs]
         first, per_token = cost.line(rows)
-        first = max(cost.plain, first)
-        least, speedup, took = _least_verified(probs, rows, cost.plain, first, per_token)
-        if least > 1.0 or not self._rule.verifies(rows, speedup, took - 1.0):
-            cost.doubt()
+        plain = cost.plain.value
+        seconds = plain + _MARGIN * (max(plain, first) + per_token * np.arange(ranked.size + 1) - plain)
+        seconds[0] = plain
+        speedups = (rows + np.cumsum([0.0, *ranked])) / seconds * plain / rows
+        verified = int(speedups.argmax())
+        if verified == 0 or not self._rule.verifies(rows, speedups[verified], seconds[verified] / plain - 1.0):
+            cost.sums *= _DOUBT
             return [0] * rows
-        return [int(np.count_nonzero(each >= least)) if each.size else 0 for each in path_probs]
-
-    @staticmethod
-    def warm_up() -> None:
-        """Compile, or load from the cache, what `choose` calls."""
-        _least_verified(np.ones(1), 1, 1.0, 1.0, 0.0)
+        return [int(np.count_nonzero(each >= ranked[verified - 1])) for each in path_probs]
 
     def observe(self, *, rows: int, drafted: int, emitted: int, seconds: float, host_s: float | None = 0.0) -> None:
         """Learn from a step: of all rows together its drafted and its emitted tokens, and its time without drafting.
 
         `host_s` is the time of drafting; None if nothing was drafted for.
         """
-        cost = self._cost_of(rows)
+        cost, seconds = self._cost_of(rows), max(seconds, _TICK)
         expected = cost.observe(rows, drafted, seconds)
-        if host_s is None or not cost.plain:  # not timed yet, or by a clock that did not move
+        plain = cost.plain.value
+        if host_s is None or not plain:  # not timed yet
             self._rule.record_plain(rows)
         elif expected > 0.0:
             self._rule.record(
                 rows,
                 drafted=drafted > 0,
                 tokens=emitted / rows,
-                forward=seconds / cost.plain,
-                usual=max(expected / cost.plain, _WORST),
-                proposing=host_s / cost.plain,
+                forward=seconds / plain,
+                usual=max(expected / plain, _WORST),
+                proposing=host_s / plain,
             )
 
     def _cost_of(self, rows: int) -> BatchCost:
         return self._costs[(rows - 1).bit_length()]
-
-
-@njit(cache=True, error_model="numpy")
-def _least_verified(probs, rows, plain, first, per_token):
-    """The probability from which on drafted tokens are verified, 2 if none is; the speedup; the cost in plain steps."""
-    ranked = np.sort(probs)[::-1]
-    expected, best, least, took = float(rows), rows / plain, 2.0, plain
-    for at in range(ranked.size):
-        expected += ranked[at]
-        seconds = plain + _MARGIN * (first + per_token * (at + 1) - plain)
-        if expected / seconds > best:
-            best, least, took = expected / seconds, ranked[at], seconds
-    return least, best * plain / rows, took / plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from lookahead.drafting.tree import TokenTree, count_within, without_sources
 from lookahead.ngram.prune import FREE
 
 _MARGIN = 1.08  # factor on the cost of drafted nodes: the expected gain of a draft must cover its risk
-_CHEAPEST = 0.5  # cost of a node where it is cheap, over the mean of all nodes: costs rise in steps
 _LASTING = 0.5  # probability that rows run to their limits, where an end-of-sequence token may end them
 
 
@@ -30,7 +30,6 @@ class StepPlan(NamedTuple):
     plain_s: float = 1.0
     value: BatchValue = SINGLE_ROW
     branch: BranchSize | None = None  # None where the lookahead branch is off
-    min_probability: float = 0.0  # nodes less likely to be reached cannot pay for themselves
     worth: float = 0.0  # tokens that a verified node is worth besides, as a source learns from it
 
 
@@ -45,6 +44,7 @@ class StepRecord(NamedTuple):
     is_cold: bool = False  # whether its pass did one-time work such as compiling; its time is not counted
 
 
+@dataclass(eq=False)
 class Controller:
     """Decides before every step of an engine whether and how much to draft, and learns from every step.
 
@@ -55,40 +55,27 @@ class Controller:
     It reads no clock. The cost, the rule and the branch learn from every step.
     """
 
-    def __init__(
-        self,
-        cost: StepCost,
-        rule: EnableRule,
-        branch: LookaheadBranch | None = None,
-        proposers: Sequence[Proposer] = (),  # in the order of their sources' bits
-        *,
-        node_budget: int,  # of a draft without the lookahead branch, the root not counted
-        is_padded: bool = False,  # trees are padded to a few sizes
-        runs_to_limit: bool = False,  # nothing ends a row before its limit
-        by_rejection: bool = False,  # all drawn nodes must be verified, so that a draft cannot be sized
-    ) -> None:
-        self._cost = cost
-        self._rule = rule
-        self._branch = branch if branch is not None else LookaheadBranch(())
-        self._branch_bits = 0
+    cost: StepCost
+    rule: EnableRule
+    branch: LookaheadBranch = field(default_factory=lambda: LookaheadBranch(()))
+    proposers: Sequence[Proposer] = ()  # in the order of their sources' bits
+    _: KW_ONLY
+    node_budget: int  # of a draft without the lookahead branch, the root not counted
+    is_padded: bool = False  # trees are padded to a few sizes
+    runs_to_limit: bool = False  # nothing ends a row before its limit
+    by_rejection: bool = False  # all drawn nodes must be verified, so that a draft cannot be sized
+
+    def __post_init__(self) -> None:
+        self._branch_bits, first = 0, 0
         self._budgeted: dict[int, Any] = {}  # proposers with a budget of their own, by their bits
-        first = 0
-        for proposer in proposers:
+        for proposer in self.proposers:
             bits = (1 << len(proposer.sources)) - 1 << first
             first += len(proposer.sources)
             if hasattr(proposer, "settle"):
                 self._budgeted[bits] = proposer
             elif proposer.sources == ("jacobi",):
                 self._branch_bits = bits
-        self._node_budget = node_budget
-        self._is_padded = is_padded
-        self._runs_to_limit = runs_to_limit
-        self._by_rejection = by_rejection
-        rule.begin_output()
-
-    def begin_output(self) -> None:
-        """Begin a new output, or as many of them as there are rows: losses are bounded per output."""
-        self._rule.begin_output()
+        self.rule.begin_output()
 
     def plan(self, left: Sequence[int], context: int, *, is_refilled: bool = False) -> StepPlan:
         """Decide what is drafted before the coming step.
@@ -97,31 +84,28 @@ class Controller:
         waiting request takes the place of a row that ends.
         """
         rows = len(left)
-        self._branch.rest(rows)
+        self.branch.rest(rows)
         plain = StepPlan(rows, context)
-        if not self._rule.proposes(rows) or not self._cost.knows(rows, context):
+        if not self.rule.proposes(rows) or not self.cost.knows(rows, context):
             return plain
-        if self._by_rejection and not self._rule.verifies(rows, 1.0):
+        if self.by_rejection and not self.rule.verifies(rows, 1.0):
             return plain
-        if self._branch.can_run:
-            self._branch.choose(partial(self._curve, rows, context), self._cost.measured(rows, context))
-        nodes = self._branch.nodes_beside(self._node_budget)
+        if self.branch.can_run:
+            self.branch.choose(partial(self._curve, rows, context), self.cost.measured(rows, context))
+        nodes = self.branch.nodes_beside(self.node_budget)
         if nodes == 0:
             return plain  # the branch is the only source, and it is off
         curve = self._curve(rows, context, nodes + 1)
         value = SINGLE_ROW
         if rows > 1:
             # Where rows are refilled, no row waits for the last one.
-            lasting = 0.0 if is_refilled else 1.0 if self._runs_to_limit else _LASTING
-            value = BatchValue.of(left, self._cost.plain(rows, context), lasting)
-        # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
-        costs = curve.copy()
-        costs[2:] *= _MARGIN
-        costs += self._rule.proposing_cost(rows) * costs[1]
+            lasting = 0.0 if is_refilled else 1.0 if self.runs_to_limit else _LASTING
+            value = BatchValue.of(left, self.cost.plain(rows, context), lasting)
         plain_s = float(curve[1])
-        worth = self._branch.teaching
-        least = _CHEAPEST * (float(curve[-1]) / plain_s - 1.0) / nodes - worth
-        return StepPlan(rows, context, True, nodes, costs, plain_s, value, self._branch.size, least, worth)
+        # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
+        curve[2:] *= _MARGIN
+        curve += self.rule.proposing_cost(rows) * plain_s
+        return StepPlan(rows, context, True, nodes, curve, plain_s, value, self.branch.size, self.branch.teaching)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
         """Whether drafts, one per row, are verified."""
@@ -129,31 +113,31 @@ class Controller:
             return True
         tokens = plan.value.steps_saved([float(draft.path_probs.sum()) for draft in drafts])
         took = float(plan.costs[max(len(draft.tree) for draft in drafts)]) / plan.plain_s
-        return self._rule.verifies(plan.rows, tokens / took, took - 1.0)
+        return self.rule.verifies(plan.rows, tokens / took, took - 1.0)
 
     def record(self, plan: StepPlan, step: StepRecord) -> None:
         """Learn from a step."""
         rows, nodes, tokens, host_s = plan.rows, step.nodes, step.tokens, step.host_s
         apart, apart_s = self._charge(step)
-        if step.is_cold or self._cost.warms_up(nodes):
+        if step.is_cold or self.cost.warms_up(nodes):
             return
         if not plan.drafts:
-            is_probe = self._rule.record_plain(rows)
+            is_probe = self.rule.record_plain(rows)
             # While the budget is empty most steps are not measured: high costs would decay too soon.
-            if not (is_probe or self._branch.can_run) and self._cost.knows(rows, plan.context):
+            if not (is_probe or self.branch.can_run) and self.cost.knows(rows, plan.context):
                 return
         step_s = step.step_s - host_s
-        self._cost.observe(self._width(nodes), step_s, rows=rows, context=plan.context)
-        if not (plan.drafts or self._branch.can_run):
+        self.cost.observe(self._width(nodes), step_s, rows=rows, context=plan.context)
+        if not (plan.drafts or self.branch.can_run):
             return
         curve = self._curve(rows, plan.context, nodes)
-        if self._branch.can_run:
+        if self.branch.can_run:
             bits = self._branch_bits if plan.branch is not None else 0
             own_nodes, own_tokens = without_sources(step.verified, tokens, bits) if bits else (nodes, tokens)
             own = own_nodes, sum(own_tokens) / rows
-            self._branch.record(nodes=nodes, tokens=sum(tokens) / rows, without=own, costs=curve)
-            if bits and not self._branch.is_proven:
-                apart, apart_s = apart | bits, apart_s + self._branch.host_s
+            self.branch.record(nodes=nodes, tokens=sum(tokens) / rows, without=own, costs=curve)
+            if bits and not self.branch.is_proven:
+                apart, apart_s = apart | bits, apart_s + self.branch.host_s
         if not plan.drafts:
             return
         if apart:
@@ -161,7 +145,7 @@ class Controller:
             step_s = float(curve[own_nodes]) if own_nodes < nodes else step_s
             nodes, host_s = own_nodes, max(0.0, host_s - apart_s)
         plain_s = float(curve[1])
-        self._rule.record(
+        self.rule.record(
             rows,
             drafted=nodes > 1,
             tokens=plan.value.steps_saved(tokens),
@@ -182,9 +166,9 @@ class Controller:
 
     def _curve(self, rows: int, context: int, nodes: int) -> FloatArray:
         """Seconds of a step by the nodes of its largest tree, 0 up to `nodes`."""
-        curve = self._cost.curve(rows, self._width(nodes), context)
-        return curve[[0] + [self._width(n) for n in range(1, nodes + 1)]] if self._is_padded else curve
+        curve = self.cost.curve(rows, self._width(nodes), context)
+        return curve[[0] + [self._width(n) for n in range(1, nodes + 1)]] if self.is_padded else curve
 
     def _width(self, nodes: int) -> int:
         """Nodes of the pass over trees of at most so many."""
-        return padded_nodes(nodes, self._node_budget + 1) if self._is_padded else nodes
+        return padded_nodes(nodes, self.node_budget + 1) if self.is_padded else nodes

@@ -19,7 +19,6 @@ NODE_COST = 0.04  # first guess: cost of one more node, as a share of a step wit
 _RATE = 0.2  # EMA rate
 _OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
 _FORGET = 0.002  # rate at which the excess of a point over the plain step decays while the point is not measured
-_STALE = 0.1  # summed relative change of the ratios after which cached curves are dropped
 _SHORT_CONTEXT = 512  # tokens; the first bucket ends here, and each further one at four times as many
 
 Bucket = tuple[int, int]
@@ -49,22 +48,15 @@ class StepCost:
 
     def __init__(self) -> None:
         self._node_cost = NODE_COST
-        self._ratios: dict[Bucket, FloatArray] = {}  # measured / guessed at every point; 0: not measured
+        self._tables: dict[Bucket, FloatArray] = {}  # seconds at every point; 0: not measured
         self._measured: set[Bucket] = set()  # in this process
-        self._curves: dict[tuple[Bucket | None, int, int], FloatArray] = {}
-        self._drift = 0.0  # summed relative change of the ratios since the cached curves
         self._is_warm = False
 
     def assume(self, node_cost: float) -> None:
         """Set the first guess of the cost of one more node, as a share of a step of one node; measured costs stay."""
-        if node_cost == self._node_cost:
-            return
-        seconds = [ratios * self._guess(_POINTS) for ratios in self._ratios.values()]
         self._node_cost = node_cost
-        self._ratios = {bucket: each / self._guess(_POINTS) for bucket, each in zip(self._ratios, seconds, strict=True)}
-        self._curves.clear()
 
-    def warms_up(self, nodes: int) -> bool:
+    def warms_up(self, nodes: float) -> bool:
         """Whether a step of so many nodes is the first with a draft; it includes compilation and is not counted."""
         warms_up = nodes > 1 and not self._is_warm
         self._is_warm |= warms_up
@@ -73,22 +65,16 @@ class StepCost:
     def observe(self, nodes: float, seconds: float, *, rows: int = 1, context: int = 0) -> None:
         """Learn from a step without the host work on its draft: the nodes of its largest tree, and its longest row."""
         bucket = bucket_of(rows, context)
-        if bucket not in self._ratios:
-            nearest = self._nearest(bucket)
-            self._ratios[bucket] = self._ratios[nearest].copy() if nearest is not None else np.zeros(len(_POINTS))
+        table = self._tables.setdefault(bucket, self._near(bucket).copy())
         if bucket not in self._measured:
             self._measured.add(bucket)
             # Keep the shape of what was measured elsewhere, and take the scale from one step.
-            self._ratios[bucket] *= seconds / float(self._seconds(self._ratios[bucket], rows * nodes))
-            self._curves.clear()
-        self._drift += _FORGET + self._move(self._ratios[bucket], rows, nodes, seconds)
-        if self._drift > _STALE:
-            self._curves.clear()
-            self._drift = 0.0
+            table *= seconds / float(self._seconds(table, rows * nodes))
+        self._move(table, rows, nodes, seconds)
 
-    def knows(self, rows: int, context: int) -> bool:
+    def knows(self, rows: int, context: int = 0) -> bool:
         """Whether any step of such rows and such a context was measured."""
-        return bucket_of(rows, context) in self._ratios
+        return bucket_of(rows, context) in self._tables
 
     def curve(self, rows: int, nodes: int, context: int = 0) -> FloatArray:
         """Cost of a step whose trees have 0, 1, …, `nodes` nodes, roots counted: float64 `[nodes + 1]`.
@@ -96,23 +82,18 @@ class StepCost:
         In seconds once a step was measured, before that in steps of one token. It need not be monotonic: a step of 16
         nodes can take less time than one of 12.
         """
-        nearest = self._nearest(bucket_of(rows, context))
-        key = (nearest, rows, nodes)
-        if key not in self._curves:
-            ratios = self._ratios[nearest] if nearest is not None else np.zeros(len(_POINTS))
-            self._curves[key] = self._seconds(ratios, np.maximum(1, rows * np.arange(nodes + 1)))
-        return self._curves[key]
+        return self._seconds(self._near(bucket_of(rows, context)), np.maximum(1, rows * np.arange(nodes + 1)))
 
     def plain(self, rows: int, context: int = 0) -> FloatArray:
         """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, as `curve`; non-decreasing."""
-        costs = [0.0] + [self.curve(some, 1, context)[1] for some in range(1, rows + 1)]
-        return np.maximum.accumulate(costs)
+        known = sorted({1 << power for power in range(rows.bit_length())} | {rows})  # one of every bucket
+        costs = [self.curve(some, 1, context)[1] for some in known]
+        return np.maximum.accumulate(np.interp(np.arange(rows + 1), [0, *known], [0.0, *costs]))
 
     def measured(self, rows: int, context: int = 0) -> int:
         """Nodes a row up to which costs were measured; those of larger steps are extrapolated."""
-        nearest = self._nearest(bucket_of(rows, context))
-        known = np.flatnonzero(self._ratios[nearest]) if nearest is not None else np.zeros(1, int)
-        around = _POINTS[known[-1] : known[-1] + 2]  # a point stands for what is nearer to it than to the next
+        last = max(np.flatnonzero(self._near(bucket_of(rows, context))), default=0)
+        around = _POINTS[last : last + 2]  # a point stands for what is nearer to it than to the next
         return max(1, int(np.sqrt(around[0] * around[-1])) // rows)
 
     def calibrate(self, nodes: Sequence[int], seconds: Sequence[float], *, rows: int, context: int) -> None:
@@ -120,66 +101,62 @@ class StepCost:
         if len(nodes) != len(seconds) or not nodes or min(nodes) < 1 or not min(seconds) > 0:
             raise ConfigError(f"a sweep needs positive nodes and seconds, got {list(nodes)} and {list(seconds)}")
         tokens = rows * np.array(nodes, np.float64)
-        ratios = np.zeros(len(_POINTS))
-        ratios[[_point(each) for each in tokens]] = np.array(seconds) / self._guess(tokens)
+        points = [_point(each) for each in tokens]
         bucket = bucket_of(rows, context)
-        self._ratios[bucket] = ratios
+        self._tables[bucket] = np.zeros(len(_POINTS))
+        self._tables[bucket][points] = np.array(seconds) * self._guess(_POINTS[points]) / self._guess(tokens)
         self._measured.add(bucket)
-        self._curves.clear()
 
     def to_dict(self) -> list[dict[str, Any]]:
         """All learned costs, JSON-ready."""
-        return [
-            {"bucket": list(bucket), "seconds": (ratios * self._guess(_POINTS)).tolist()}
-            for bucket, ratios in self._ratios.items()
-        ]
+        return [{"bucket": list(bucket), "seconds": table.tolist()} for bucket, table in self._tables.items()]
 
     def update(self, known: Sequence[Mapping[str, Any]]) -> None:
         """Load the output of `to_dict`, else ConfigError; what was measured in this process is kept."""
         try:
-            buckets: list[Bucket] = [(int(each["bucket"][0]), int(each["bucket"][1])) for each in known]
-            tables = [np.array(each["seconds"], np.float64) for each in known]
+            tables = {
+                (int(each["bucket"][0]), int(each["bucket"][1])): np.array(each["seconds"], np.float64)
+                for each in known
+            }
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"step costs must be the output of StepCost.to_dict, got {error!r}") from error
-        for seconds in tables:
+        for seconds in tables.values():
             good = seconds.shape == _POINTS.shape and np.isfinite(seconds).all() and (seconds >= 0).all()
             if not (good and (seconds > 0).any()):
                 raise ConfigError(f"step costs must be {len(_POINTS)} positive numbers a bucket")
-        for bucket, seconds in zip(buckets, tables, strict=True):
-            ratios = seconds / self._guess(_POINTS)
+        for bucket, table in tables.items():
             if bucket in self._measured:
-                own, tokens = self._ratios[bucket], 1 << bucket[0]
-                ratios = np.where(own > 0, own, ratios * self._seconds(own, tokens) / self._seconds(ratios, tokens))
-            self._ratios[bucket] = ratios
-        self._curves.clear()
+                own, tokens = self._tables[bucket], 1 << bucket[0]
+                table = np.where(own > 0, own, table * self._seconds(own, tokens) / self._seconds(table, tokens))
+            self._tables[bucket] = table
 
-    def _nearest(self, bucket: Bucket) -> Bucket | None:
-        """The measured bucket nearest to another: first by rows, then by context."""
-        if bucket in self._ratios:
-            return bucket
-        distance = {other: (abs(other[0] - bucket[0]), abs(other[1] - bucket[1])) for other in self._ratios}
-        return min(distance, key=lambda other: distance[other], default=None)
+    def _near(self, bucket: Bucket) -> FloatArray:
+        """The table of the measured bucket nearest to another, first by rows, then by context; zeros if none was."""
+        distance = {other: (abs(other[0] - bucket[0]), abs(other[1] - bucket[1])) for other in self._tables}
+        nearest = min(distance, key=lambda other: distance[other], default=None)
+        return self._tables[nearest] if nearest is not None else np.zeros(len(_POINTS))
 
-    def _guess(self, tokens: FloatArray | float) -> FloatArray | float:
+    def _guess(self, tokens: NDArray[Any] | float) -> Any:
         """Cost of a step before anything was measured, in steps of one token."""
         return 1.0 + self._node_cost * (tokens - 1.0)
 
-    def _seconds(self, ratios: FloatArray, tokens: NDArray[Any] | float) -> FloatArray:
+    def _seconds(self, table: FloatArray, tokens: NDArray[Any] | float) -> FloatArray:
         """Cost of steps of so many tokens: the first guess times the ratio, interpolated between measured points."""
-        known = ratios > 0.0
-        ratio = np.interp(tokens, _POINTS[known], ratios[known]) if known.any() else 1.0
+        known = table > 0.0
+        points = _POINTS[known]
+        ratio = np.interp(tokens, points, table[known] / self._guess(points)) if known.any() else 1.0
         return np.asarray(self._guess(tokens) * ratio)
 
-    def _move(self, ratios: FloatArray, rows: int, nodes: float, seconds: float) -> float:
-        """Move the nearest point, or all after a plain step, towards a measurement; returns its relative change."""
-        nearest, plain = _point(rows * nodes), _point(rows)
-        is_known, is_first = ratios[nearest] > 0.0, not ratios.any()
-        change = seconds / float(self._seconds(ratios, rows * nodes))
-        expected = seconds / change / float(self._guess(rows * nodes))
-        if not is_first:
+    def _move(self, table: FloatArray, rows: int, nodes: float, seconds: float) -> None:
+        """Move the nearest point, or all after a plain step, towards a measurement."""
+        nearest, plain, guess = _point(rows * nodes), _point(rows), self._guess(_POINTS)
+        ratios = table / guess
+        change = seconds / float(self._seconds(table, rows * nodes))
+        expected = seconds / change / self._guess(rows * nodes)
+        if table.any():
             # The first measurement of a point replaces the interpolated value. So does one below half of it: what was
             # known was a step held up by other work.
-            rate = _RATE if is_known and change * _OUTLIER > 1.0 else 1.0
+            rate = _RATE if ratios[nearest] > 0.0 and change * _OUTLIER > 1.0 else 1.0
             change = 1.0 + rate * (min(change, _OUTLIER) - 1.0)
         if nearest == plain:
             ratios *= change
@@ -188,7 +165,7 @@ class StepCost:
             decays = ratios > ratios[plain]
             decays[nearest] = False
             ratios[decays] += _FORGET * (ratios[plain] - ratios[decays])
-        return abs(change - 1.0) if is_known else 1.0
+        table[:] = ratios * guess
 
 
 def padded_nodes(nodes: int, most: int) -> int:

@@ -10,7 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.ngram.prune import FREE, Limits, node_at, rank, select, union
+from lookahead.ngram.prune import FREE, Limits, rank, select, union
 
 if TYPE_CHECKING:
     from lookahead.drafting.proposal import Proposal
@@ -54,9 +54,8 @@ def merge(
     counts those of each proposer, at most 31 together; their bits are consecutive in the tree.
     """
     offers = [(i, offer) for i, offer in enumerate(proposals) if offer is not None]
-    if not offers or limits.max_nodes <= 0 or limits.max_depth <= 0:
-        sizes = [0 if offer is None else len(offer.tokens) for offer in proposals]
-        return Draft(TokenTree.root(root), tuple(np.zeros(size, np.int32) for size in sizes))
+    if not offers:
+        return Draft(TokenTree.root(root), tuple(np.zeros(0, np.int32) for _ in proposals))
     arrays = [(*each[:3], np.ones(len(each[0]), np.int32) if each[3] is None else each[3]) for _, each in offers]
     firsts = np.cumsum([0, *(sources if sources is not None else (1,) * len(proposals))])
     table = np.array([(len(each.tokens), each.required, firsts[i]) for i, each in offers])
@@ -85,8 +84,6 @@ class BatchValue(NamedTuple):
 
     def steps_saved(self, tokens: Sequence[float]) -> float:
         """Plain steps of all rows by which the batch ends sooner for so many tokens of each row."""
-        if len(self.left) == 1:
-            return float(tokens[0])
         return float(_steps_saved(np.array(tokens, np.float64), self.left, self.plain))
 
 
@@ -105,16 +102,11 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[D
     size, ranks = _fit(path_probs, required, ends, costs, batch.left, batch.plain)
     fitted = []
     for draft, end in zip(drafts, ends, strict=True):
-        keep = ranks[end - len(draft.tree) : end] < size
-        if keep.all():
-            fitted.append(draft)
-        elif not keep[1:].any():
-            fitted.append(draft.bare())
-        else:
-            place, tree = np.where(keep, np.cumsum(keep, dtype=np.int32) - 1, 0), draft.tree
-            cut = TokenTree(tree.tokens[keep], place[tree.parents[keep]], tree.depths[keep], tree.sources[keep])
-            placed = tuple(place[where] for where in draft.placed)
-            fitted.append(Draft(cut, placed, draft.path_probs[keep], draft.required[keep]))
+        tree, keep = draft.tree, ranks[end - len(draft.tree) : end] < size
+        place = np.where(keep, np.cumsum(keep, dtype=np.int32) - 1, 0)
+        cut = TokenTree(tree.tokens[keep], place[tree.parents[keep]], tree.depths[keep], tree.sources[keep])
+        placed = tuple(place[where] for where in draft.placed)
+        fitted.append(Draft(cut, placed, draft.path_probs[keep], draft.required[keep]))
     return fitted
 
 
@@ -127,18 +119,12 @@ def _merge(root, offered, offers, limits, costs):
         path_probs[node] *= path_probs[parents[node]]
     if limits[3]:
         merged[4] = 0
-    scratch, size = select(parents, merged[2], path_probs, merged[4], limits, costs)
+    order = select(parents, merged[2], path_probs, merged[4], limits, costs)
     places = np.zeros(len(path_probs), np.int32)
-    whole, kept_probs = np.empty((5, size), np.int32), np.empty(size)
-    for place in range(size):
-        node = node_at(scratch, place)
-        places[node] = place
-        whole[:, place] = merged[:, node]
-        whole[1, place] = places[parents[node]]
-        kept_probs[place] = path_probs[node]
-    for i in range(len(placed)):
-        placed[i] = places[placed[i]]
-    return whole, kept_probs, placed
+    places[order] = np.arange(len(order))
+    whole = merged[:, order]
+    whole[1] = places[whole[1]]
+    return whole, path_probs[order], places[placed]
 
 
 @njit(cache=True, error_model="numpy")
@@ -149,12 +135,8 @@ def _steps_saved(tokens, left, plain):
 @njit(cache=True, error_model="numpy")
 def _seconds_left(left, plain):
     """Time of plain decoding until every row has emitted all that is left of it."""
-    seconds, rows = 0.0, len(left)
-    ascending = np.sort(left)
-    for ended in range(rows):
-        # The steps until this row ends would otherwise be steps of one row fewer.
-        seconds += (plain[rows - ended] - plain[rows - ended - 1]) * max(0.0, ascending[ended])
-    return seconds
+    # The steps until a row ends would otherwise be steps of one row fewer.
+    return (np.diff(plain)[::-1] * np.maximum(np.sort(left), 0.0)).sum()
 
 
 @njit(cache=True, error_model="numpy")

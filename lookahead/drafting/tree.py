@@ -56,11 +56,8 @@ class TokenTree:
                 f"tokens and parents must be equal, non-empty 1-D shapes, "
                 f"got {token_array.shape} and {parent_array.shape}"
             )
-        if (
-            parent_array[0] != 0
-            or (parent_array < 0).any()
-            or (parent_array[1:] >= np.arange(1, len(parent_array))).any()
-        ):
+        most = np.maximum(np.arange(len(parent_array)) - 1, 0)
+        if (parent_array < 0).any() or (parent_array > most).any():
             raise ValueError(f"parents must start with 0 and come before their children, got {parent_array.tolist()}")
         edges = set(zip(parent_array[1:].tolist(), token_array[1:].tolist(), strict=True))
         if len(edges) != len(token_array) - 1:
@@ -71,8 +68,7 @@ class TokenTree:
 
     def ancestor_words(self) -> NDArray[np.int64]:
         """int64 `[n, ceil(n / 64)]`: bit `j % 64` of word `j // 64` is set if node j is on the path from the root."""
-        words = np.zeros((len(self), (len(self) + 63) // 64), np.int64)
-        fill_ancestor_words(self.parents, words)
+        words: NDArray[np.int64] = _ancestor_words(self.parents)
         return words
 
 
@@ -100,10 +96,11 @@ def node_depths(parents):
 
 
 @njit(cache=True)
-def fill_ancestor_words(parents, words):
-    """Write `TokenTree.ancestor_words` into int64 `[at least n, at least ceil(n / 64)]` zeros."""
+def _ancestor_words(parents):
+    count = len(parents)
+    words = np.zeros((count, (count + 63) // 64), np.int64)
     words[0, 0] = 1
-    for node in range(1, len(parents)):
-        for word in range(words.shape[1]):
-            words[node, word] = words[parents[node], word]
+    for node in range(1, count):
+        words[node] = words[parents[node]]
         words[node, node // 64] |= np.int64(1) << np.int64(node % 64)
+    return words

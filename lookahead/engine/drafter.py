@@ -14,7 +14,6 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.models.target import Target
 from lookahead.ngram.prune import FREE, Limits
-from lookahead.proposers.ngram import NgramProposer
 from lookahead.proposers.validated import ValidatedProposer
 from lookahead.verification.exact import Scores
 from lookahead.verification.rejection import RejectionRounds
@@ -34,8 +33,6 @@ class TreeDrafter:
         self._min_probability = config.min_probability
         self._by_rejection, self._is_chain = by_rejection, call.is_chain and not by_rejection
         self._questions = [question_of(proposer) for proposer in proposers]
-        only = proposers[0] if len(proposers) == 1 else None
-        self._single = only if isinstance(only, NgramProposer) and not by_rejection else None  # nothing to merge
         self.hidden_readers = [each for each in proposers if isinstance(each, ValidatedProposer) and each.hidden_layers]
         self._source_counts = [len(proposer.sources) for proposer in proposers]
         # By their bits in `TokenTree.sources`.
@@ -51,25 +48,20 @@ class TreeDrafter:
         """
         if not plan.drafts:
             return self.bare(rows)
-        least = max(self._min_probability, plan.min_probability)
-        limits = [Limits(plan.max_nodes, tokens - 1, least, self._is_chain, plan.worth) for tokens in left]
+        limits = [
+            Limits(plan.max_nodes, tokens - 1, self._min_probability, self._is_chain, plan.worth) for tokens in left
+        ]
         plan_costs = FREE if self._by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
-        nodes = self._max_proposed
-        if self._single is not None:
-            drafts = [
-                self._single.draft(row.slot, nodes, limit, costs) for row, limit in zip(rows, limits, strict=True)
-            ]
-        else:
-            asked = [ask([row.slot for row in rows], nodes) for ask in self._questions]
-            proposed: list[tuple[Proposal | None, ...]] = list(zip(*asked, strict=True))
-            drafts = [
-                merge(row.last_token, proposals, limit, sources=self._source_counts, costs=costs)
-                for row, proposals, limit in zip(rows, proposed, limits, strict=True)
-            ]
-            if self._by_rejection:
-                pairs = zip(proposed, drafts, strict=True)
-                self.rounds = [RejectionRounds(proposals, draft.placed) for proposals, draft in pairs]
+        asked = [ask([row.slot for row in rows], self._max_proposed) for ask in self._questions]
+        proposed: list[tuple[Proposal | None, ...]] = list(zip(*asked, strict=True))
+        drafts = [
+            merge(row.last_token, proposals, limit, sources=self._source_counts, costs=costs)
+            for row, proposals, limit in zip(rows, proposed, limits, strict=True)
+        ]
+        if self._by_rejection:
+            pairs = zip(proposed, drafts, strict=True)
+            self.rounds = [RejectionRounds(proposals, draft.placed) for proposals, draft in pairs]
         if self._controller is None or not len(plan_costs):
             return drafts
         if len(rows) > 1:

@@ -103,7 +103,7 @@ class Engine:
                 self._drafter.start(row)
             self._begun += len(rows)
             if self._begun > 0 and self._controller is not None:
-                self._controller.begin_output()
+                self._controller.rule.begin_output()
                 self._begun -= len(self._free_slots) + len(self._rows) + len(rows)
         first, slots = self.cache.slots.active, self.cache.slots
         slots.active += len(rows)

@@ -212,7 +212,6 @@ class LookaheadProposer:
             proposer.observe(request, tokens[0, len(request) : count])
             proposer.draft(request, 2)
         proposer.observe(request, tokens[0, :2])
-        ChainLengths.warm_up()
         for rows in (0, 1):
             for request in known.match(tokens, np.full(rows, 8), [True] * rows):
                 proposer.finish(request)

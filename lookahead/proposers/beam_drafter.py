@@ -114,10 +114,9 @@ class BeamDrafter:
             if not (self._is_fixed or self._state.budget.balance > 0.0):
                 return False
             is_measured = self._is_fixed or self._passes > _PLAIN_PASSES
-            if not is_measured or not np.isfinite(scores).all():  # a processor may forbid all tokens
-                return True
-            self._add_levels(tree, scores, left)
-            self._host_s = time.perf_counter() - begin
+            if is_measured and np.isfinite(scores).all():  # a processor may forbid all tokens
+                self._add_levels(tree, scores, left)
+                self._host_s = time.perf_counter() - begin
         return True
 
     def learn(self, tree: BeamTree, logits: Tensor, seconds: float, *, is_cold: bool) -> None:
@@ -221,7 +220,7 @@ class BeamDrafter:
         if not self._is_guessed(tree, node):
             top, log_probs = tree.known[node].top, tree.known[node].log_probs
             return [pair for pair in zip(top.tolist(), log_probs.tolist(), strict=True) if pair[0] >= 0], 0.0
-        trie = self._search.grow(_GROWN, _LEAST_SUCCESSOR, context=tree.context(node)).trie
+        trie = self._search.grow(_GROWN, _LEAST_SUCCESSOR, tree.context(node))
         self._searched[node] = trie
         is_next = trie.parents == 0
         is_next[0] = False

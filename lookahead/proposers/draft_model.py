@@ -182,11 +182,9 @@ class ModelProposer(BatchProposer):
         self._shape = shape
         self._depth = draft.depth
         children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
-        if shape == "chains" or call.is_chain:
-            self._children = self._width = 1
-        else:
-            self._children = draft.children if draft.children is not None else children
-            self._width = draft.width if draft.width is not None else width
+        is_chain = shape == "chains" or call.is_chain
+        self._children = 1 if is_chain else draft.children or children
+        self._width = 1 if is_chain else draft.width or width
         mode = "drawn" if call.by_rejection else "greedy" if call.warp is None else "sampled"
         self._rates = state.rates.setdefault(mode, AcceptanceTable(LEVELS))
         self._times = state.times
@@ -230,7 +228,8 @@ class ModelProposer(BatchProposer):
             with torch.inference_mode():
                 # The last token is read again, for what comes after it.
                 self._target.commit(self._slots.index(row), tree.path_of(feedback.tokens[:-1]))
-            self._rates.learn(tree.parents, tree.tokens, tree.kinds, tree.draft_probs, feedback.tokens)
+            parents, tokens = tree.nodes["parent"].copy(), tree.nodes["token"].copy()
+            self._rates.learn(parents, tokens, tree.nodes["kind"], tree.nodes["draft_prob"], feedback.tokens)
         room = state.length + len(feedback.tokens)
         if room > state.ids.size:
             state.ids = np.resize(state.ids, 2 * room)

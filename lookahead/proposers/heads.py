@@ -97,7 +97,8 @@ class HeadsProposer(BatchProposer):
             self._rates.learn(tree.parents, tree.tokens, tree.kinds, tree.draft_probs, feedback.tokens)
             state.tree = None
         tokens = feedback.tokens
-        states = [_along(feedback.hidden[layer], feedback.path) for layer in self.hidden_layers]
+        path = torch.from_numpy(feedback.path)
+        states = [feedback.hidden[layer][path.to(feedback.hidden[layer].device)] for layer in self.hidden_layers]
         if state.prompt is not None:
             # Behind every token of the prompt stands the next one, and behind its last the first that was emitted.
             states = [feedback.prompt_hidden[layer] for layer in self.hidden_layers]
@@ -124,8 +125,3 @@ class HeadsProposer(BatchProposer):
         for row in rows:
             self._rows[row].tokens.clear()
             self._rows[row].states.clear()
-
-
-def _along(states: Tensor, path: IntArray) -> Tensor:
-    """A copy of the states at the nodes of a path; after a plain step, the most frequent, without an index."""
-    return states[:1].clone() if len(path) == 1 else states[torch.from_numpy(path).to(states.device)]

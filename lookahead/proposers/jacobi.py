@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lookahead.drafting.budget import LookaheadBranch
-from lookahead.drafting.proposal import Feedback, IntArray, Proposal
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 from lookahead.drafting.sizes import BranchSize
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.search import MAX_NODES, Search, Trie
+from lookahead.ngram.search import Search, Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow, WindowTree, ngrams_of_step
 
 _TAIL = 256  # last tokens kept of a row: they are looked up, and new cells are drawn from them
@@ -40,7 +40,7 @@ class _JacobiRow:
     guesses: Trie | None = None
 
 
-class JacobiProposer:
+class JacobiProposer(Proposer):
     """Proposes the lookahead branch: the Jacobi window, and n-grams collected from its earlier steps.
 
     The window (`lookahead.ngram.window.JacobiWindow`) must be in every draft, since it advances by the target's answers
@@ -56,9 +56,7 @@ class JacobiProposer:
         guesses share prefixes, and n-grams shorter than N enter the pool.
     """
 
-    sources: tuple[str, ...] = ("jacobi",)
-    needs_top = False
-    hidden_layers: tuple[int, ...] = ()
+    sources = ("jacobi",)
 
     def __init__(
         self,
@@ -75,10 +73,8 @@ class JacobiProposer:
         self._rows: dict[int, _JacobiRow] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Remember the prompt of a new row; of a fixed size it has a window at once."""
+        """Remember the prompt of a new row."""
         self._rows[row] = _JacobiRow(prompt)
-        if self._size is not None:
-            self._begin(self._rows[row], self._size)
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """Propose the window and guesses from the pool; the size of a branch replaces `max_nodes`."""
@@ -93,8 +89,8 @@ class JacobiProposer:
             self._learn(state, size, Feedback(missed, _ROOT, _NOTHING), _NOTHING)
         state.observed = len(state.emitted) + 1  # the coming step is observed
         max_nodes = max_nodes if self._branch is None else size.nodes
-        room = min(size.guesses * (size.ngram_size - 1), max_nodes - (state.window.cells.size - 1), MAX_NODES)
-        state.guesses = state.search.grow(room, 0.0, context=state.tail[-_LONGEST_KEY:]).trie if room > 0 else None
+        room = min(size.guesses * (size.ngram_size - 1), max_nodes - (state.window.cells.size - 1))
+        state.guesses = state.search.grow(room, context=state.tail[-_LONGEST_KEY:]) if room > 0 else None
         state.tree = tree = state.window.tree(max_nodes, state.guesses)
         if self._branch is not None:
             self._branch.host_s += time.perf_counter() - begin
@@ -104,9 +100,8 @@ class JacobiProposer:
         """Learn from the step if the row was drafted for, and remember the emitted tokens."""
         begin, state = time.perf_counter(), self._rows[row]
         state.emitted.append(feedback.tokens)
-        if state.size is not None and (self._branch is None or state.observed == len(state.emitted)):
+        if state.size is not None and state.observed == len(state.emitted):
             self._learn(state, state.size, feedback, placed)
-            state.observed = len(state.emitted)
         if self._branch is not None:
             self._branch.host_s += time.perf_counter() - begin
 

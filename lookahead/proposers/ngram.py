@@ -6,42 +6,34 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from lookahead.drafting.proposal import Feedback, IntArray, Proposal
-from lookahead.drafting.select import Draft
-from lookahead.drafting.tree import TokenTree
-from lookahead.ngram.acceptance import NO_CANDIDATES, HitRates, copied
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
+from lookahead.ngram.acceptance import HitRates, copied
 from lookahead.ngram.chains import ChainIndex, Chains
 from lookahead.ngram.pool_file import Pool
-from lookahead.ngram.prune import FREE, NOTHING, Limits
 from lookahead.ngram.recycled import ORDERS, RecycledTable
-from lookahead.ngram.search import MAX_NODES, PART, PLACED, Search
+from lookahead.ngram.search import NO_CANDIDATES, Search, Trie
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
 _MAX_LINKS = 32  # walked in each text
 _OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten when they are full
 
 
+@dataclass(slots=True)
 class Memory:
     """Texts of finished requests, and the target's likeliest tokens after 262,144 contexts (16 MiB) by default."""
 
-    __slots__ = ("outputs", "recycled")
-
-    def __init__(self, recycled: RecycledTable | None = None) -> None:
-        self.outputs = ChainIndex(max_tokens=_OUTPUT_TOKENS)
-        self.recycled = recycled if recycled is not None else RecycledTable()
+    recycled: RecycledTable = field(default_factory=RecycledTable)
+    outputs: ChainIndex = field(default_factory=lambda: ChainIndex(_OUTPUT_TOKENS))
 
 
 @dataclass(slots=True)
 class _NgramRow:
     text: ChainIndex
     search: Search
-    written: IntArray = field(default_factory=lambda: NO_CANDIDATES)  # as `lookahead.ngram.search.Grown.written`
+    offered: Trie = NO_CANDIDATES  # in the coming step
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes earlier continuations of the last tokens, and the target's likeliest tokens after them.
 
     Four sources share one tree (`lookahead.ngram.search.Search`): `"prompt"` finds earlier occurrences in the row's
@@ -53,9 +45,6 @@ class NgramProposer:
         Acceleration of Large Language Models", §3 (copying from a reference, verified by the target); Luo et al.
         2024, "Token Recycling", §3; He et al. 2024, "REST: Retrieval-Based Speculative Decoding", §3 (a corpus).
     """
-
-    needs_argmax = False
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -96,36 +85,26 @@ class NgramProposer:
         """Propose continuations of the row's last tokens, at most `max_nodes` nodes besides the root."""
         if max_nodes < 1:
             return None
-        self.draft(row, max_nodes, NOTHING, FREE)
-        tokens, parents, _, sources, bits = self._rows[row].written[:PLACED]
-        return Proposal(tokens, parents, bits.view(np.float32), sources) if len(tokens) > 1 else None
-
-    def draft(self, row: int, max_nodes: int, limits: Limits, costs: NDArray[np.float64]) -> Draft:
-        """Propose at most `max_nodes` nodes, at least 1, and select the draft from them, as `merge` does."""
         if self._pool is not None and not self._pool.is_intact:
             warnings.warn(f"{self._pool.path}: changed while it was in use; no more is drafted from it", stacklevel=2)
             self._pool = None
         state = self._rows[row]
         context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
-        max_nodes = max_nodes if max_nodes < MAX_NODES else MAX_NODES
-        least = max(self.min_probability, limits.min_probability)
-        state.written, path_probs = state.search.grow(max_nodes, least, limits, costs, context)
-        tokens, parents, depths, sources, required = state.written[PART:, : path_probs.size]
-        return Draft(TokenTree(tokens, parents, depths, sources), (state.written[PLACED],), path_probs, required)
+        state.offered = trie = state.search.grow(max_nodes, self.min_probability, context)
+        return Proposal(trie.tokens, trie.parents, trie.probabilities, trie.sources) if len(trie.tokens) > 1 else None
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Count the hits of candidates, store the target's likeliest tokens, and index the emitted tokens."""
         state = self._rows[row]
-        tokens, parents, features = state.written[:3]
-        self._rates.learn(parents, tokens, features, feedback.tokens, counts=True)
+        trie, state.offered = state.offered, NO_CANDIDATES
+        self._rates.learn(trie.parents, trie.tokens, trie.features, feedback.tokens, counts=True)
         if self._recycled is not None and feedback.top is not None:
             tree, top, skipped = feedback.top.tree, feedback.top, None
             if placed.size:
                 # Copies from this text are found in it, and would mislead in another text.
-                skipped = copied(parents, tokens, features, placed, top.tokens[:, 0])
+                skipped = copied(trie.parents, trie.tokens, trie.features, placed, top.tokens[:, 0])
             before = state.text.tokens[-ORDERS:]
             self._recycled.store(before, tree.parents, tree.tokens, top.tokens, top.probabilities, skipped)
-        state.written = NO_CANDIDATES
         state.text.append(feedback.tokens)
 
     def finish(self, row: int) -> None:

@@ -96,11 +96,7 @@ class ValidatedProposer(BatchProposer):
             raise ProposerError(f"sources of the proposer {self._name} must be a tuple of names, got {sources!r}")
         self._proposer = proposer
         self._ask_rows = question_of(proposer)
-        self._vocab_size = call.vocab_size
-        self._by_rejection = call.by_rejection
-        self._is_chain = call.is_chain
-        self._is_timed = call.is_timed
-        self._budget = budget
+        self._call, self._budget = call, budget
         self._is_new = True  # not asked since it was shown a row
         self._unasked: dict[int, int] = {}  # steps since it was last asked, of the rows it was shown
         self._spent_s: float | None = None  # since the last step; None where it was not asked
@@ -119,7 +115,7 @@ class ValidatedProposer(BatchProposer):
     def start(self, row: int, prompt: IntArray) -> None:
         """Show it a new row, if its budget allows."""
         is_poor = not self._budget.begins or (bool(self.hidden_layers) and not self._budget.affords)
-        if self._is_timed and is_poor:
+        if self._call.is_timed and is_poor:
             return
         self._roots[row] = int(prompt[-1])
         self._unasked[row], self._is_new = 0, True
@@ -128,7 +124,7 @@ class ValidatedProposer(BatchProposer):
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
         """Its proposals for some rows, together if it can; None for every row while it is not asked."""
         known = [row for row in rows if row in self._roots]
-        is_poor = self._is_timed and not self._budget.affords
+        is_poor = self._call.is_timed and not self._budget.affords
         if is_poor:
             self._leave(known)
         if is_poor or not known:
@@ -156,7 +152,7 @@ class ValidatedProposer(BatchProposer):
             self._spent_s += time.perf_counter() - begin
             return
         self._unasked[row] += 1
-        if self._is_timed and self._unasked[row] > _PATIENCE:
+        if self._call.is_timed and self._unasked[row] > _PATIENCE:
             self._leave([row])
 
     def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
@@ -196,8 +192,8 @@ class ValidatedProposer(BatchProposer):
             return f"of {size} nodes, allowed are 1 to {max_nodes + 1}, the root counted"
         if offer.tokens[0] != self._roots[row]:
             return f"whose root is {offer.tokens[0]}, the row's last token is {self._roots[row]}"
-        if offer.tokens.min() < 0 or offer.tokens.max() >= self._vocab_size:
-            return f"with a token outside of 0 to {self._vocab_size - 1}"
+        if offer.tokens.min() < 0 or offer.tokens.max() >= self._call.vocab_size:
+            return f"with a token outside of 0 to {self._call.vocab_size - 1}"
         if offer.parents[0] != 0 or offer.parents.min() < 0 or (offer.parents[1:] >= np.arange(1, size)).any():
             return "whose parents do not come before their children"
         if not (offer.probabilities.min() >= 0.0 and offer.probabilities.max() <= 1.0):
@@ -206,19 +202,19 @@ class ValidatedProposer(BatchProposer):
             return f"whose sources set bits beyond the first {len(self.sources)}"
         if not 0 <= offer.required <= size:
             return f"that requires {offer.required} of its {size} nodes"
-        return self._fault_of_draws(offer) if self._by_rejection else ""
+        return self._fault_of_draws(offer) if self._call.by_rejection else ""
 
     def _fault_of_draws(self, offer: Proposal) -> str:
         """The fault of a proposal that must serve rejection sampling, or an empty string."""
         size, draws = len(offer.tokens), offer.draws
         if draws is None:
             return "without its draws, and acceptance is 'rejection'"
-        if self._is_chain and (offer.parents[1:] != np.arange(size - 1)).any():
+        if self._call.is_chain and (offer.parents[1:] != np.arange(size - 1)).any():
             return "that is no chain, and the model verifies chains only"
         if offer.required < size:
             return f"that requires {offer.required} of its {size} nodes, and all drawn nodes must be required"
         distributions, origins = draws.distributions, draws.origins
-        if distributions.ndim != 2 or distributions.shape[1] > self._vocab_size or origins.shape != (size,):
+        if distributions.ndim != 2 or distributions.shape[1] > self._call.vocab_size or origins.shape != (size,):
             return f"with draws of shapes {tuple(distributions.shape)} and {origins.shape}"
         if size > 1 and not 0 <= origins[1:].min() <= origins[1:].max() < len(distributions):
             return f"with origins outside of its {len(distributions)} distributions"

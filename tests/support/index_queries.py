@@ -20,12 +20,11 @@ def find(
     min_ngram: int = 1,
     max_ngram: int = MAX_CONTEXT,
     max_links: int = 32,
-    max_continuations: int = 4,
 ) -> list[tuple[int, int]]:
     """Position of the next token and length of every match of the end of a context, None for the open document."""
     tail = chains.tokens if context is None else as_tokens(context)
     positions, lengths = np.empty((2, max_links), np.int32)
-    found = find_matches(*chains.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths)
+    found = find_matches(*chains.state, tail, tail.size, min_ngram, max_ngram, positions, lengths)
     return list(zip(positions[:found].tolist(), lengths[:found].tolist(), strict=True))
 
 
@@ -41,19 +40,18 @@ def grow_trie(
 ) -> Trie | None:
     """The tree of one search, None if nothing was found."""
     tail = None if context is None else as_tokens(context)
-    trie = Search(texts, rates, memory, bounds).grow(max_nodes, min_probability, context=tail).trie
+    trie = Search(texts, rates, memory, bounds).grow(max_nodes, min_probability, tail)
     return trie if len(trie.tokens) > 1 else None
 
 
 def find_recycled(table: RecycledTable, context: Sequence[int] | IntArray) -> tuple[int, list[int], list[float]]:
     """How many tokens at the end of a context are known, and its successors with their probabilities."""
-    keys, tokens, probs = table.state
-    times, never = table.clock[0], -1
     tail, hashes = np.asarray(context, np.int32), np.empty(ORDERS, np.uint64)
-    order, group, way, _ = _look_up(keys, times, never, tail, hashes)
-    return (order, tokens[group, way].tolist(), prob_of(probs[group, way]).tolist()) if order else (0, [], [])
+    order, group, way, _ = _look_up(table.entries, -1, tail, hashes)
+    entry = table.entries[group, way]
+    return (order, entry["tokens"].tolist(), prob_of(entry["probs"]).tolist()) if order else (0, [], [])
 
 
 @njit
-def _look_up(keys, times, since, context, hashes):
-    return find_context(keys, times, since, hashes, hash_context(context, context.size, context, context, 0, hashes))
+def _look_up(entries, since, context, hashes):
+    return find_context(entries, since, hashes, hash_context(context, context.size, context, context, 0, hashes))
