@@ -142,7 +142,8 @@ class TreeLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys the running pass reads, and their offset."""
-        offset = max(0, self._slots.start - (self._window or 0) + 1) if self.is_sliding else 0
+        window = self._window if self._slots.is_plain else None
+        offset = 0 if window is None else max(0, self._slots.start - window + 1)
         return self._slots.kv_length - offset, offset
 
     def get_seq_length(self) -> int:
