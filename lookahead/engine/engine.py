@@ -142,7 +142,8 @@ class Engine:
         """Advance all rows by one pass, the model in service; with `is_refilled` a row that ends makes room for one."""
         begin = time.perf_counter()
         with self._learning:
-            outgrown = self._retire_outgrown() if self._target.positions is not None else []
+            positions = self._target.positions
+            outgrown = self._retire_outgrown(positions) if positions is not None else []
             if not self._rows:
                 return outgrown
             plan = self._unsized
@@ -236,12 +237,12 @@ class Engine:
         ends = [row.finish_reason is not None for row in self._rows]
         return [VerifyResult(path, np.array(each, np.int32), end) for each, end in zip(emitted, ends, strict=True)]
 
-    def _retire_outgrown(self) -> list[StepOutput]:
-        """Take out rows that the model has no more positions for, where one row's error ends that row alone."""
+    def _retire_outgrown(self, positions: int) -> list[StepOutput]:
+        """Take out rows that a model of so many positions has no more for, where one row's error ends that row alone."""
         errors: dict[int, PromptError] = {}
         for i, row in enumerate(self._rows):
             try:
-                row.positions_left(self._target.positions)
+                row.positions_left(positions)
             except PromptError as error:
                 if not self._isolates:
                     raise
