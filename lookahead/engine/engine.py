@@ -238,7 +238,7 @@ class Engine:
         return [VerifyResult(path, np.array(each, np.int32), end) for each, end in zip(emitted, ends, strict=True)]
 
     def _retire_outgrown(self, positions: int) -> list[StepOutput]:
-        """Take out rows that a model of so many positions has no more for, where one row's error ends that row alone."""
+        """Take out rows that a model of so many positions has no more for; an error that is one row's ends it alone."""
         errors: dict[int, PromptError] = {}
         for i, row in enumerate(self._rows):
             try:
