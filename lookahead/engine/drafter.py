@@ -30,12 +30,12 @@ class TreeDrafter:
         proposers: Sequence[Proposer],
         controller: Controller | None,
         config: LookaheadConfig,
-        positions: int | None,
+        target: Target,
         *,
         is_chain: bool,
         by_rejection: bool,
     ) -> None:
-        self._proposers, self._controller, self._positions = proposers, controller, positions
+        self._proposers, self._controller, self._target = proposers, controller, target
         self._max_proposed = config.node_budget // (len(proposers) or 1) if by_rejection else config.node_budget
         self._min_probability = config.min_probability
         self._by_rejection, self._is_chain = by_rejection, is_chain and not by_rejection
@@ -59,10 +59,11 @@ class TreeDrafter:
         for row in rows:
             if row.pending:
                 self._observe_pending(row)
-            depth = row.left - 1
-            if self._positions is not None:
-                depth = min(depth, row.positions_left(self._positions))
-            limits.append(Limits(plan.max_nodes, depth, least, self._is_chain, plan.worth))
+            depth, most = row.left - 1, plan.max_nodes
+            if self._target.positions is not None:
+                left = row.positions_left(self._target.positions)
+                depth, most = min(depth, left), min(most, left) if self._target.counts_nodes else most
+            limits.append(Limits(most, depth, least, self._is_chain, plan.worth))
         plan_costs = FREE if self._by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
         nodes = self._max_proposed

@@ -65,9 +65,7 @@ class Engine:
         self._target, self._controller, self._ensemble = target, controller, ensemble
         self._learning = learning if learning is not None else nullcontext()
         self._unsized = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
-        self._drafter = TreeDrafter(
-            proposers, controller, config, target.positions, is_chain=is_chain, by_rejection=by_rejection
-        )
+        self._drafter = TreeDrafter(proposers, controller, config, target, is_chain=is_chain, by_rejection=by_rejection)
         self.sources = self._drafter.sources
         self._by_rejection, self._by_typicality = by_rejection, by_typicality
         self._keep_cache, self._isolates = keep_cache, isolates

@@ -158,7 +158,10 @@ def prepare(
     if warn_if_stateful(logits_processor, stopping_criteria, generation_config, batch_size, config.acceptance):
         return plain
     support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
-    reason = _unsupported_reason(model, support, batch_size, bool(lengths.min() < longest), config)
+    is_padded = bool(lengths.min() < longest)
+    if has_encoder and support.shape == "trees" and (batch_size > 1 or is_padded):
+        support = Support("chains", "the rows of its batches keep one length")
+    reason = _unsupported_reason(model, support, batch_size, is_padded, config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens.size:

@@ -182,7 +182,7 @@ class ModelProposer(BatchProposer):
         self._shape = shape
         self._depth = draft.depth
         children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
-        if shape == "chains" or call.is_chain:
+        if shape == "chains" or call.is_chain or self.has_encoder:
             self._children = self._width = 1
         else:
             self._children = draft.children if draft.children is not None else children
