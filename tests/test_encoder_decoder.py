@@ -183,6 +183,16 @@ def test_the_lookahead_branch_is_verified_for_one_input(name: str) -> None:
         compare(model_of(name), PADDED, "real", config=config, **options)
 
 
+def test_half_precision_on_a_cpu_verifies_chains_unless_rounding_may_show() -> None:
+    model = build(ENCODER_DECODERS["Bart"]).to(torch.bfloat16)
+    branch: dict[str, Any] = {"proposers": ("prompt", "jacobi"), "window": 3}
+    with pytest.raises(UnsupportedModelError, match="lookahead branch: in half precision on a CPU it verifies chains"):
+        generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=LookaheadConfig(**branch))
+    compare(model, ONE, "perfect", "real", **WANDERING)
+    config = LookaheadConfig(**branch, exactness="fast")
+    assert generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=config).shape == (1, NEW_TOKENS + 1)
+
+
 def test_other_calls_of_the_model_keep_their_positions_while_a_tree_is_scored() -> None:
     model, seen = model_of("Bart"), []
     text = {**ONE, "decoder_input_ids": torch.arange(16)[None] + 2}  # as many tokens as the tree has nodes
