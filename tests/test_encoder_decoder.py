@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,13 +20,20 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.models.cache import CACHE
 from lookahead.models.encoder_decoder import empty_cache
 from lookahead.models.support import support_of
-from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, nothing, perfect
+from tests.support.adversarial_proposers import (
+    Offer,
+    always_wrong,
+    among_decoys,
+    drafting_by,
+    nothing,
+    perfect,
+    random_trees,
+)
 from tests.support.families import ENCODER_DECODERS, build, cases
 from tests.support.pass_recorder import counted_passes
 
-CHAINS, PLAIN = (
-    [family for family in ENCODER_DECODERS.values() if family.decoded == decoded] for decoded in ("chains", "plain")
-)
+PLAIN = [family for family in ENCODER_DECODERS.values() if family.decoded == "plain"]
+DRAFTED = [family for family in ENCODER_DECODERS.values() if family not in PLAIN]
 READ = [5, 9, 31, 77, 5, 9, 31, 8, 60, 5, 9, 31, 44, 12, 7]
 ONE = {"input_ids": torch.tensor([READ])}
 PADDED = {"input_ids": torch.tensor([READ + [0] * 5]), "attention_mask": torch.tensor([[1] * 15 + [0] * 5])}
@@ -88,6 +97,7 @@ def compare(
     expected = generate(model, inputs, **options)
     answers = texts_of(expected, inputs)
     named = {"empty": nothing, "perfect": perfect(answers), "always wrong": never_right(answers), "real": None}
+    named["among decoys"] = among_decoys(answers, 101)
     passes = []
     for offer in offers:
         drafts = named[offer] if isinstance(offer, str) else offer
@@ -98,19 +108,23 @@ def compare(
     return passes
 
 
-@pytest.mark.parametrize("family", cases(CHAINS))
-def test_a_decoder_that_verifies_chains_gives_the_tokens_of_generate(family: Any) -> None:
+@pytest.mark.parametrize("family", cases(DRAFTED))
+def test_a_decoder_that_verifies_drafts_gives_the_tokens_of_generate(family: Any) -> None:
     model = model_of(family.name)
+    assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == family.decoded
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decoded plainly")
         assert compare(model, ONE, "perfect", "empty", **WANDERING) == [2, NEW_TOKENS]
         assert compare(model, PADDED, "always wrong", **WANDERING) == [NEW_TOKENS]
         compare(model, PADDED_BEFORE, "perfect", do_sample=True)
-        compare(model, PADDED, "real", do_sample=True)
+        compare(model, PADDED, "real", "among decoys", random_trees(101), do_sample=True)
+        passes = compare(model, ONE, "among decoys", **WANDERING)
+        if family.decoded == "trees":
+            assert passes == [1 + (NEW_TOKENS - 1) // 6]  # after the prompt every pass accepts five of its nodes
 
 
 @pytest.mark.parametrize("family", cases(PLAIN))
-def test_a_decoder_that_cannot_verify_chains_is_decoded_plainly_and_says_so(family: Any) -> None:
+def test_a_decoder_that_cannot_verify_drafts_is_decoded_plainly_and_says_so(family: Any) -> None:
     model = model_of(family.name)
     with pytest.warns(UserWarning, match="cannot be decoded speculatively.*decoded plainly"):
         compare(model, ONE, "real", config=None, do_sample=True)
@@ -122,7 +136,7 @@ def test_a_decoder_that_cannot_verify_chains_is_decoded_plainly_and_says_so(fami
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["Bart", "Pegasus", "T5"])
 def test_processors_see_the_text_that_generate_would_show_them(name: str, options: dict[str, Any]) -> None:
-    compare(model_of(name), PADDED, "perfect", "always wrong", "real", **options)
+    compare(model_of(name), PADDED, "perfect", "among decoys", "always wrong", "real", **options)
 
 
 @pytest.mark.parametrize("name", ["Bart", "Pegasus", "T5"])
@@ -131,9 +145,71 @@ def test_an_end_or_a_limit_inside_a_draft_ends_the_output_there(name: str) -> No
     text = generate(model, ONE, **WANDERING)[0].tolist()
     for eos in [token for place, token in enumerate(text) if place > 2 and token not in text[:place]][:3]:
         assert compare(model, ONE, "perfect", **WANDERING, eos_token_id=eos, pad_token_id=0) == [2]
-    right = perfect([READ + text])
+        compare(model, ONE, "among decoys", **WANDERING, eos_token_id=eos, pad_token_id=0)
+    right, decoys = perfect([READ + text]), among_decoys([READ + text], 101)
     for limit in (2, 3, 7):
-        assert compare(model, ONE, right, **WANDERING, max_length=limit) == [min(2, limit - 1)]
+        assert compare(model, ONE, right, decoys, **WANDERING, max_length=limit) == [min(2, limit - 1)] * 2
+
+
+@pytest.mark.parametrize("name", ["T5", "UMT5", "LongT5"])
+def test_biases_of_a_tree_are_those_of_depths_where_attention_follows_them(name: str) -> None:
+    model = build(ENCODER_DECODERS[name])
+    with torch.no_grad():
+        for name, parameter in model.get_decoder().named_parameters():
+            if "relative_attention_bias" in name:
+                parameter.mul_(30.0)
+    for options in (WANDERING, {"do_sample": True}):
+        compare(model, PADDED, "among decoys", random_trees(101), **options, max_length=40)
+
+
+@pytest.mark.parametrize("name", ["Bart", "Pegasus"])
+def test_a_tree_has_no_more_nodes_than_the_decoder_has_positions_left(name: str) -> None:
+    family = ENCODER_DECODERS[name]
+    model = build(replace(family, options={**family.options, "max_position_embeddings": 20}))
+    compare(model, ONE, random_trees(101), "among decoys", "perfect", "real", **WANDERING, max_length=20)
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_the_lookahead_branch_is_verified_for_one_input(name: str) -> None:
+    config = LookaheadConfig(
+        proposers=("prompt", "recycled", "jacobi"),
+        window=3,
+        ngram_size=4,
+        guesses=3,
+        draft="fixed",
+        min_probability=0.0,
+    )
+    for options in (WANDERING, {"do_sample": True}):
+        compare(model_of(name), PADDED, "real", config=config, **options)
+
+
+def test_half_precision_on_a_cpu_verifies_chains_unless_rounding_may_show() -> None:
+    model = build(ENCODER_DECODERS["Bart"]).to(torch.bfloat16)
+    branch: dict[str, Any] = {"proposers": ("prompt", "jacobi"), "window": 3}
+    with pytest.raises(UnsupportedModelError, match="lookahead branch: in half precision on a CPU it verifies chains"):
+        generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=LookaheadConfig(**branch))
+    compare(model, ONE, "perfect", "real", **WANDERING)
+    config = LookaheadConfig(**branch, exactness="fast")
+    assert generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=config).shape == (1, NEW_TOKENS + 1)
+
+
+def test_other_calls_of_the_model_keep_their_positions_while_a_tree_is_scored() -> None:
+    model, seen = model_of("Bart"), []
+    text = {**ONE, "decoder_input_ids": torch.arange(16)[None] + 2}  # as many tokens as the tree has nodes
+    expected = model(**text).logits
+    answer = texts_of(generate(model, ONE, **WANDERING), ONE)
+
+    def call_it_too(_module: Any, _inputs: Any, options: dict[str, Any]) -> None:
+        mask = options.get("attention_mask")
+        if mask is not None and mask.ndim == 4:  # of a tree
+            seen.append((mask.shape[2], others.submit(lambda: model(**text).logits).result()))
+
+    handle = model.get_decoder().register_forward_pre_hook(call_it_too, with_kwargs=True)
+    with ThreadPoolExecutor(1) as others, drafting_by(among_decoys(answer, 101)):
+        generate(model, ONE, **WANDERING, custom_generate=lookahead.decode, lookahead_config=FIXED)
+    handle.remove()
+    assert seen[0][0] == 16 and torch.equal(seen[0][1], expected)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 class StopsAfter:
@@ -153,7 +229,7 @@ def test_a_criterion_that_fires_inside_a_draft_ends_the_output_there() -> None:
 def test_a_window_that_the_longest_draft_could_outgrow_is_no_window_to_draft_in() -> None:
     model = build(ENCODER_DECODERS["T5Gemma"])
     window = model.config.get_text_config(decoder=True).sliding_window = MAX_NODES_LIMIT + NEW_TOKENS
-    assert support_of(model, shortest=1, max_length=NEW_TOKENS - 1).shape == "chains"
+    assert support_of(model, shortest=1, max_length=NEW_TOKENS - 1).shape == "trees"
     assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "none"
     with pytest.warns(UserWarning, match=f"the cache of its decoder drops tokens beyond {window}.*decoded plainly"):
         compare(model, ONE, "real", config=None, do_sample=False)
@@ -177,8 +253,10 @@ def test_scores_logits_and_the_cache_are_those_of_generate() -> None:
     for name in ("Bart", "T5"):
         model = model_of(name)
         expected: Any = generate(model, ONE, **WANDERING, **wanted)
-        with drafting_by(perfect(texts_of(expected.sequences, ONE))):
-            got: Any = generate(model, ONE, **WANDERING, **wanted, custom_generate=lookahead.decode)
+        with drafting_by(among_decoys(texts_of(expected.sequences, ONE), 101)):
+            got: Any = generate(
+                model, ONE, **WANDERING, **wanted, custom_generate=lookahead.decode, lookahead_config=FIXED
+            )
         assert type(got) is type(expected) and torch.equal(got.sequences, expected.sequences)
         for one, other in zip((*got.scores, *got.logits), (*expected.scores, *expected.logits), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
@@ -194,9 +272,6 @@ def test_inputs_that_are_not_served_are_named() -> None:
     with pytest.raises(UnsupportedModelError, match="decoder_attention_mask"):
         prompt = {"decoder_input_ids": torch.tensor([[2, 9]]), "decoder_attention_mask": torch.tensor([[0, 1]])}
         generate(model, ONE, **prompt, custom_generate=lookahead.decode, lookahead_config=FIXED)
-    for config in (LookaheadConfig(proposers=("prompt", "jacobi"), window=3), LookaheadConfig(window=5)):
-        with pytest.raises(UnsupportedModelError, match="lookahead branch"):
-            generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=config)
     got = model.generate(inputs_embeds=embeds, max_new_tokens=9, custom_generate=lookahead.decode)
     assert torch.equal(got, model.generate(inputs_embeds=embeds, max_new_tokens=9))  # nothing to draft from, yet served
 
@@ -251,4 +326,4 @@ def test_a_decoder_is_probed_again_where_there_was_too_little_memory(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(model.get_encoder(), "forward", fail)
         assert support_of(model, shortest=1, max_length=NEW_TOKENS).reason == "there was too little memory to probe it"
-    assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "chains"
+    assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "trees"

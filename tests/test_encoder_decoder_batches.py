@@ -20,7 +20,7 @@ from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.families import cases
 from tests.test_encoder_decoder import (
     BATCH,
-    CHAINS,
+    DRAFTED,
     FIXED,
     NEW_TOKENS,
     OPTIONS,
@@ -50,7 +50,7 @@ def _nothing_is_decoded_plainly() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("family", cases(CHAINS))
+@pytest.mark.parametrize("family", cases(DRAFTED))
 def test_ragged_inputs_give_the_tokens_of_generate(family: Any) -> None:
     model = model_of(family.name)
     assert compare(model, RAGGED, "perfect", "empty", "always wrong", **WANDERING)[:2] == [2, NEW_TOKENS]
@@ -140,6 +140,9 @@ def test_several_inputs_are_accepted_exactly_or_refused_by_name() -> None:
     config = LookaheadConfig(acceptance="typical")
     with pytest.raises(UnsupportedModelError, match="cannot accept 2 inputs by acceptance='typical'"):
         generate(model, BATCH, custom_generate=lookahead.decode, lookahead_config=config, do_sample=True)
+    for config in (LookaheadConfig(proposers=("prompt", "jacobi"), window=3), LookaheadConfig(window=5)):
+        with pytest.raises(UnsupportedModelError, match="lookahead branch: the rows of its batches keep one length"):
+            generate(model, BATCH, custom_generate=lookahead.decode, lookahead_config=config)
 
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])

@@ -110,7 +110,7 @@ class Remembers:
     prompts: list[list[int]] = []  # noqa: RUF012
 
     def __init__(self, call: Any) -> None:
-        assert call.is_chain
+        assert call.inputs is not None and not call.is_chain
 
     def start(self, row: int, prompt: IntArray) -> None:
         self.prompts.append(prompt.tolist())

@@ -7,16 +7,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.drafting.proposal import Proposal
 from lookahead.errors import UnsupportedModelError
-from tests.support.adversarial_proposers import Offer, drafting_by, perfect
+from tests.support.adversarial_proposers import among_decoys, drafting_by, perfect
 from tests.support.families import FAMILIES, IS_NEWEST, PAGE, build, cases, page
 from tests.support.pass_recorder import counted_passes
 
@@ -38,22 +36,6 @@ BRANCHING = LookaheadConfig(
     draft="fixed",
     min_probability=0.0,
 )
-
-
-def among_decoys(answers: list[list[int]], vocab_size: int) -> Offer:
-    """Draft what every row will say, and before every right token a likelier wrong one that a right one follows."""
-
-    def offer(row: int, text: list[int], room: int) -> Proposal:
-        tokens, parents, chances, right = [text[-1]], [0], [1.0], 0
-        for token in answers[row][len(text) : len(text) + min(5, room // 3)]:
-            decoy = len(tokens)
-            tokens += [(token + 1) % vocab_size, token, token]
-            parents += [right, decoy, right]
-            chances += [0.9, 0.9, 0.8]
-            right = len(tokens) - 1
-        return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(chances, np.float32))
-
-    return offer
 
 
 def texts_of(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[list[int]]:

@@ -25,10 +25,16 @@ class TreeDrafter:
     """Asks the proposers of an engine, and merges their proposals into one tree per row."""
 
     def __init__(
-        self, proposers: Sequence[Proposer], controller: Controller | None, config: LookaheadConfig, call: Call
+        self,
+        proposers: Sequence[Proposer],
+        controller: Controller | None,
+        config: LookaheadConfig,
+        call: Call,
+        *,
+        counts_nodes: bool,
     ) -> None:
         by_rejection = call.by_rejection
-        self._proposers, self._controller = proposers, controller
+        self._proposers, self._controller, self._counts_nodes = proposers, controller, counts_nodes
         self._max_proposed = config.node_budget // (len(proposers) or 1) if by_rejection else config.node_budget
         self._min_probability = config.min_probability
         self._by_rejection, self._is_chain = by_rejection, call.is_chain and not by_rejection
@@ -48,8 +54,11 @@ class TreeDrafter:
         """
         if not plan.drafts:
             return self.bare(rows)
+        # Where the model counts nodes, not depths, a tree takes as many positions as it has nodes.
+        sizes = [min(plan.max_nodes, tokens - 1) if self._counts_nodes else plan.max_nodes for tokens in left]
         limits = [
-            Limits(plan.max_nodes, tokens - 1, self._min_probability, self._is_chain, plan.worth) for tokens in left
+            Limits(most, tokens - 1, self._min_probability, self._is_chain, plan.worth)
+            for most, tokens in zip(sizes, left, strict=True)
         ]
         plan_costs = FREE if self._by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below

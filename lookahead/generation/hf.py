@@ -35,7 +35,7 @@ from lookahead.models.cache import cache_in, tokens_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
 from lookahead.models.model_state import state_of
-from lookahead.models.target import Shape, Target
+from lookahead.models.target import Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.pools.open_pool import pool_of
 from lookahead.proposers import ProposerState, make_proposers
@@ -148,7 +148,10 @@ def prepare(
         warnings.warn(reason, stacklevel=2)
         return plain
     found = support.support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
-    reason = _unsupported_reason(model, found, batch_size, bool(lengths.min() < longest), config)
+    is_padded = bool(lengths.min() < longest)
+    if has_encoder and found.shape == "trees":
+        found = _decoder_support(model, batch_size, is_padded, config)
+    reason = _unsupported_reason(model, found, batch_size, is_padded, config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
@@ -283,6 +286,19 @@ def _drafting(
         runs_to_limit=runs_to_limit,
         by_rejection=call.by_rejection,
     )
+
+
+def _decoder_support(model: PreTrainedModel, rows: int, is_padded: bool, config: LookaheadConfig) -> support.Support:
+    """What a call verifies of the decoder of an encoder-decoder model, which can verify trees of a single row."""
+    if rows > 1 or is_padded:
+        return support.Support("chains", "the rows of its batches keep one length")
+    # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
+    is_half = model.dtype in (torch.bfloat16, torch.float16)
+    if config.exactness == "auto" and is_half and input_device(model).type == "cpu":
+        return support.Support(
+            "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
+        )
+    return support.Support("trees")
 
 
 def _unsupported_reason(

@@ -78,7 +78,7 @@ class RequestReader:
             and not (own or self._settings[1].get("stopping_criteria") or asked[0] or asked[2])
             and (asked[1] or 1) == 1
             and config.acceptance == "exact"
-            and support_of(model, shortest=1, max_length=1).shape == "chains"
+            and support_of(model, shortest=1, max_length=1).shape != "none"
         )
 
     def take(self, index: int, prompt: Prompt, max_new_tokens: int | None) -> Request:

@@ -1,21 +1,26 @@
-"""The decoder of an encoder-decoder model as a target: chains only, rows of one length, the cache of transformers."""
+"""The decoder of an encoder-decoder model as a target: the masks, positions and cache of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.errors import UnsupportedModelError
 from lookahead.models.cache import CACHE
 from lookahead.models.target import Target, input_device, position_limit
+from lookahead.models.tree_pass import AttentionSpan, TreePass
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +47,21 @@ def side_positions(model: PreTrainedModel, side: Literal["encoder", "decoder"]) 
 
 
 class DecoderTarget(Target):
-    """A decoder that scores a chain per row in one causal pass; the cache is cropped to the accepted tokens.
+    """A decoder that scores a tree of one row, or a chain of each of several, in one pass.
 
     The model's own attention, masks and positions are used, so relative and learned ones are those of
     `model.generate`. They are those of a batch whose rows have one length, so all rows must accept as many tokens.
     Rows that ended leave the passes, unless the caller gets the cache: then they go on with padding.
+
+    A tree that branches brings its mask, and the positions that the model counts in slots are those of its depths.
     """
 
     def __init__(self, model: PreTrainedModel, encoded: Encoded, rows: int = 1) -> None:
         super().__init__(model, rows=rows, capacity=1, shape="chains")
         self.positions = side_positions(model, "decoder")
-        self.is_aligned = rows > 1
+        self.is_aligned, self.counts_nodes = rows > 1, True
+        self._tables = _position_tables(model)
+        self._takes_depths = "decoder_position_ids" in inspect.signature(type(model).forward).parameters
         self._outputs, self._mask = encoded.outputs, encoded.mask
         self._past, self._keeps = encoded.past, encoded.is_returned
         self._rows = rows  # of the cache
@@ -70,7 +79,12 @@ class DecoderTarget(Target):
         return logits[:, -1:]
 
     def commit(self, row: int, path: IntArray) -> None:
-        """Keep the keys and values of an accepted path, which begins the chain, as long as those of other rows."""
+        """Keep the keys and values of an accepted path, as long as those of other rows."""
+        if len(path) and path[-1] >= len(path):  # other nodes stand between those of the path
+            nodes, kept = torch.from_numpy(self._committed + path), slice(self._committed, self._committed + len(path))
+            layers: Any = self._past.self_attention_cache.layers
+            for states in (each for layer in layers for each in (layer.keys, layer.values)):
+                states[:, :, kept] = states.index_select(2, nodes.to(states.device))
         self._accepted = len(path) if self._accepted is None else min(self._accepted, len(path))
 
     def retire(self, row: int) -> int:
@@ -100,7 +114,7 @@ class DecoderTarget(Target):
         self._rows, self._places = len(self._places), list(range(len(self._places)))
 
     def score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64] | None = None) -> Tensor:
-        """One pass over a chain per row, or several: behind padding some models count positions anew (M2M100).
+        """One pass over a tree or a chain per row, or several: behind padding some models count anew (M2M100).
 
         Chains that were scored in part are those of a draft model; the longest ones gained as many nodes.
         """
@@ -109,6 +123,8 @@ class DecoderTarget(Target):
             self._settle()
         else:
             first = int(scored.max())
+        if len(trees) == 1 and int(trees[0].depths.max()) < longest - 1:
+            return self._read_tree(trees[0])
         tokens: IntArray = np.full((self._rows, longest), max(self._pad, 0))
         tokens[self._places] = [np.pad(tree.tokens, (0, longest - len(tree)), "edge") for tree in trees]
         tokens = tokens[:, first:]
@@ -117,7 +133,22 @@ class DecoderTarget(Target):
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return logits if self._places == list(range(self._rows)) else logits[self._places]
 
-    def _read(self, tokens: IntArray) -> Tensor:
+    def _read_tree(self, tree: TokenTree) -> Tensor:
+        """One pass over the nodes of the only row; logits `[1, nodes, vocab]`."""
+        slots = self.cache.slots
+        slots.lengths[0] = self._committed
+        slots.begin(len(tree))
+        nodes = TreePass(slots, self._device, [tree])
+        options = {"decoder_attention_mask": nodes.mask(1, AttentionSpan(), self._model.dtype, self._device)}
+        if self._takes_depths:
+            options["decoder_position_ids"] = nodes.positions
+        with _placed(self._tables, nodes.positions[0], self._committed) as found:
+            logits = self._read(tree.tokens[None], **options)
+        if not found and not self._takes_depths:
+            raise UnsupportedModelError(f"{type(self._model).__name__} takes no positions for the nodes of a tree")
+        return logits
+
+    def _read(self, tokens: IntArray, **options: Tensor) -> Tensor:
         """One pass over tokens `[rows, tokens]` behind those in the cache; logits `[rows, tokens, vocab]`."""
         # `serving` runs in inference mode. A cache that is returned must be usable outside of it.
         with torch.inference_mode(not self._keeps), torch.no_grad():
@@ -126,10 +157,48 @@ class DecoderTarget(Target):
                 encoder_outputs=self._outputs,
                 attention_mask=self._mask,
                 use_cache=True,
-                **{CACHE: self._past},
+                **{CACHE: self._past, **options},
             )
         logits: Tensor = output.logits
         return logits
+
+
+@contextmanager
+def _placed(tables: Sequence[list[nn.Module]], positions: Tensor, past: int) -> Iterator[list[Tensor]]:
+    """Let a pass of this thread over a tree, behind `past` tokens, have positions int64 `[nodes]` in place of slots.
+
+    No node is deeper than its place in the tree, so what belongs to its position was looked up for another node. Yields
+    a list of all that was looked up.
+    """
+    thread, depths, found = get_ident(), positions - past, list[Tensor]()
+    keys = torch.cat([torch.arange(past, device=positions.device), positions])
+
+    def by_position(_module: nn.Module, _inputs: Any, vectors: Tensor) -> Tensor:  # `[rows or 1, nodes, size]`
+        if get_ident() != thread or vectors.shape[-2] != len(depths):
+            return vectors
+        found.append(vectors.index_select(-2, depths.to(vectors.device)))
+        return found[-1]
+
+    def by_distance(_module: nn.Module, _inputs: Any, biases: Tensor) -> Tensor:  # `[nodes, keys, heads]`
+        if get_ident() != thread or biases.shape[:2] != (len(depths), len(keys)):
+            return biases
+        found.append(biases[depths.to(biases.device)[:, None], keys.to(biases.device)])
+        return found[-1]
+
+    hooks = zip((by_position, by_distance), tables, strict=True)
+    handles = [table.register_forward_hook(hook) for hook, each in hooks for table in each]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _position_tables(model: Any) -> list[list[nn.Module]]:
+    """The modules in which a decoder that counts slots looks up a vector for each, and a bias for each pair."""
+    named = list(model.get_decoder().named_modules())
+    kinds = ("embed_positions", "position_embeddings"), "relative_attention_bias"
+    return [[module for name, module in named if name.endswith(kind)] for kind in kinds]
 
 
 def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:

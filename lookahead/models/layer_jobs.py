@@ -164,11 +164,12 @@ class LayerTable:
         return [each.data_ptr() for each in (*norms, *biases)]
 
     def _of(self, tokens: int, slot: int) -> NDArray[np.int64]:
+        """The numbers of a pass of some tokens, the first of which goes to a slot."""
         numbers: NDArray[np.int64] = self._base + tokens * self._by_token + slot * self._by_slot
         return numbers
 
     def _numbers(self, tokens: int, slot: int) -> NDArray[np.int64]:
-        """The numbers of a pass."""
+        """Those numbers, read off the jobs."""
         space, own = self._space.first(tokens), self._hidden[:, :tokens]
         cos, sin = (each[:, :tokens] for each in self._positions)
         tree = {"nodes": torch.from_numpy(self._nodes), "trees": torch.from_numpy(self._tree)}
@@ -179,12 +180,8 @@ class LayerTable:
             added = {"delta": space.change, "total": own} if at else {}
             first = norm_of(parts.norms[0], space.total if at else own, space.normed, **added)
             jobs += jobs_before(parts, weights, first, space, key, value, (cos, sin))
-            heads = (each.view(1, tokens, -1, cos.shape[-1]) for each in (space.query, space.attended))
-            query, attended = heads
-            jobs.append(
-                row_attention.attention(
-                    query, layer.keys, layer.values, attended, **tree, scale=parts.options["scaling"]
-                )
-            )
+            query, attended = (each.view(1, tokens, -1, cos.shape[-1]) for each in (space.query, space.attended))
+            scale = parts.options["scaling"]
+            jobs.append(row_attention.attention(query, layer.keys, layer.values, attended, **tree, scale=scale))
             jobs += jobs_after(parts, weights, own, space)
         return np.array(table_of(jobs, self._threads))

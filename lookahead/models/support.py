@@ -115,9 +115,7 @@ def unsupported_reason(model: PreTrainedModel) -> str:
 def _probe(model: PreTrainedModel, config: Any) -> Support:
     """Try trees, then chains."""
     # A probe is too short to show the effect of a window or a slope over cache slots.
-    if model.config.is_encoder_decoder:
-        reason = "the decoder of an encoder-decoder model verifies chains"
-    elif "local" in getattr(config, "attention_layers", ()):
+    if "local" in getattr(config, "attention_layers", ()):
         reason = "its attention windows count slots of the cache"
     elif getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
         reason = "its attention bias depends on cache slots (ALiBi)"
@@ -175,12 +173,18 @@ def _own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int])
 @torch.inference_mode()
 def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequence[int]) -> bool:
     """Whether two drafted passes, with a commit between them, give the logits of the model's own passes."""
-    tree = TokenTree.from_parents([tokens[2], *tokens[2:]], _TREE if shape == "trees" else _CHAIN)
+    drafted = list(tokens[2:])
+    if model.config.is_encoder_decoder and shape == "trees":
+        # Some decoders count positions anew behind padding, which chains can be split at.
+        pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+        drafted[0] = drafted[0] if pad is None else pad
+    tree = TokenTree.from_parents([tokens[2], *drafted], _TREE if shape == "trees" else _CHAIN)
     path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
     paths: list[list[int]] = []  # tokens from the root to every node
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*(paths[parent] if paths else []), token])
-    texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if shape == "trees" else 1]
+    is_batch = shape == "trees" and not model.config.is_encoder_decoder
+    texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if is_batch else 1]
     if model.config.is_encoder_decoder:
         target: Target = DecoderTarget(model, encode(model, [np.array(tokens, np.int32)]))
     else:  # weights packed for the rows of a batch are of no use to later passes over one row

@@ -119,6 +119,7 @@ class Target:
         self.cache = TreeCache(rows=rows, capacity=slots, windows=self._windows)
         self.positions = position_limit(model)
         self.is_aligned = False  # whether rows must accept equally many tokens, so that they keep one length
+        self.counts_nodes = False  # whether a tree needs a position for every node, not only for every depth
         self._hidden_layers = tuple(hidden_layers)
         self.on_prefill: OnPrefill | None = None
         self.keeps_hidden = True  # whether later passes keep hidden states

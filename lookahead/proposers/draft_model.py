@@ -182,7 +182,7 @@ class ModelProposer(BatchProposer):
         self._shape = shape
         self._depth = draft.depth
         children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
-        is_chain = shape == "chains" or call.is_chain
+        is_chain = shape == "chains" or call.is_chain or self.has_encoder
         self._children = 1 if is_chain else draft.children or children
         self._width = 1 if is_chain else draft.width or width
         mode = "drawn" if call.by_rejection else "greedy" if call.warp is None else "sampled"

@@ -73,6 +73,22 @@ def always_wrong(answers: list[list[int]], vocab_size: int) -> Offer:
     return offer
 
 
+def among_decoys(answers: list[list[int]], vocab_size: int) -> Offer:
+    """Draft what every row will say, and before every right token a likelier wrong one that a right one follows."""
+
+    def offer(row: int, text: list[int], max_nodes: int) -> Proposal:
+        tokens, parents, chances, right = [text[-1]], [0], [1.0], 0
+        for token in answers[row][len(text) : len(text) + min(5, max_nodes // 3)]:
+            decoy = len(tokens)
+            tokens += [(token + 1) % vocab_size, token, token]
+            parents += [right, decoy, right]
+            chances += [0.9, 0.9, 0.8]
+            right = len(tokens) - 1
+        return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(chances, np.float32))
+
+    return offer
+
+
 def random_trees(vocab_size: int) -> Offer:
     """Draft trees of maximal size and random shape, each text's own."""
 

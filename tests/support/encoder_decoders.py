@@ -88,7 +88,7 @@ LEARNED = "learned positions, MHA"
 SINUSOIDAL = "sinusoidal positions, MHA"
 RELATIVE = "relative bias, MHA, unscaled"
 
-DECODER_CHAINS: Rows = {
+DECODER_TREES: Rows = {
     "Bart": (LEARNED, {}),
     "Bart-scaled": (f"{LEARNED}, scaled embeddings", {"scale_embedding": True}),
     "BigBirdPegasus": (LEARNED, {"attention_type": "original_full"}),
@@ -100,7 +100,6 @@ DECODER_CHAINS: Rows = {
         f"{RELATIVE}; the encoder's windows and blocks",
         {"local_radius": 4, "encoder_attention_type": "transient-global", "global_block_size": 4},
     ),
-    "M2M100": ("sinusoidal positions that skip padding, MHA", {}),
     "Marian": (SINUSOIDAL, {}),
     "MBart": (LEARNED, {}),
     "MT5": (f"{RELATIVE}, gated", {}),
@@ -116,6 +115,7 @@ DECODER_CHAINS: Rows = {
     ),
     "UMT5": (f"{RELATIVE} in every layer, gated", {}),
 }
+DECODER_CHAINS: Rows = {"M2M100": ("sinusoidal positions that skip padding, MHA", {})}
 DECODER_PLAIN: Rows = {
     "FSMT": ("sinusoidal positions, MHA, no croppable cache", {}),
     "NllbMoe": ("sinusoidal positions, MHA, MoE with a capacity", {"num_experts": 4}),

@@ -27,6 +27,7 @@ from tests.support.encoder_decoders import (
     BART_SIZES,
     DECODER_CHAINS,
     DECODER_PLAIN,
+    DECODER_TREES,
     ENCODER_DECODER_CLASSES,
     ENCODER_DECODER_SIZES,
 )
@@ -47,9 +48,10 @@ the first time.
 ENCODER_DECODERS_TOO = """\
 ## Encoder-decoder models
 
-Their encoder reads the input once, as ever. The decoder verifies chains, drafted from the input's own tokens first of
-all. The rows of a batch keep one length: a pass gives every row as many tokens as the slowest row accepts. The third
-column is about the decoder's attention to its own text."""
+Their encoder reads the input once, as ever. The decoder verifies trees for one input, or chains where its positions
+depend on more than the depth of a node, drafted from the input's own tokens first of all. Batches verify chains: their
+rows keep one length, and a pass gives every row as many tokens as the slowest row accepts. The third column is about
+the decoder's attention to its own text."""
 
 Decoded = Literal["trees", "chains", "plain"]
 
@@ -105,7 +107,11 @@ FAMILIES: dict[str, Family] = {
 
 ENCODER_DECODERS: dict[str, Family] = {
     family.name: family
-    for family in (*_encoder_decoders("chains", DECODER_CHAINS), *_encoder_decoders("plain", DECODER_PLAIN))
+    for family in (
+        *_encoder_decoders("trees", DECODER_TREES),
+        *_encoder_decoders("chains", DECODER_CHAINS),
+        *_encoder_decoders("plain", DECODER_PLAIN),
+    )
 }
 
 
