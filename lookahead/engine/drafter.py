@@ -31,10 +31,10 @@ class TreeDrafter:
         config: LookaheadConfig,
         call: Call,
         *,
-        counts_nodes: bool,
+        node_positions: int | None,
     ) -> None:
         by_rejection = call.by_rejection
-        self._proposers, self._controller, self._counts_nodes = proposers, controller, counts_nodes
+        self._proposers, self._controller, self._node_positions = proposers, controller, node_positions
         self._max_proposed = config.node_budget // (len(proposers) or 1) if by_rejection else config.node_budget
         self._min_probability = config.min_probability
         self._by_rejection, self._is_chain = by_rejection, call.is_chain and not by_rejection
@@ -54,8 +54,9 @@ class TreeDrafter:
         """
         if not plan.drafts:
             return self.bare(rows)
-        # Where the model counts nodes, not depths, a tree takes as many positions as it has nodes.
-        sizes = [min(plan.max_nodes, tokens - 1) if self._counts_nodes else plan.max_nodes for tokens in left]
+        sizes = [plan.max_nodes] * len(rows)
+        if self._node_positions is not None:  # of a model that counts nodes, not depths
+            sizes = [min(plan.max_nodes, row.positions_left(self._node_positions)) for row in rows]
         limits = [
             Limits(most, tokens - 1, self._min_probability, self._is_chain, plan.worth)
             for most, tokens in zip(sizes, left, strict=True)

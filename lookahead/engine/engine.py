@@ -55,7 +55,8 @@ class Engine:
         # without the lock, so that threads that share a model decode side by side.
         self._learning = state_of(call.model).learned.lock
         self._unsized = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
-        self._drafter = TreeDrafter(proposers, controller, config, call, counts_nodes=target.counts_nodes)
+        node_positions = target.positions if target.counts_nodes else None
+        self._drafter = TreeDrafter(proposers, controller, config, call, node_positions=node_positions)
         self.sources = self._drafter.sources
         self._by_rejection = call.by_rejection
         self._by_typicality = config.acceptance == "typical" and call.warp is not None
