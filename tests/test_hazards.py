@@ -30,6 +30,7 @@ from lookahead.models.support import support_of
 from lookahead.utils.fingerprints import model_fingerprint
 from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build
+from tests.support.simulated_devices import DEVICES, on_device
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
@@ -340,9 +341,10 @@ def test_a_step_scored_again_counts_as_the_drafted_one_it_was_and_such_drafts_st
     config = LookaheadConfig(proposers=(lambda _: Poisoner(answer, poison, 24, offers),), memory="request")
     for _ in range(2):
         scored.clear()
-        got = model.generate(
-            IDS, do_sample=False, max_new_tokens=200, custom_generate=lookahead.decode, lookahead_config=config
-        )
+        with on_device(lambda nodes: 0.003 * DEVICES["half"](nodes)):
+            got = model.generate(
+                IDS, do_sample=False, max_new_tokens=200, custom_generate=lookahead.decode, lookahead_config=config
+            )
         assert got[0, IDS.shape[1] :].tolist() == answer[0]
     assert sum(width > 1 for width in scored) < 40
     assert max(counted_nodes) > 1

@@ -140,7 +140,9 @@ class Controller:
                 apart, apart_s = apart | bits, apart_s + self.branch.host_s
         if not plan.drafts:
             return
-        if apart:
+        # Drafts that gave no numbers were scored again without their nodes, which is the loss of them all.
+        is_again = nodes > 1 and all(len(tree) == 1 for tree, _ in step.verified)
+        if apart and not is_again:
             own_nodes, tokens = without_sources(step.verified, tokens, apart)
             step_s = float(curve[own_nodes]) if own_nodes < nodes else step_s
             nodes, host_s = own_nodes, max(0.0, host_s - apart_s)
