@@ -183,6 +183,14 @@ def test_the_lookahead_branch_is_verified_for_one_input(name: str) -> None:
         compare(model_of(name), PADDED, "real", config=config, **options)
 
 
+def test_a_decoder_that_shows_no_positions_for_nodes_verifies_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookahead.models.encoder_decoder._position_tables", lambda model: [[], []])
+    for name in ("Bart", "T5"):
+        model = build(ENCODER_DECODERS[name])
+        assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "chains"
+        compare(model, ONE, "among decoys", **WANDERING)
+
+
 def test_half_precision_on_a_cpu_verifies_chains_unless_rounding_may_show() -> None:
     model = build(ENCODER_DECODERS["Bart"]).to(torch.bfloat16)
     branch: dict[str, Any] = {"proposers": ("prompt", "jacobi"), "window": 3}
