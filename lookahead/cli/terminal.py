@@ -106,7 +106,7 @@ def usage_errors(*, truncates: bool = False) -> Iterator[None]:
         say("error", f"too little memory: {one_line(error)}")
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        say("interrupted", "stopped before anything was finished")
+        say("interrupted", "stopped before it was finished")
         raise typer.Exit(130) from error
 
 
