@@ -51,7 +51,7 @@ class LookaheadConfig:
             and the guesses while the lookahead branch runs. Where trees are padded to powers of two it is one less,
             since the root is one of the nodes.
         min_probability: Least probability of a draft node being reached, 0 to 1. With `draft="auto"` the measured cost
-            of a node sets a higher one where nodes are expensive.
+            of a step decides how many of these nodes are verified.
         max_ngram: Longest context of an n-gram lookup in tokens, 1 to 64.
         min_ngram: Shortest context of an n-gram lookup in tokens, 1 to `max_ngram`.
         memory: `"shared"` keeps what `"outputs"` and `"recycled"` collect for all later calls on the same model in

@@ -305,6 +305,12 @@ def test_the_index_has_a_line_for_every_page() -> None:
 # That these tests can fail
 
 
+def test_the_stats_page_shows_and_explains_every_figure() -> None:
+    page = PAGES["docs/stats.md"].read_text()
+    for name in lookahead.DecodingStats().to_dict():
+        assert f"\n  {name} " in page and f"`{name}`" in page, name
+
+
 def test_a_command_that_fails_fails_its_page(desk: Desk) -> None:
     with pytest.raises(AssertionError, match="pool info"):
         desk.run(Block("sh", "lookahead pool info article.txt\n", None, None))

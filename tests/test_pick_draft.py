@@ -151,6 +151,16 @@ def test_the_command_says_what_is_wrong(
     assert message in " ".join(run.stderr.split())
 
 
+def test_a_prompt_that_is_too_long_names_no_option_that_the_command_lacks(
+    folders: dict[str, Path], tmp_path: Path, looping_llama: PreTrainedModel
+) -> None:
+    (tmp_path / "long.txt").write_text("abc " * looping_llama.config.max_position_embeddings)
+    options = ["--model", str(folders["target"]), "--candidates", str(folders["draft"])]
+    run = CliRunner().invoke(app, ["pick-draft", *options, "--prompts", str(tmp_path / "long.txt")])
+    assert run.exit_code == 2
+    assert " ".join(run.stderr.split()).endswith("; shorten it")
+
+
 def test_generate_drafts_with_the_model_that_is_named(folders: dict[str, Path]) -> None:
     options = ["generate", "abcab", "--model", str(folders["target"]), "--max-new-tokens", "20", "--threads", "1"]
     draft = ["--draft-model", str(folders["draft"]), "--stats"]

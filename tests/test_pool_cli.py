@@ -184,7 +184,7 @@ def test_ctrl_c_leaves_no_file_behind(folder, model_folder):
         process.until(lambda: any(str(link.resolve()).endswith("many.jsonl") for link in opened.iterdir()))
         process.interrupt()
         assert process.wait() == 130
-    assert process.stderr == "interrupted: stopped before anything was finished\n"
+    assert process.stderr == "interrupted: stopped before it was finished\n"
     assert not [path for path in os.listdir(folder) if "pool.lkp" in path]
 
 

@@ -82,10 +82,12 @@ def generate(options: GenerateOptions) -> None:
             max_new_tokens=options.max_new_tokens, **decoding,
         )  # fmt: skip
         with pieces.serving():
-            for piece in pieces:
-                on_prefill(1, 1)  # a model that cannot score trees does not report its prefill
-                print(harmless(piece), end="", flush=True)
-    print(flush=True)
+            try:
+                for piece in pieces:
+                    on_prefill(1, 1)  # a model that cannot score trees does not report its prefill
+                    print(harmless(piece), end="", flush=True)
+            finally:
+                print(flush=True)  # an interrupted text ends with its line, too
     if pieces.finish_reason == "length" and len(pieces.token_ids) < options.max_new_tokens:
         say("note", f"the model's context is full after {len(pieces.token_ids)} new tokens")
     if options.stats:

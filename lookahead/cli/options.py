@@ -101,7 +101,7 @@ class App(typer.Typer):
         def run(ctx: typer.Context, **values: Any) -> None:
             job_file = ctx.default_map or {}  # click takes options from it, but not arguments
             values.update({name: job_file[name] for name in arguments & {*job_file} if not values[name]})
-            with usage_errors():
+            with usage_errors(truncates="truncate" in values):
                 function(options(**values))
 
         context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

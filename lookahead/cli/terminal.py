@@ -79,15 +79,19 @@ def find_sources(
 
 
 @contextmanager
-def usage_errors() -> Iterator[None]:
-    """Print an error as one line and exit with its status; print warnings as one line each."""
+def usage_errors(*, truncates: bool = False) -> Iterator[None]:
+    """Print an error as one line and exit with its status; print warnings as one line each.
+
+    With `truncates` the command has the option `--truncate`.
+    """
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: say("warning", str(message))
             yield
     except LookaheadError as error:
         if isinstance(error, PromptTooLongError):
-            error.remedy = "shorten it, or cut off its beginning with --truncate left or its end with --truncate right"
+            cut = ", or cut off its beginning with --truncate left or its end with --truncate right"
+            error.remedy = f"shorten it{cut if truncates else ''}"
         say("error", str(error))
         raise typer.Exit(2) from error
     except BrokenPipeError:  # typer handles a closed stdout
@@ -102,7 +106,7 @@ def usage_errors() -> Iterator[None]:
         say("error", f"too little memory: {one_line(error)}")
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        say("interrupted", "stopped before anything was finished")
+        say("interrupted", "stopped before it was finished")
         raise typer.Exit(130) from error
 
 

@@ -150,9 +150,8 @@ class DraftCache:
         states = self._states or [keys.new_zeros(len(self.lengths), 0, keys.shape[1], keys.shape[3])] * 2
         if states[0].shape[1] < end:
             more = int(end * _GROWTH) - states[0].shape[1]
-            self._states = [
-                F.pad(held, (0, 0, 0, 0, 0, more)) for held in states
-            ]  # masked slots take part in 0 · value
+            # With zeros: masked slots take part in 0 · value.
+            self._states = [F.pad(held, (0, 0, 0, 0, 0, more)) for held in states]
         for held, new in zip(self._states, (keys, values), strict=True):
             for i, (row, slot) in enumerate(zip(rows, first, strict=True)):
                 held[row, slot : slot + new.shape[2]] = new[i].transpose(0, 1)
