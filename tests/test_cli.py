@@ -6,7 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -382,19 +382,6 @@ def test_stats_go_to_stderr(generate):
 )
 def test_generate_refuses_wrong_usage_in_one_line(generate, arguments, message):
     assert message in only_error(generate(*arguments, input=""))
-
-
-def test_an_interrupted_text_ends_with_its_line(generate, monkeypatch):
-    def pieces():
-        yield "Once upon"
-        raise KeyboardInterrupt
-
-    text = MagicMock()
-    text.__iter__.side_effect = pieces
-    monkeypatch.setattr("lookahead.stream", Mock(return_value=text))
-    result = generate("Once")
-    assert (result.exit_code, result.stdout) == (130, "Once upon\n")
-    assert result.stderr == "interrupted: stopped before it was finished\n"
 
 
 def test_too_little_memory_is_told_in_one_line(generate, monkeypatch):

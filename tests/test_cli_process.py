@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import pytest
+from typer.testing import CliRunner
 
-from lookahead.cli.app import main
+from lookahead.cli.app import app, main
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from tests.support.forked import command
@@ -68,6 +70,19 @@ def test_ctrl_c_while_summaries_are_shown_says_what_there_is(folder, option):
         assert done == [f"docs.jsonl:{i + 1}" for i in range(len(done))]
     said = r"interrupted: \d+ finished summar(y|ies) in stdout; a job with --output can be resumed\n"
     assert re.fullmatch(said, process.stderr)
+
+
+def test_an_interrupted_text_ends_with_its_line(model_folder, monkeypatch):
+    def pieces():
+        yield "Once upon"
+        raise KeyboardInterrupt
+
+    text = MagicMock()
+    text.__iter__.side_effect = pieces
+    monkeypatch.setattr("lookahead.stream", Mock(return_value=text))
+    result = CliRunner().invoke(app, ["generate", "Once", "--model", str(model_folder)])
+    assert (result.exit_code, result.stdout) == (130, "Once upon\n")
+    assert result.stderr == "interrupted: stopped before it was finished\n"
 
 
 def test_a_reader_that_has_seen_enough_ends_the_job_quietly(folder):
