@@ -199,3 +199,16 @@ def test_two_threads_decode_with_one_model_and_caches_of_their_own(fused, calls,
         for _ in range(5):
             got = pool.map(partial(logits_behind, model), range(3, 7))
             assert all(map(torch.equal, got, expected))
+
+
+@on_x86
+def test_the_call_of_a_cache_is_prepared_once_whatever_blocks_its_passes_run_in(fused, calls, tables):
+    target, prepared = Target(made(**WIDE), rows=1, capacity=64, is_bitwise=True), list[object]()
+    with target.serving():
+        target.prefill([np.arange(3, 14, dtype=np.int32)])
+    for nodes in (1, 5, 9, 1):
+        with target.serving():
+            target.score(trees_of(1, nodes, 0))
+        prepared.append(target.cache.table)
+    assert all(table is prepared[0] for table in prepared)
+    assert tables == [1, 5, 9, 1] or not takes_rows(target._model.config)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,6 +110,10 @@ def jobs_after(parts: LayerParts, weights: Sequence[PackedWeight], hidden: Tenso
     ]
 
 
+def _packed(weights: Sequence[PackedWeight]) -> Iterator[Tensor]:
+    return (each.packed for each in weights)
+
+
 class LayerTable:
     """All layers of a pass over one row whose nodes attend alone, as one call.
 
@@ -135,7 +140,7 @@ class LayerTable:
     def serves(self, weights: Sequence[PackedWeight], cache: TreeCache) -> bool:
         """Whether the table is for these weights, and nothing has moved since."""
         return (
-            weights is self._weights
+            (weights is self._weights or all(map(is_, _packed(weights), _packed(self._weights))))
             and cache is self._cache
             and self._threads == torch.get_num_threads()
             and self._buffers == self._newest_buffers()
