@@ -50,6 +50,7 @@ _READ_TOO = "CPU seconds of one thread, prompts read too."
 CAPTIONS = {
     "llm_fp32": Caption("A real model, fp32", f"{_LLM} fp32", _CPU),
     "llm_bf16": Caption("A real model, bf16", f"{_LLM} bf16", _CPU),
+    "llm_int8": Caption("A real model, weights of 8 bits", f"{_LLM} bf16 --quantize int8", _CPU),
     "llm_fp32_amx": Caption("A real model on an Intel Xeon with AMX, fp32", f"{_LLM} fp32", _OLDER),
     "llm_bf16_amx": Caption("A real model on an Intel Xeon with AMX, bf16", f"{_LLM} bf16", _OLDER),
     "gpu_decode": Caption(
@@ -89,6 +90,7 @@ CAPTIONS = {
     "fuzz": Caption("Random settings", "fuzz --runs 10000"),
     "passes_fp32": Caption("A pass of a real model by nodes, fp32", "passes --dtype fp32", _PASS),
     "passes_bf16": Caption("A pass of a real model by nodes, bf16", "passes --dtype bf16", _PASS),
+    "passes_int8": Caption("The same, weights of 8 bits", "passes --dtype bf16 --quantize int8", _PASS),
     "passes_bf16_2_threads": Caption(
         "The same with two threads", "passes --dtype bf16 --threads 2", "Milliseconds of the wall clock."
     ),
