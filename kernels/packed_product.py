@@ -6,8 +6,8 @@ In bfloat16 the bits are those of torch's product of one row, whatever the numbe
 row, it adds the products of some hundred inputs in the order of the inputs, two at a time, and then the sums of these
 blocks. With several rows it takes larger blocks, and bits change.
 
-A quantized weight is multiplied in whole numbers, whose sums are exact in any order. So a row has the same bits in any
-company, and on any CPU that rounds as IEEE 754 has it.
+A quantized weight is multiplied in whole numbers, whose sums are exact in any order, and sums of blocks are added in
+the order of the inputs. So a row has the same bits in any company.
 """
 
 from __future__ import annotations

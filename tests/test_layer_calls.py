@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import platform
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -189,6 +191,21 @@ def hidden_states(model: Any) -> list[torch.Tensor]:
         target.prefill([np.arange(3, 14, dtype=np.int32)])
         target.score(trees_of(1, 9, 0))
     return [target.hidden[layer] for layer in (1, 2, 3)]
+
+
+@on_x86
+def test_a_cache_goes_with_its_last_user_and_waits_for_no_collection(fused, calls, tables):
+    target = Target(model := made(**WIDE), rows=1, capacity=64, is_bitwise=True)
+    with target.serving():
+        target.prefill([np.arange(3, 14, dtype=np.int32)])
+        target.score(trees_of(1, 5, 0))
+    cache = weakref.ref(target.cache)
+    gc.disable()
+    try:
+        del target
+        assert cache() is None and (tables or not takes_rows(model.config))
+    finally:
+        gc.enable()
 
 
 @on_x86

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any, cast
 
 import numpy as np
@@ -179,17 +180,14 @@ class TreeCache(Cache):
     layers: Any  # of `TreeLayer`, which the base class does not say
 
     def __init__(self, *, rows: int, capacity: int, windows: Sequence[int | None] = ()) -> None:
-        self.slots = TreeSlots(rows, capacity)
-        self._windows = windows
+        self.slots = slots = TreeSlots(rows, capacity)
         self._compact: Callable[..., None] | None = None  # the kernel of `commit`, bound to the buffers
         self._bound_at = 0, 0  # allocations and tested kernels when it was bound
         self.table: object = None  # a `LayerTable` for the buffers as they are
-        # The base class only calls it, so it need not be a class.
+        following = chain(windows, repeat(None))
+        # The base class only calls it, so it need not be a class. It does not hold the cache, which is freed at once.
+        self._next_layer: Callable[[], TreeLayer] = lambda: TreeLayer(slots, next(following))
         super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
-
-    def _next_layer(self) -> TreeLayer:
-        at = len(self.layers)
-        return TreeLayer(self.slots, self._windows[at] if at < len(self._windows) else None)
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers with KV of their own; a layer that shares another's is never written."""

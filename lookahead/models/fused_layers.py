@@ -244,7 +244,7 @@ def _all_layers(stack: _Stack, hidden: Tensor, positions: Positions, cache: Any)
     if turns[0] is None or None in turns or len(turns[0].trees[0]) > MOST:
         return None
     table: Any = cache.table
-    if table is None or not table.serves(weights, cache):
+    if table is None or not table.serves(weights):
         table = cache.table = LayerTable(stack.layers, weights, cache, hidden, dim)
     return table.run(hidden, positions, turns[0]) if table.is_right else None
 

@@ -124,7 +124,7 @@ class LayerTable:
     def __init__(
         self, layers: Sequence[LayerParts], weights: Sequence[PackedWeight], cache: TreeCache, hidden: Tensor, dim: int
     ) -> None:
-        self._layers, self._weights, self._cache = layers, weights, cache
+        self._layers, self._weights, self._slots = layers, weights, cache.slots  # the cache holds the table
         self._hidden, self._space = hidden.new_empty(1, MOST, hidden.shape[2]), Space.of(hidden, weights[:7], MOST)
         self._positions = hidden.new_empty(1, MOST, dim), hidden.new_empty(1, MOST, dim)
         self._nodes, self._tree = (np.zeros(shape, np.int64) for shape in ((1, 2, MOST), (1, 3)))
@@ -132,16 +132,15 @@ class LayerTable:
         for at in range(len(layers)):
             cache.places(at)  # which allocates what the slots of a pass need
         self._buffers, self._addresses = self._newest_buffers(), self._newest_addresses()
-        one, two, later = (self._numbers(*each) for each in ((1, 0), (2, 0), (1, 1)))
+        one, two, later = (self._numbers(cache, *each) for each in ((1, 0), (2, 0), (1, 1)))
         self._by_token, self._by_slot = two - one, later - one
         self._base = one - self._by_token
-        self.is_right = bool((self._numbers(3, 5) == self._of(3, 5)).all())
+        self.is_right = bool((self._numbers(cache, 3, 5) == self._of(3, 5)).all())
 
-    def serves(self, weights: Sequence[PackedWeight], cache: TreeCache) -> bool:
+    def serves(self, weights: Sequence[PackedWeight]) -> bool:
         """Whether the table is for these weights, and nothing has moved since."""
         return (
             (weights is self._weights or all(map(is_, _packed(weights), _packed(self._weights))))
-            and cache is self._cache
             and self._threads == torch.get_num_threads()
             and self._buffers == self._newest_buffers()
             and self._addresses == self._newest_addresses()
@@ -155,12 +154,12 @@ class LayerTable:
             held[:, :tokens] = each
         self._nodes[0, :, : len(tree)] = tree.parents, tree.depths
         self._tree[0] = turns.starts[0], len(tree), turns.scored[0]
-        numbers = self._of(tokens, self._cache.slots.start)
+        numbers = self._of(tokens, self._slots.start)
         run_table(numbers.ctypes.data, self._threads)
         return self._space.total[:, :tokens] + self._space.change[:, :tokens]
 
     def _newest_buffers(self) -> tuple[int, int]:
-        return self._cache.slots.capacity, self._cache.slots.allocations
+        return self._slots.capacity, self._slots.allocations
 
     def _newest_addresses(self) -> list[int]:
         """Where the norms and biases are, which may be replaced."""
@@ -173,14 +172,14 @@ class LayerTable:
         numbers: NDArray[np.int64] = self._base + tokens * self._by_token + slot * self._by_slot
         return numbers
 
-    def _numbers(self, tokens: int, slot: int) -> NDArray[np.int64]:
+    def _numbers(self, cache: TreeCache, tokens: int, slot: int) -> NDArray[np.int64]:
         """Those numbers, read off the jobs."""
         space, own = self._space.first(tokens), self._hidden[:, :tokens]
         cos, sin = (each[:, :tokens] for each in self._positions)
         tree = {"nodes": torch.from_numpy(self._nodes), "trees": torch.from_numpy(self._tree)}
         jobs = list[Job]()
         for at, parts in enumerate(self._layers):
-            weights, layer = self._weights[7 * at : 7 * at + 7], self._cache.layers[at]
+            weights, layer = self._weights[7 * at : 7 * at + 7], cache.layers[at]
             key, value = (each.narrow(1, slot, tokens) for each in (layer.keys, layer.values))
             added = {"delta": space.change, "total": own} if at else {}
             first = norm_of(parts.norms[0], space.total if at else own, space.normed, **added)
