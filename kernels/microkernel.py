@@ -19,8 +19,8 @@ from numba.extending import intrinsic, overload, register_jitable
 # Compiled into its callers only, with no entry point for Python.
 jit_part: Any = register_jitable(error_model="numpy")
 
-LANES = 16  # float32 of a vector register of 512 bits
-ROWS = 8  # of a tile: with 2 registers each its sums fill 16 of 32, and a product waits for no earlier one
+LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8  # float32 of a vector register
+ROWS = LANES // 2  # of a tile: with 2 registers each its sums fill half of them, and a product waits for no earlier one
 COLUMNS = 128  # most of a matrix of columns
 STRIDE = COLUMNS + LANES  # elements from one of its rows to the next; no power of two, so that rows share no cache set
 
@@ -45,7 +45,7 @@ _DOT_OF_BYTES = "llvm.x86.avx512.vpdpbusd.512"
 def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1, ROWS + 1)) -> Any:
     """An intrinsic: some rows of the left matrix times so many registers of columns of the right one.
 
-    Elements of both are float32, or int32 that hold two bfloat16.
+    Elements of both are float32, or int32 that hold two bfloat16; then sums are those of the CPU's instruction.
 
     It takes the left matrix, the place of its first element, the steps between its rows and its terms; the right
     matrix, the place of its first element, the step between its terms; the matrix for the product, the place of its
@@ -53,12 +53,17 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
     product fills so many registers. The kind `"fours"` adds four products at a time, paired by twos, to what the matrix
     for the product holds.
 
+    The kind `"pairs"` takes int32 that hold two bfloat16 in the right matrix, and the two float32 that they are
+    multiplied by in the left one, side by side. A row of the product fills so many registers with the sums of the
+    first of them, and so many, `2 * LANES` elements further on, with those of the second.
+
     The kind `"bytes"` adds to that too. Its elements are int32 that hold four signed bytes in the left matrix, and four
     unsigned ones in the right. Behind the terms of both stands the float32 by which their sum is multiplied; a row of
     the left one has the number with which its sums begin before that.
     """
-    emit_term, together = {
-        "product": (_emit_product, 1), "fours": (_emit_four, 4), "bytes": (_emit_bytes, 1)
+    emit_term, together, parts = {
+        "product": (_emit_product, 1, 1), "pairs": (_emit_product, 1, 2), "fours": (_emit_four, 4, 1),
+        "bytes": (_emit_bytes, 1, 1),
     }[kind]  # fmt: skip
 
     def emit_rows(builder: Any, count: int, operands: Any) -> None:
@@ -69,7 +74,11 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
         ]
         lefts = [builder.gep(left, [first]) for first, _ in firsts]
         places = [
-            [_vector_at(builder, out, builder.add(first, _WHOLE(i * LANES))) for i in range(registers)]
+            [
+                _vector_at(builder, out, builder.add(first, _WHOLE((2 * part + i) * LANES)))
+                for part in range(parts)
+                for i in range(registers)
+            ]
             for _, first in firsts
         ]
         ends = [builder.gep(left, [terms]) for left in lefts]
@@ -80,7 +89,7 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
                 [builder.load(place, align=4) if kind == "fours" else ir.Constant(_VECTOR, None) for place in line]
                 for line in places
             ]
-        sums = _emit_sums(builder, emit_term, together, begun, lefts, inner_step, right, column, right_step, terms)
+        sums = _emit_sums(builder, emit_term, together, parts, begun, lefts, inner_step, right, column, right_step, terms)
         if kind == "bytes":
             last = builder.add(column, builder.mul(terms, right_step))
             steps = [_vector_at(builder, right, builder.add(last, _WHOLE(i * LANES))) for i in range(registers)]
@@ -190,6 +199,7 @@ def _emit_sums(
     builder: Any,
     emit_term: Any,
     together: int,
+    parts: int,
     begun: list[list[Any]],
     rows: list[Any],
     inner_step: Any,
@@ -198,13 +208,16 @@ def _emit_sums(
     right_step: Any,
     terms: Any,
 ) -> list[list[Any]]:
-    """Emit a loop over the terms, `together` at a time, at least once; returns the sums of each row, in registers."""
-    kind, registers = ir.VectorType(rows[0].type.pointee, LANES), range(len(begun[0]))
+    """Emit a loop over the terms, `together` at a time, at least once; returns the sums of each row, in registers.
+
+    An element of the right matrix has so many parts, each with sums of its own.
+    """
+    kind, registers = ir.VectorType(right.type.pointee, LANES), range(len(begun[0]) // parts)
     before, loop, after = builder.block, builder.append_basic_block("terms"), builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
     term = builder.phi(_WHOLE)
-    sums = [[builder.phi(begun[0][0].type) for _ in registers] for _ in rows]
+    sums = [[builder.phi(each.type) for each in line] for line in begun]
     here = [builder.add(term, _WHOLE(i)) for i in range(together)]
     lines = [builder.add(column, builder.mul(each, right_step)) for each in here]
     loaded = [
@@ -214,10 +227,20 @@ def _emit_sums(
         ]
         for i in registers
     ]
+    if parts == 2:
+        halves = [[_halves_of(builder, each) for each in vectors] for vectors in loaded]
+        loaded = [[each[part] for each in vectors] for part in range(parts) for vectors in halves]
     grown = []
     for row, totals in zip(rows, sums, strict=True):
-        factors = [_spread(builder, builder.load(builder.gep(row, [builder.mul(each, inner_step)]))) for each in here]
-        grown.append([emit_term(builder, total, factors, each) for total, each in zip(totals, loaded, strict=True)])
+        places = [builder.mul(each, inner_step) for each in here]
+        factors = [
+            [_spread(builder, builder.load(builder.gep(row, [builder.add(place, _WHOLE(part))]))) for place in places]
+            for part in range(parts)
+        ]
+        grown.append([
+            emit_term(builder, total, factors[i // len(registers)], each)
+            for i, (total, each) in enumerate(zip(totals, loaded, strict=True))
+        ])
     following = builder.add(term, _WHOLE(together))
     builder.cbranch(builder.icmp_signed("<", following, terms), loop, after)
     begins = [_WHOLE(0), *(each for line in begun for each in line)]
@@ -227,6 +250,12 @@ def _emit_sums(
         phi.add_incoming(update, loop)
     builder.position_at_end(after)
     return grown
+
+
+def _halves_of(builder: Any, pairs: Any) -> list[Any]:
+    """The lower and the upper bfloat16 of every lane as float32."""
+    halves = builder.shl(pairs, ir.Constant(_PAIRS, [16] * LANES)), builder.and_(pairs, _UPPER_HALVES)
+    return [builder.bitcast(each, _VECTOR) for each in halves]
 
 
 def widen(number: Any) -> Any:
@@ -259,7 +288,7 @@ def _narrow_as(number: Any, like: Any) -> Any:
 
 @intrinsic
 def _transpose(context: Any, source: Any, at: Any, row_step: Any, out: Any, to: Any, out_step: Any) -> Any:
-    """Widen 16 rows of 16 pairs of bfloat16, held as int32, to float32, and store them as 32 rows of 16."""
+    """Store `LANES` rows of as many float32 by columns; or of pairs of bfloat16, held as int32, widened to float32."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         source, at, row_step, out, to, out_step = (
@@ -267,7 +296,9 @@ def _transpose(context: Any, source: Any, at: Any, row_step: Any, out: Any, to: 
             for kind, value in zip(signature.args, values, strict=True)
         )
         firsts = [builder.add(at, builder.mul(row_step, _WHOLE(row))) for row in range(LANES)]
-        rows = [builder.load(_vector_at(builder, source, first, _PAIRS), align=4) for first in firsts]
+        is_wide = source.type.pointee == ir.FloatType()
+        kind = _VECTOR if is_wide else _PAIRS
+        rows = [builder.load(_vector_at(builder, source, first, kind), align=4) for first in firsts]
         step = 1
         while step < LANES:  # exchange blocks of `step` by `step` beside the diagonal of blocks twice as large
             for row in (row for row in range(LANES) if not row & step):
@@ -279,10 +310,10 @@ def _transpose(context: Any, source: Any, at: Any, row_step: Any, out: Any, to: 
                 )
             step *= 2
         for row, pairs in enumerate(rows):
-            wide = builder.shl(pairs, ir.Constant(_PAIRS, [16] * LANES)), builder.and_(pairs, _UPPER_HALVES)
+            wide = [pairs] if is_wide else _halves_of(builder, pairs)
             for i, each in enumerate(wide):
-                place = builder.add(to, builder.mul(out_step, _WHOLE(2 * row + i)))
-                builder.store(builder.bitcast(each, _VECTOR), _vector_at(builder, out, place), align=4)
+                place = builder.add(to, builder.mul(out_step, _WHOLE(len(wide) * row + i)))
+                builder.store(each, _vector_at(builder, out, place), align=4)
         return target.get_dummy_value()
 
     return types.void(source, at, row_step, out, to, out_step), emit
@@ -297,8 +328,8 @@ def multiply(left, row_step, inner_step, right, out, rows, inner, columns):
     """Store the product of two matrices of float32.
 
     Element (r, k) of the left one stands at r * row_step + k * inner_step; rows of the right one, and of the product,
-    are `STRIDE` elements apart. Rows are rounded up to a multiple of 8, columns, at most 128, to one of 16. Every sum
-    has `inner` terms, at least 1.
+    are `STRIDE` elements apart. Rows are rounded up to a multiple of `ROWS`, columns, at most 128, to one of `LANES`.
+    Every sum has `inner` terms, at least 1.
     """
     for column in range(0, columns, 2 * LANES):
         for row in range(0, rows, ROWS):

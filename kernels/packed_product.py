@@ -2,9 +2,10 @@
 
 A pass over a few nodes waits for the weights. Here each is read once for all rows, in one stream.
 
-In bfloat16 the bits are those of torch's product of one row, whatever the number of rows: where oneDNN multiplies one
-row, it adds the products of some hundred inputs in the order of the inputs, two at a time, and then the sums of these
-blocks. With several rows it takes larger blocks, and bits change.
+In bfloat16 the bits are those of torch's product of one row, whatever the number of rows. With AVX512-BF16 torch calls
+oneDNN: it adds the products of some hundred inputs in the order of the inputs, two at a time, and then the sums of
+these blocks. With several rows it takes larger blocks, and bits change. With AVX2 torch adds every 64th product, and
+then the 64 sums by halves, for each row alone (`ReducedPrecisionFloatGemvFastPathKernel.cpp`).
 
 A quantized weight is multiplied in whole numbers, whose sums are exact in any order, and sums of blocks are added in
 the order of the inputs. So a row has the same bits in any company.
@@ -32,15 +33,22 @@ _TERMS = _INPUTS // 4  # int32 that hold them
 _SHARED, _EACH = 8, 5  # numbers that a call of the kernel receives, and those of each weight
 _F = np.float32
 _SMALLEST = _F(1e-30)  # largest number of a block that is not taken for zeros
-_NEEDS = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
+_FEATURES = llvm.get_host_cpu_features()
+_HAS_DOT = bool(_FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
+_SUMS = 64  # of a row and an output in bfloat16 with AVX2
+_ORDER = np.array([int(f"{i:05b}"[::-1], 2) for i in range(_SUMS // 2)])  # of pairs of them: those added first are near
+_LEVELS = 6  # of pairs of sums that wait to be added
+_FEW, _MANY = 3, 6  # rows of a tile of two registers there, and of one register
 _TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a sum adds at a time: one product, or two
 
 
 def is_supported(weight: Tensor) -> bool:
     """Whether a weight of this type and shape can be packed, and this CPU has the instructions."""
-    needed = _NEEDS.get(weight.dtype)
-    is_whole = weight.dtype == torch.float32 or weight.shape[1] % 2 == 0
-    return needed is not None and is_whole and bool(llvm.get_host_cpu_features().get(needed))
+    if weight.dtype != torch.bfloat16:
+        return weight.dtype == torch.float32 and bool(_FEATURES.get("fma"))
+    if _HAS_DOT:
+        return weight.shape[1] % 2 == 0
+    return weight.shape[1] % _SUMS == 0 and bool(_FEATURES.get("fma")) and not _FEATURES.get("avx512f")
 
 
 class PackedWeight(NamedTuple):
@@ -64,9 +72,13 @@ def pack(weight: Tensor, block: int) -> PackedWeight:
     """Lay a contiguous weight `[outputs, inputs]` out in panels of `COLUMNS` outputs, the last padded with zeros.
 
     The layout is `[panels, inputs, COLUMNS]` of a float32 one; of bfloat16 int32 `[panels, inputs / 2, COLUMNS]`, with
-    two inputs an element.
+    two inputs an element. With AVX2 the lines of bfloat16 stand in the order of their sums, and are `torch.bfloat16`.
     """
-    return PackedWeight.of(_panels_of(weight.detach().view(_TERM[weight.dtype])), len(weight), block)
+    terms = weight.detach().view(_TERM[weight.dtype])
+    if weight.dtype == torch.float32 or _HAS_DOT:
+        return PackedWeight.of(_panels_of(terms), len(weight), block)
+    ordered = terms.unflatten(1, (-1, _SUMS // 2))[:, :, torch.from_numpy(_ORDER)].transpose(1, 2).flatten(1)
+    return PackedWeight.of(_panels_of(ordered).view(torch.bfloat16), len(weight), _SUMS)
 
 
 def _panels_of(terms: Tensor) -> Tensor:
@@ -102,18 +114,20 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
         `[..., outputs]` of the type of `x`.
     """
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], weight.outputs))
-    run(*product([weight], x, [bias], [out], rounded_rows([weight], x.numel() // x.shape[-1])))
+    run(*product([weight], x, [bias], [out], prepared_rows([weight], x.numel() // x.shape[-1])))
     return out
 
 
-def rounded_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
-    """What `product` needs for rows that are multiplied by quantized weights, int32; None for others."""
-    if weights[0].packed.dtype != torch.uint8:
+def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
+    """Where `product` writes rows as the kernel takes them, int32; None where it takes them as they are."""
+    if weights[0].packed.dtype not in (torch.uint8, torch.bfloat16):
         return None
-    return torch.empty(rows * max(_rounded_length(each) for each in weights), dtype=torch.int32, device="cpu")
+    return torch.empty(rows * max(_prepared_length(each) for each in weights), dtype=torch.int32, device="cpu")
 
 
-def _rounded_length(weight: PackedWeight) -> int:
+def _prepared_length(weight: PackedWeight) -> int:
+    if weight.packed.dtype == torch.bfloat16:
+        return 2 * weight.terms
     return weight.terms // (_TERMS + 1) * (_TERMS + 2)
 
 
@@ -122,19 +136,21 @@ def product(
     x: Tensor,
     biases: Sequence[Tensor | None],
     outs: Sequence[Tensor],
-    rounded: Tensor | None,
+    prepared: Tensor | None,
 ) -> list[Job]:
     """Jobs that multiply contiguous rows by several weights of one type, one number of inputs and one block.
 
-    Where weights are quantized, rows are too, into what `rounded_rows` made: every 64 numbers of a row are multiples,
-    from -127 to 127, of a step.
+    Where weights are quantized, rows are too, into what `prepared_rows` made: every 64 numbers of a row are multiples,
+    from -127 to 127, of a step. Where lines of bfloat16 have another order, rows are brought into it, as float32.
     """
     packed, _, block, _, terms, together = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
     rows, left, length, of_block = x.numel() // inputs, x, terms, block * terms // inputs
-    if rounded is not None:
-        left, length, of_block = rounded, _rounded_length(weights[0]), _TERMS
-        jobs.append((_ROUNDING[x.dtype], rows, (x.data_ptr(), left.data_ptr(), inputs, length), (x, left)))
+    if prepared is not None:
+        is_quantized = packed.dtype == torch.uint8
+        left, length, of_block = prepared, _prepared_length(weights[0]), _TERMS if is_quantized else inputs // _SUMS
+        prepare = _ROUNDING[x.dtype] if is_quantized else _order_halves
+        jobs.append((prepare, rows, (x.data_ptr(), left.data_ptr(), inputs, length), (x, left)))
     of_job, parts = [left.data_ptr(), rows, length, terms, of_block, together], 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
         places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
@@ -146,28 +162,35 @@ def product(
 
 _tile: Any = tile_of(2)
 _tile_of_bytes: Any = tile_of(2, "bytes")
+_few_of_pairs: Any = tile_of(2, "pairs", rows=range(1, _FEW + 1))
+_many_of_pairs: Any = tile_of(1, "pairs", rows=range(_FEW + 1, _MANY + 1))
 
 
 def _multiply_floats(address: Any) -> None:
-    _multiply(address, np.float32, np.float32, _add_products)
+    _multiply(address, np.float32, np.float32, np.float32, _add_products, ROWS)
 
 
 def _multiply_pairs(address: Any) -> None:
-    _multiply(address, np.int32, np.uint16, _add_products)
+    _multiply(address, np.int32, np.int32, np.uint16, _add_products, ROWS)
+
+
+def _multiply_pairs_in_order(address: Any) -> None:
+    _multiply(address, np.float32, np.int32, np.uint16, _add_by_halves, _MANY)
 
 
 def _multiply_bytes_to_floats(address: Any) -> None:
-    _multiply(address, np.int32, np.float32, _add_bytes)
+    _multiply(address, np.int32, np.int32, np.float32, _add_bytes, ROWS)
 
 
 def _multiply_bytes_to_halves(address: Any) -> None:
-    _multiply(address, np.int32, np.uint16, _add_bytes)
+    _multiply(address, np.int32, np.int32, np.uint16, _add_bytes, ROWS)
 
 
 # By the types of a packed weight and of rows.
 _ENTRIES = {
     (torch.float32, torch.float32): _multiply_floats,
     (torch.int32, torch.bfloat16): _multiply_pairs,
+    (torch.bfloat16, torch.bfloat16): _multiply_pairs_in_order,
     (torch.uint8, torch.float32): _multiply_bytes_to_floats,
     (torch.uint8, torch.bfloat16): _multiply_bytes_to_halves,
 }
@@ -182,6 +205,21 @@ def _round_halves(address: Any) -> None:
 
 
 _ROUNDING = {torch.float32: _round_floats, torch.bfloat16: _round_halves}
+
+
+def _order_halves(address: Any) -> None:
+    """Widen rows of bfloat16, and bring their numbers into the order of the sums."""
+    _, rows, x_at, out_at, inputs, _ = array_at(address, (6,), np.int64)
+    turns = inputs // _SUMS
+    x = array_at(x_at, (rows, turns, _SUMS // 2, 2), np.uint16)
+    out = array_at(out_at, (rows, _SUMS // 2, turns, 2), np.float32)
+    row = take(address)
+    while row < rows:
+        for i in range(_SUMS // 2):
+            for turn in range(turns):
+                pair = x[row, turn, _ORDER[i]]
+                out[row, i, turn, 0], out[row, i, turn, 1] = widen(pair[0]), widen(pair[1])
+        row = take(address)
 
 
 @jit_part
@@ -238,11 +276,38 @@ def _add_bytes(x, first, rows, terms, block, panel, sums, others):
 
 
 @jit_part
-def _multiply(address, kind, number, add):
-    """Panel by panel, which stays in a near cache for all rows; the results are numbers of such a type."""
+def _add_by_halves(x, first, rows, terms, block, panel, sums, others):
+    """Sums of every 64th product. Each is added to the one 32 further on, these to those 16 further on, and so on."""
+    length, size, waiting = x.shape[1], 2 * rows * COLUMNS, 0
+    for place in range(_SUMS // 2):
+        at, line, to = first * length + 2 * place * block, place * block * COLUMNS, waiting * size
+        if rows <= _FEW:
+            _few_of_pairs(x, at, length, 2, panel, line, COLUMNS, others, to, 2 * COLUMNS, rows, block)
+        else:
+            for column in range(0, COLUMNS, LANES):
+                out = to + column
+                _many_of_pairs(x, at, length, 2, panel, line + column, COLUMNS, others, out, 2 * COLUMNS, rows, block)
+        waiting, done = waiting + 1, place + 1
+        while done & 1 == 0:
+            waiting, done = waiting - 1, done >> 1
+            left, right = others[(waiting - 1) * size : waiting * size], others[waiting * size : (waiting + 1) * size]
+            for i in range(size):
+                left[i] += right[i]
+    for row in range(rows):
+        even, odd = others[2 * row * COLUMNS :], others[(2 * row + 1) * COLUMNS :]
+        for i in range(COLUMNS):
+            sums[row * COLUMNS + i] = even[i] + odd[i]
+
+
+@jit_part
+def _multiply(address, left, kind, number, add, most):
+    """Panel by panel, which stays in a near cache for all rows, so many rows at a time.
+
+    The types are those of rows, of the weight and of the results.
+    """
     _, parts, x_at, rows, length, terms, block, together = array_at(address, (_SHARED,), np.int64)
-    x = array_at(x_at, (rows, length), kind)
-    sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
+    x = array_at(x_at, (rows, length), left)
+    sums, others = np.empty(most * COLUMNS, np.float32), np.empty(2 * _LEVELS * most * COLUMNS, np.float32)
     part = take(address)
     while part < parts:
         of, own = address + 8 * _SHARED, part
@@ -255,8 +320,8 @@ def _multiply(address, kind, number, add):
         for place in range(own * together, min(panels, (own + 1) * together)):
             begin = place * COLUMNS
             count = min(COLUMNS, outputs - begin)
-            for first in range(0, rows, ROWS):
-                taken = min(ROWS, rows - first)
+            for first in range(0, rows, most):
+                taken = min(most, rows - first)
                 add(x, first, taken, terms, block, packed[place], sums, others)
                 for row in range(taken):
                     sum_of = sums[row * COLUMNS : row * COLUMNS + count]

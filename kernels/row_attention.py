@@ -23,12 +23,13 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, run, take
-from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narrow, tile_of, transpose, widen
+from lookahead.kernels.microkernel import LANES, ROWS, array_at, exp, jit_part, narrow, tile_of, transpose, widen
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
 _COLUMNS = 2 * LANES
 _FEW = 4  # rows of a tile for so many queries
+_SIZES = sorted({_FEW, ROWS})
 _PARTS = 4  # partial sums of a score
 _TOGETHER = 4  # keys whose weighted values are added before they are added to the sum
 
@@ -45,15 +46,15 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
     """Attention of some nodes of a tree per row, each over the row's prompt and its own path.
 
     Args:
-        query: bfloat16 `[rows, width, heads, dim]`; the nodes of each tree that were not scored before, and padding.
-        keys: bfloat16 `[rows, slots, kv_heads, dim]`, each row contiguous; the prompt, and behind it all nodes.
+        query: bfloat16 or float32 `[rows, width, heads, dim]`; the nodes of each tree that were not scored before, and padding.
+        keys: Likewise `[rows, slots, kv_heads, dim]`, each row contiguous; the prompt, and behind it all nodes.
         values: Likewise, with the strides of the keys.
         nodes: int64 `[rows, 2, most nodes]`; the parents of the nodes of each tree, and their depths.
         trees: int64 `[rows, 3]`; the slots before each root, the nodes of the tree, how many were scored before.
         scale: Factor on the scores.
 
     Returns:
-        bfloat16 `[rows, width, heads, dim]`, contiguous; zeros for padding.
+        `[rows, width, heads, dim]` of that type, contiguous; zeros for padding.
     """
     query = query.contiguous()
     out = torch.empty_like(query) if len(query) == 1 else torch.zeros_like(query)
@@ -70,19 +71,20 @@ def attention(
     bits = _INT.unpack(_FLOAT.pack(scale))[0]
     tensors = query, keys, values, nodes, trees, out
     sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2], bits
-    return _attend, rows * kv_heads, (*(each.data_ptr() for each in tensors), *sizes), tensors
+    return _ENTRIES[query.dtype], rows * kv_heads, (*(each.data_ptr() for each in tensors), *sizes), tensors
 
 
 def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether `row_attention` takes such tensors; they may have more dimensions before those that it takes."""
     return (
-        query.dtype == keys.dtype == values.dtype == torch.bfloat16
+        query.dtype == keys.dtype == values.dtype
+        and query.dtype in _ENTRIES
         and query.device.type == "cpu"
         and query.shape[-1] == values.shape[-1]
         and query.shape[-1] % LANES == 0
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and torch.backends.cuda.flash_sdp_enabled()  # for CPUs too; its sums are the ones followed here
-        and not _has_amx()  # MKL sums otherwise there, and compiling takes seconds
+        and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+        # For CPUs too: the sums of flash attention are the ones followed. MKL sums otherwise where it has AMX.
+        and (query.dtype == torch.float32 or (torch.backends.cuda.flash_sdp_enabled() and not _has_amx()))
     )
 
 
@@ -103,13 +105,28 @@ def _multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 _fma: Any = _multiply_add
-_score_tile: Any = tile_of(2, rows=(_FEW, ROWS))
-_one_register: Any = tile_of(1, "fours", rows=(_FEW, ROWS))
-_two_registers: Any = tile_of(2, "fours", rows=(_FEW, ROWS))
+_score_tile: Any = tile_of(2, rows=_SIZES)
+_one_register: Any = tile_of(1, "fours", rows=_SIZES)
+_two_registers: Any = tile_of(2, "fours", rows=_SIZES)
 
 
-def _attend(address: Any) -> None:
-    """Per row and KV head, the nodes of the row's tree and the query heads that share the KV head."""
+def _attend_floats(address: Any) -> None:
+    _attend(address, np.float32, np.float32, 4)
+
+
+def _attend_halves(address: Any) -> None:
+    _attend(address, np.uint16, np.int32, 2)
+
+
+_ENTRIES = {torch.float32: _attend_floats, torch.bfloat16: _attend_halves}
+
+
+@jit_part
+def _attend(address, number, word, size):
+    """Per row and KV head, the nodes of the row's tree and the query heads that share the KV head.
+
+    The tensors hold such numbers, of such a size in bytes; words have 4 bytes.
+    """
     numbers = array_at(address, (17,), np.int64)
     parts, query_at, keys_at, values_at, nodes_at, trees_at, out_at = numbers[1:8]
     rows, width, heads, dim, slots, kv_heads, step, most, bits = numbers[8:]
@@ -125,19 +142,19 @@ def _attend(address: Any) -> None:
     while part < parts:
         row, head = part // kv_heads, part % kv_heads
         query, out = (
-            array_at(query_at + 2 * row * width * heads * dim, (width, heads, dim), np.uint16),
-            array_at(out_at + 2 * row * width * heads * dim, (width, heads, dim), np.uint16),
+            array_at(query_at + size * row * width * heads * dim, (width, heads, dim), number),
+            array_at(out_at + size * row * width * heads * dim, (width, heads, dim), number),
         )
         keys, values = (
-            array_at(keys_at + 2 * row * step, (slots, kv_heads, dim), np.uint16),
-            array_at(values_at + 2 * row * step, (slots, kv_heads, dim), np.uint16),
+            array_at(keys_at + size * row * step, (slots, kv_heads, dim), number),
+            array_at(values_at + size * row * step, (slots, kv_heads, dim), number),
         )
-        pairs = array_at(keys_at + 2 * row * step, (slots, kv_heads, dim // 2), np.int32)
+        words = array_at(keys_at + size * row * step, (slots, kv_heads, dim * size // 4), word)
         nodes = array_at(nodes_at + 16 * row * most, (2, most), np.int64)
         start, count, scored = trees[row]
         padded = _padded((count - scored) * groups)
         _attend_tree(
-            query, keys, values, pairs, nodes[0], nodes[1], start, count, scored, head, groups, scale,
+            query, keys, values, words, nodes[0], nodes[1], start, count, scored, head, groups, scale,
             queries[:padded], scores[:padded], sums[:padded], peaks, totals, transposed, block, held, out,
         )  # fmt: skip
         part = take(address)
@@ -151,11 +168,12 @@ def _padded(rows):
 
 @jit_part
 def _attend_tree(
-    query, keys, values, pairs, parents, depths, start, count, scored, head, groups, scale,
+    query, keys, values, words, parents, depths, start, count, scored, head, groups, scale,
     queries, scores, sums, peaks, totals, transposed, block, held, out,
 ):  # fmt: skip
     """One pass over the blocks of keys."""
     dim, rows, deepest = queries.shape[1], (count - scored) * groups, 0
+    is_half = words.shape[2] < dim
     for node in range(scored, count):
         deepest = max(deepest, depths[node])
     for row in range(rows):
@@ -165,7 +183,7 @@ def _attend_tree(
     peaks[:], totals[:], sums[:] = -np.inf, 0.0, 0.0
     for begin in range(0, start + deepest + 1, BLOCK):
         common = max(0, min(BLOCK, start - begin))  # keys of the prompt
-        _load(keys, pairs, values, begin, common, head, transposed, block)
+        _load(keys, words, values, begin, common, head, transposed, block)
         _score_prompt(queries, transposed, common, scale, scores)
         for node in range(scored, count):
             first, size = (node - scored) * groups, min(BLOCK, start + depths[node] + 1 - begin)
@@ -176,7 +194,7 @@ def _attend_tree(
                 )  # fmt: skip
             if size > 0:
                 for row in range(first, first + groups):
-                    peak, total = _weigh(scores[row], size, peaks[row])
+                    peak, total = _weigh(scores[row], size, peaks[row], is_half)
                     fade = _F(math.exp(peaks[row] - peak))
                     totals[row], peaks[row] = _fma(fade, totals[row], total), peak
                     if begin:
@@ -199,7 +217,7 @@ def _attend_tree(
 
 
 @jit_part
-def _load(keys, pairs, values, begin, size, head, transposed, block):
+def _load(keys, words, values, begin, size, head, transposed, block):
     """Copy the prompt's keys of a block, transposed, and its values, as float32."""
     dim = keys.shape[2]
     for slot in range(size):
@@ -207,12 +225,13 @@ def _load(keys, pairs, values, begin, size, head, transposed, block):
         for i in range(dim):
             to[i] = widen(line[i])
     whole = size // LANES * LANES
-    half, step = dim // 2, keys.shape[1] * dim // 2
+    heads, count = words.shape[1:]
+    each, step, together = dim // count, heads * count, count // LANES * LANES
     for slot in range(0, whole, LANES):
-        at = (begin + slot) * step + head * half
-        for pair in range(0, half // LANES * LANES, LANES):
-            transpose(pairs, at + pair, step, transposed, 2 * pair * _STEP + slot, _STEP)
-        for i in range(half // LANES * 2 * LANES, dim):
+        at = (begin + slot) * step + head * count
+        for word in range(0, together, LANES):
+            transpose(words, at + word, step, transposed, each * word * _STEP + slot, _STEP)
+        for i in range(each * together, dim):
             for lane in range(LANES):
                 transposed[i, slot + lane] = widen(keys[begin + slot + lane, head, i])
     for slot in range(whole, size):
@@ -280,8 +299,8 @@ def _load_path(node, size, common, root, values, start, head, parents, depths, h
 
 
 @jit_part
-def _weigh(scores, size, peak):
-    """Replace scores by weights, rounded to bfloat16.
+def _weigh(scores, size, peak, is_half):
+    """Replace scores by weights, rounded to bfloat16 where keys are.
 
     Returns the highest of the scores and `peak`, and the sum of the weights before they are rounded.
 
@@ -299,7 +318,7 @@ def _weigh(scores, size, peak):
     for i in range(whole, size):
         peak = max(peak, scores[i])
     lanes[:] = 0.0
-    for i in range(whole):
+    for i in range(whole if is_half else 0):
         shifted = scores[i] - peak
         power = shifted * _LOG2E
         fraction = power - np.floor(power)
@@ -308,20 +327,24 @@ def _weigh(scores, size, peak):
         error = _fma(fraction, error, _POLYNOMIAL[3])
         weight = np.int32(_fma(_EXPONENT, power - error, _BIAS)).view(np.float32)
         scores[i] = weight if shifted >= _LOWEST else _F(0.0)
+    for i in range(0 if is_half else whole):
+        scores[i] = exp(scores[i] - peak)
     for first in range(0, whole, LANES):
         turn = first % (2 * LANES)
         line, sums = scores[first : first + LANES], lanes[turn : turn + LANES]
         for lane in range(LANES):
             sums[lane] += line[lane]
-    for half in (16, 8, 4, 2, 1):
+    half = LANES
+    while half:
         for lane in range(half):
             lanes[lane] += lanes[lane + half]
+        half //= 2
     total = lanes[0]
     for i in range(whole, size):
         scores[i] = _F(math.exp(scores[i] - peak))
         total += scores[i]
     bits = scores.view(np.int32)
-    for i in range(size):  # to the nearest bfloat16, ties to even
+    for i in range(size if is_half else 0):  # to the nearest bfloat16, ties to even
         bits[i] = (bits[i] + np.int32(0x7FFF) + ((bits[i] >> np.int32(16)) & np.int32(1))) & np.int32(-65536)
     return peak, total
 

@@ -19,9 +19,9 @@ from lookahead.models import exact_attention
 from lookahead.models.exact_attention import Turns, attend_in_turn, has_bits_of_sdpa, takes_rows
 
 pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the kernel is for registers of 512 bits"
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the kernel is for registers of 512 bits"
 )
-is_exact = torch.backends.cpu.get_cpu_capability() == "AVX512" and has_bits_of_sdpa(64, 1)
+is_exact = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and has_bits_of_sdpa(64, 1)
 
 
 def tree_of(nodes: int, seed: int, reach: int = 4) -> TokenTree:
@@ -67,6 +67,17 @@ def test_every_node_attends_over_its_own_path_alone(start, heads, kv_heads, dim)
     assert (got - exact).abs().max() < 0.01 * exact.abs().max()
     if is_exact:
         assert torch.equal(got, one_by_one(*tensors, tree, start, 0))
+
+
+@pytest.mark.parametrize("start", [0, 5, 40, BLOCK - 7, 2 * BLOCK + 3])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (2, 1, 16)])
+def test_float32_is_as_close_as_torch(start, heads, kv_heads, dim):
+    tree = tree_of(20, start)
+    tensors = [each.float() + 1e-4 * torch.randn(each.shape) for each in tensors_of(start + 20, 20, heads, kv_heads, dim)]
+    exact = one_by_one(*(each.double() for each in tensors), tree, start, 0)
+    own, by_torch = by_rows(*tensors, tree, start), one_by_one(*tensors, tree, start, 0)
+    assert (own - exact).abs().max() <= 2 * (by_torch - exact).abs().max() + 1e-6
+    assert torch.equal(by_rows(tensors[0][7:], *tensors[1:], tree, start), own[7:])
 
 
 @pytest.mark.parametrize("reach", [1, 3, 12])

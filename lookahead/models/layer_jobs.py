@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lookahead.kernels import layer_ops, row_attention
 from lookahead.kernels.jobs import Job, run_table, table_of
-from lookahead.kernels.packed_product import PackedWeight, product, rounded_rows
+from lookahead.kernels.packed_product import PackedWeight, product, prepared_rows
 from lookahead.models.cache import TreeCache
 from lookahead.models.exact_attention import Turns
 
@@ -53,7 +53,7 @@ class Space(NamedTuple):
     gate: Tensor
     up: Tensor
     change: Tensor
-    rounded: Tensor | None  # of `packed_product.rounded_rows`
+    prepared: Tensor | None  # of `packed_product.prepared_rows`
 
     @classmethod
     def of(cls, hidden: Tensor, weights: Sequence[PackedWeight], tokens: int) -> Space:
@@ -62,11 +62,11 @@ class Space(NamedTuple):
         query, size, inner = outputs[0], outputs[3], outputs[4]
         sizes = size, query, query, size, size, inner, inner, size
         tensors = [hidden.new_empty(len(hidden), tokens, each) for each in sizes]
-        return cls._make([*tensors, rounded_rows(weights, len(hidden) * tokens)])
+        return cls._make([*tensors, prepared_rows(weights, len(hidden) * tokens)])
 
     def first(self, tokens: int) -> Space:
         """The part of the first tokens, of a single row."""
-        return Space._make([*(each[:, :tokens] for each in self[:-1]), self.rounded])
+        return Space._make([*(each[:, :tokens] for each in self[:-1]), self.prepared])
 
 
 def norm_of(module: Any, x: Tensor, out: Tensor, **added: Tensor) -> Job:
@@ -94,19 +94,19 @@ def jobs_before(
 ) -> list[Job]:
     """From the first norm of a layer to rotated queries and keys; keys and values go where they are told."""
     outs = space.query, key, value
-    products = product(weights[:3], space.normed, parts.biases[:3], outs, space.rounded)
+    products = product(weights[:3], space.normed, parts.biases[:3], outs, space.prepared)
     return [first, *products, *jobs_of_heads(parts, space.query, key, positions)]
 
 
 def jobs_after(parts: LayerParts, weights: Sequence[PackedWeight], hidden: Tensor, space: Space) -> list[Job]:
     """From attention to `space.total` and `space.change`, whose sum is the layer's result."""
-    biases, (normed, _, attended, delta, total, gate, up, change, rounded) = parts.biases, space
+    biases, (normed, _, attended, delta, total, gate, up, change, prepared) = parts.biases, space
     return [
-        *product(weights[3:4], attended, biases[3:4], (delta,), rounded),
+        *product(weights[3:4], attended, biases[3:4], (delta,), prepared),
         norm_of(parts.norms[1], hidden, normed, delta=delta, total=total),
-        *product(weights[4:6], normed, biases[4:6], (gate, up), rounded),
+        *product(weights[4:6], normed, biases[4:6], (gate, up), prepared),
         layer_ops.gating(gate, up),
-        *product(weights[6:], gate, biases[6:], (change,), rounded),
+        *product(weights[6:], gate, biases[6:], (change,), prepared),
     ]
 
 
