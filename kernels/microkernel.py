@@ -161,14 +161,25 @@ def _emit_bytes(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the four products of every lane."""
     if llvm.get_host_cpu_features().get("avx512vnni"):
         return _call_dot(builder, _DOT_OF_BYTES, total, right[0], left[0])
-    for place in range(4):
-        to_top, from_top, to_bottom, byte = (
-            ir.Constant(_PAIRS, [n] * LANES) for n in (24 - 8 * place, 24, 8 * place, 255)
-        )
-        signed = builder.ashr(builder.shl(left[0], to_top), from_top)
-        unsigned = builder.and_(builder.lshr(right[0], to_bottom), byte)
-        total = builder.add(total, builder.mul(signed, unsigned))
+    kind = ir.VectorType(ir.IntType(16), 2 * LANES)
+    byte, mask = (ir.Constant(kind, [n] * 2 * LANES) for n in (8, 255))
+    first, second = (builder.bitcast(each[0], kind) for each in (left, right))
+    for signed, unsigned in (
+        (builder.ashr(builder.shl(first, byte), byte), builder.and_(second, mask)),
+        (builder.ashr(first, byte), builder.lshr(second, byte)),
+    ):
+        total = builder.add(total, _emit_sums_of_pairs(builder, signed, unsigned))
     return total
+
+
+def _emit_sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
+    """Multiply int16, and add neighbours; where a CPU has an instruction for that, a compiler finds it."""
+    products = []
+    for place in (0, 1):
+        order = ir.Constant(_PAIRS, list(range(place, 2 * LANES, 2)))
+        wide = [builder.sext(builder.shuffle_vector(each, each, order), _PAIRS) for each in (left, right)]
+        products.append(builder.mul(*wide))
+    return builder.add(*products)
 
 
 def _emit_scaled(builder: Any, line: list[Any], end: Any, steps: list[Any], to_line: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ import lookahead
 from lookahead.kernels import cpu_attention, reference
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels.cpu_attention import BLOCK, tree_attention
-from lookahead.kernels.microkernel import COLUMNS
+from lookahead.kernels.microkernel import COLUMNS, LANES
 from tests.support.random_trees import CASES, random_trees, relative_error
 
 FULL = torch.float32
@@ -137,15 +137,15 @@ def fits(**changes: Any) -> bool:
     return choice.attention_for(*tensors, {}) is not None
 
 
-needs_wide_registers = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="this CPU has no registers of 512 bits"
+needs_the_kernel = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the kernel is for x86"
 )
 
 
-@needs_wide_registers
+@needs_the_kernel
 def test_the_kernel_is_chosen_where_it_pays_and_torchs_attention_elsewhere():
     assert fits() and fits(dtype=torch.bfloat16) and fits(width=1, groups=16)
-    assert not fits(width=7), "fewer queries than a register has lanes"
+    assert not fits(width=LANES // 2 - 1), "fewer queries than a register has lanes"
     assert not fits(dtype=torch.float16) and not fits(dtype=torch.float64)
     assert not fits(dim=36) and not fits(value_dim=36)
     inputs = random_trees(rows=2, slots=60, width=8, kv_heads=2, groups=2, dim=64, value_dim=64, dtype=FULL, seed=8)
@@ -155,7 +155,7 @@ def test_the_kernel_is_chosen_where_it_pays_and_torchs_attention_elsewhere():
     assert not fits(), "it uses one thread"
 
 
-@needs_wide_registers
+@needs_the_kernel
 def test_a_model_decodes_through_it_to_the_tokens_of_generate(tiny_llama, monkeypatch):
     served = []
 

@@ -21,7 +21,7 @@ import lookahead
 from lookahead import ConfigError, LookaheadConfig, UnsupportedModelError
 from lookahead.cli.app import app
 from lookahead.errors import HeadsError
-from lookahead.kernels import microkernel
+from lookahead.kernels import microkernel, packed_product
 from lookahead.models import fused_layers
 from lookahead.models.linears import LinearScope, packed_weights
 from lookahead.models.quantized import Int8Config, QuantizedLinear, resolve_quantize
@@ -168,9 +168,10 @@ def test_numbers_that_are_not_finite_stay_visible(wrong):
 
 
 def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(monkeypatch):
-    left = torch.randint(-128, 128, (8, 4 * 18), dtype=torch.int8).numpy().view(np.int32)
-    right = torch.randint(0, 256, (17 * 128,), dtype=torch.uint8).numpy().view(np.int32)
-    left[:, 17] = right[16 * 32 :] = np.float32(0.5).view(np.int32)
+    rows, columns = microkernel.ROWS, packed_product.COLUMNS
+    left = torch.randint(-128, 128, (rows, 4 * 18), dtype=torch.int8).numpy().view(np.int32)
+    right = torch.randint(0, 256, (17 * 4 * columns,), dtype=torch.uint8).numpy().view(np.int32)
+    left[:, 17] = right[16 * columns :] = np.float32(0.5).view(np.int32)
     left[:, 16] = -7
     products = []
     for features in ({}, microkernel.llvm.get_host_cpu_features()):
@@ -179,13 +180,14 @@ def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(monkeypatch)
 
         @numba.njit
         def product(left, right, out, tile=tile):
-            tile(left, 0, 18, 1, right, 0, 32, out, 0, 32, 8, 16)
+            tile(left, 0, 18, 1, right, 0, columns, out, 0, columns, rows, 16)
 
-        products.append(np.ones(8 * 32, np.float32))
+        products.append(np.ones(rows * columns, np.float32))
         product(left.ravel(), right, products[-1])
     numbers = left[:, :16].copy().view(np.int8).astype(int)
-    columns = right[: 16 * 32].view(np.uint8).reshape(16, 32, 4).transpose(0, 2, 1).reshape(64, 32).astype(int)
-    assert np.array_equal(products[0].reshape(8, 32), 1 + (numbers @ columns - 7) * 0.25)
+    bytes_of = right[: 16 * columns].view(np.uint8).reshape(16, columns, 4).transpose(0, 2, 1)
+    expected = numbers @ bytes_of.reshape(64, columns).astype(int)
+    assert np.array_equal(products[0].reshape(rows, columns), 1 + (expected - 7) * 0.25)
     assert np.array_equal(*products)
 
 

@@ -182,17 +182,17 @@ def tree_attention(
 
 
 def turns_by_kernel(module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]) -> Turns | None:
-    """The turns of the running pass, if its nodes attend alone and `kernels.row_attention` takes those of a layer.
+    """The turns of the running pass, if it has trees and `kernels.row_attention` takes those of a layer.
 
     `options` are those of the call of `tree_attention` that the kernel stands for.
     """
     tree_pass: TreePass | None = getattr(_thread, "tree_pass", None)
-    if tree_pass is None or not tree_pass.is_exact:
+    if tree_pass is None or not tree_pass.has_turns:
         return None
     told = _thread.facts.get(id(module)) or _limits_of(module, False)
     window, own = options.get("sliding_window", told.window), own_attention(module, _real(module.config))
-    turns = tree_pass.turns
-    return turns if attends_by_kernel(own, layer.keys, layer.values, heads, window, turns) else None
+    turns, slots = tree_pass.turns, (layer.keys, layer.values)
+    return turns if attends_by_kernel(own, *slots, heads, window, turns, is_exact=tree_pass.is_exact) else None
 
 
 def _keeps_kernel(query: Tensor) -> bool:

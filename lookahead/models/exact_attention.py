@@ -152,17 +152,14 @@ def takes_rows(config: PretrainedConfig) -> bool:
 
 
 def attends_by_kernel(
-    own: Attention, keys: Tensor, values: Tensor, heads: int, window: int | None, turns: Turns
+    own: Attention, keys: Tensor, values: Tensor, heads: int, window: int | None, turns: Turns, *, is_exact: bool
 ) -> bool:
     """Whether nodes attend to slots `[rows, slots, kv_heads, dim]` by `kernels.row_attention`."""
     kv_heads, dim = keys.shape[2:]
-    return (
-        own is sdpa_attention_forward
-        and heads > 1  # for a single head torch would share the sums of a product among its threads
-        and (window is None or turns.deepest + 1 < window)
-        and row_attention.is_supported(keys, keys, values)
-        and has_bits_of_sdpa(dim, heads // kv_heads)
-    )
+    if not row_attention.is_supported(keys, keys, values) or (window is not None and turns.deepest + 1 >= window):
+        return False
+    # For a single head torch would share the sums of a product among its threads.
+    return not is_exact or (own is sdpa_attention_forward and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads))
 
 
 def attend_in_turn(
@@ -196,7 +193,7 @@ def attend_in_turn(
     rows, heads, width, dim = query.shape
     nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
     is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
-    if is_whole and attends_by_kernel(own, keys, values, heads, window, turns):
+    if is_whole and attends_by_kernel(own, keys, values, heads, window, turns, is_exact=True):
         scale = options.get("scaling")
         scale = dim**-0.5 if scale is None else scale
         return row_attention.row_attention(nodes, keys, values, **turns.tensors, scale=scale)

@@ -27,7 +27,17 @@ from lookahead.kernels.packed_product import PackedWeight
 from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import replaced, state_of
-from lookahead.models.product_bits import Bits, Layout, Packed, best_layout, by_torch, lay_out, matrix_of, rows_of
+from lookahead.models.product_bits import (
+    Bits,
+    Layout,
+    Packed,
+    best_layout,
+    by_torch,
+    lay_out,
+    matrix_of,
+    rows_of,
+    takes_any_rows,
+)
 from lookahead.models.quantized import QuantizedLinear
 
 _LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
@@ -35,11 +45,13 @@ _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights 
 _UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
 _MOST_ROWS = 128  # of float32 that the kernel of this package takes; it is made for few
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
-_FROM_MEMORY = 0.8  # time of our kernel relative to others where weights come from memory, not from a cache as there
+_CACHES = 1 << 26  # bytes that are read before each of them, so that weights come from memory
 _FEW_ROWS = (4, 16)  # of those products
+_MANY_ROWS = (64,)
 _FEWEST_ROWS = 8  # of one product in a larger layer
 _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
+_ONE_ROW = 1.15  # the same for one row by the kernel of this package, which does whole layers at once
 
 _thread = local()
 
@@ -116,7 +128,7 @@ class LinearScope:
         except (AttributeError, OSError, ValueError):  # Windows does not tell
             memory = 0
         self._packs = packs and bool(ways) and size <= _SHARE_OF_MEMORY * memory
-        self._fewest = 1 if ways[:1] == ("own",) == faster_ways(dtype, threads, (1,))[:1] else 2
+        self._fewest = 1 if ways[:1] == ("own",) and "own" in faster_ways(dtype, threads, (1,), _ONE_ROW) else 2
         known = state_of(model).linears
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())
@@ -201,13 +213,25 @@ def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: _Mod
     assert weight is not None
     if weight.dtype == torch.float32:  # fewer rows wait for the weight, which torch reads faster
         return packed.weight(layer) if packs and rows >= fewest else None
-    is_torch = bits == "torch" or (bits != "alone" and rows > MAX_ROWS)
-    if is_torch or not packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
+    if not packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
         return None
+    if bits == "torch" or (bits != "alone" and rows > MAX_ROWS):
+        own = matrix_of(layer)
+        layout, _ = best_layout(own, layer.bias, "together", ("own",))
+        return packed.weight(layer, "together") if _is_for_prompts(own, layer.bias, layout) else None
     found = packed.weight(layer, "alone" if bits == "any" else bits)
     if bits == "any" and (found is None or rows > found.most):
         found = packed.weight(layer, "together")
     return found
+
+
+def _is_for_prompts(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool:
+    """Whether our kernel multiplies any number of rows of half precision with the bits of torch, and faster."""
+    return (
+        layout.block > 0
+        and takes_any_rows(weight, bias, layout)
+        and "own" in faster_ways(weight.dtype, torch.get_num_threads(), _MANY_ROWS)
+    )
 
 
 def _digest(weight: Tensor) -> int:
@@ -241,6 +265,8 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Pack
             layout, most = best_layout(weight, bias, bits, ways)
             if not most:
                 return None
+            if _is_for_prompts(weight, bias, layout):
+                most = sys.maxsize
             for other in others:
                 if other.layout == layout:
                     return other._replace(most=most)
@@ -269,7 +295,9 @@ def _keeps_bits_of_rows(layer: nn.Linear | Conv1D) -> bool:
 
 
 @cache
-def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS) -> tuple[str, ...]:
+def faster_ways(
+    dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN
+) -> tuple[str, ...]:
     """How a packed weight is multiplied faster than torch's, by "own" or "onednn", fastest first; measured once."""
     inputs, outputs = _TRIED
     with torch.inference_mode():
@@ -288,10 +316,9 @@ def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_R
                     products[way] = packed
             except (AttributeError, RuntimeError):  # torch was built without oneDNN
                 continue
-        seconds: dict[str, float] = {}
+        seconds, others = dict[str, float](), torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
         for way, product in products.items():
             calls = [partial(product, x[:count], None) for _ in range(_TRIALS) for count in rows]
-            taken = [timeit(call, number=1) for call in calls]
+            taken = [timeit(call, others.sum, number=1) for call in calls]
             seconds[way] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
-    order = sorted(seconds, key=lambda way: seconds[way] * (_FROM_MEMORY if way == "own" else 1))
-    return tuple(way for way in order if seconds[way] < _GAIN * seconds["torch"])
+    return tuple(way for way in sorted(seconds, key=seconds.__getitem__) if seconds[way] < gain * seconds["torch"])

@@ -22,6 +22,7 @@ from lookahead.models.quantized import QuantizedLinear
 
 FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
 _OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is left over
+_MANY_ROWS = 100  # of a prompt, which are compared where torch seems to multiply each by itself
 _DIFFERENT = 256  # outputs of the compared weight that differ; the others repeat them
 _ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)
 _CANCELLING = 4  # inputs that take back the sum of the others, each what the last one left
@@ -29,7 +30,7 @@ _BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs take them
 
 Bits = Literal["alone", "together", "any", "torch"]
 """The bits of a row of half precision: those it has alone in torch's product, those it has there together with the
-other rows, any, or "torch": torch's product itself, as for a prompt, for which no weight is packed."""
+other rows, any, or "torch": those of torch's product of any number of rows, as for a prompt."""
 
 
 class Layout(NamedTuple):
@@ -115,6 +116,19 @@ def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, ways: Sequence[
         if most == MAX_ROWS:
             break
     return best, most
+
+
+def takes_any_rows(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool:
+    """Whether a layout has the bits of torch's product for any number of rows, each of which torch multiplies alone."""
+    is_alone = MAX_ROWS == rows_of(weight, bias, Layout()).alone == rows_of(weight, bias, layout).alone
+    return is_alone and _compare_many(_kind_of(weight, bias), layout, torch.get_num_threads())
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode()
+def _compare_many(kind: _Kind, layout: Layout, threads: int) -> bool:
+    x, weight, bias = _cancelling(kind, _MANY_ROWS)
+    return torch.equal(lay_out(weight, layout).product(x, bias), by_torch(x, weight, bias))
 
 
 def rows_of(weight: Tensor, bias: Tensor | None, layout: Layout) -> Rows:

@@ -134,7 +134,7 @@ class Target:
         is_alone = self.is_exact and not is_together
         self._bits: Bits = "alone" if is_alone else "any" if rows == 1 and not is_together else "together"
         # A single node need not attend by torch either.
-        is_bf16 = self.is_exact and model.dtype == torch.bfloat16
+        is_bf16 = self._scope is not None and not is_fixed and model.dtype == torch.bfloat16
         self._takes_rows = is_bf16 and not any(self._windows) and takes_rows(model.config.get_text_config())
         # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
         # processes must compute the same bits.
@@ -236,8 +236,10 @@ class Target:
             width = int((sizes if scored is None else sizes - scored).max())
             # `model.generate` would run the same pass: one token a row, and rows of one length.
             is_plain = self._is_half and width == 1 and scored is None and not np.ptp(slots.lengths[: len(trees)])
-            if self.is_exact:  # transformers' own attention for several rows has other bits than for each alone
-                is_plain = is_plain and len(trees) == 1 and not self._takes_rows
+            if len(trees) == 1:
+                is_plain = is_plain and not self._takes_rows
+            elif self.is_exact:  # transformers' own attention for several rows has other bits than for each alone
+                is_plain = False
             slots.begin(width, scored, is_plain=is_plain)
             windows = self._windows if self.is_exact else None
             tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
@@ -273,7 +275,7 @@ class Target:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        as_one = tree_pass.is_exact and not keeps_hidden
+        as_one = tree_pass.has_turns and not keeps_hidden
         with self._linears.running(bits), fused_layers.running(as_one=as_one), scope:
             output = self._model(input_ids=tree_pass.tokens, use_cache=True, **options)
         states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()

@@ -66,6 +66,7 @@ class TreePass:
         self._firsts = [0] * len(trees) if scored is None else scored.tolist()  # nodes that are in the pass
         self.windows = windows
         self.is_prefill = bool(prompt)
+        self.has_turns = bool(trees)
         self.is_exact = windows is not None and not prompt  # every node attends alone
         self.scores_trees = scored is None and not prompt  # whole, as the kernels do
         self.is_causal = self.is_prefill and slots.is_even  # chains behind equally many committed tokens
