@@ -33,7 +33,7 @@ from lookahead.models.quantized import QuantizedLinear
 _LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
 _UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
-_MOST_ROWS = 128  # of float32 that the kernel of this package takes; it is made for few
+_MOST_ROWS = 128  # of float32 that are multiplied by packed weights; for more of them no weight is packed
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
 _FROM_MEMORY = 0.8  # time of our kernel relative to others where weights come from memory, not from a cache as there
 _FEW_ROWS = (4, 16)  # of those products
@@ -200,7 +200,7 @@ def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: _Mod
     (bits, packs, fewest), weight = mode, layer._parameters["weight"]
     assert weight is not None
     if weight.dtype == torch.float32:  # fewer rows wait for the weight, which torch reads faster
-        return packed.weight(layer) if packs and rows >= fewest else None
+        return packed.weight(layer) if packs and fewest <= rows <= _MOST_ROWS else None
     is_torch = bits == "torch" or (bits != "alone" and rows > MAX_ROWS)
     if is_torch or not packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
         return None
@@ -237,7 +237,7 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Pack
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
-                return lay_out(weight, _LAYOUTS[ways[0]], _MOST_ROWS if ways[0] == "own" else sys.maxsize)
+                return lay_out(weight, _LAYOUTS[ways[0]], _MOST_ROWS)
             layout, most = best_layout(weight, bias, bits, ways)
             if not most:
                 return None

@@ -189,7 +189,7 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     is_batch = shape == "trees" and not model.config.is_encoder_decoder
     texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if is_batch else 1]
     if model.config.is_encoder_decoder:
-        target: Target = DecoderTarget(model, encode(model, [np.array(tokens, np.int32)]))
+        target: Target = DecoderTarget(model, encode(model, [np.array(tokens, np.int32)]), packs=False)
     else:  # weights packed for the rows of a batch are of no use to later passes over one row
         target = Target(model, rows=len(texts), capacity=16, shape=shape, packs=False)
     with target.serving():
