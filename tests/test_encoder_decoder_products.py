@@ -1,19 +1,24 @@
-"""Packed weights of a decoder behind an encoder: right tokens and bits, and no useless copies."""
+"""Packed weights of a decoder behind an encoder: right tokens and bits, no useless copies, a choice by CPU time."""
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import linear
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
 from lookahead.models import linears, product_bits
 from lookahead.models.encoder_decoder import DecoderTarget, encode
+from lookahead.models.linears import faster_ways
+from lookahead.models.product_bits import Layout, Packed
 from lookahead.models.support import support_of
 from tests.support.families import ENCODER_DECODERS, build
 from tests.test_encoder_decoder import BATCH, NEW_TOKENS, ONE, READ, WANDERING, compare, generate
@@ -80,3 +85,20 @@ def test_passes_without_drafts_have_the_bits_of_generate_in_half_precision(
     assert seen == ["torch"] + [bits] * (NEW_TOKENS - 1)
     assert torch.equal(got.sequences, expected.sequences)
     assert all(torch.equal(*pair) for pair in zip(got.logits, expected.logits, strict=True))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the clock of a thread is too coarse")
+def test_a_product_that_waits_for_other_processes_is_not_taken_for_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    results: dict[int, torch.Tensor] = {}
+
+    def lay_out(weight: torch.Tensor, layout: Layout) -> Packed:
+        def product(x: torch.Tensor, bias: None) -> torch.Tensor:
+            if len(x) not in results:
+                results[len(x)] = linear(x, weight)
+            time.sleep(0.02)
+            return results[len(x)]
+
+        return Packed(layout, product)
+
+    monkeypatch.setattr(linears, "lay_out", lay_out)
+    assert "onednn" in faster_ways.__wrapped__(torch.float32, 1)
