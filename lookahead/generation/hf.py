@@ -232,7 +232,7 @@ def assemble(
     proposers, controller = _drafting(config, call, runs_to_limit=not (stopping.custom or stopping.eos_tokens))
     target: Target
     if encoded is not None:
-        target = DecoderTarget(model, encoded, slots)
+        target = DecoderTarget(model, encoded, slots, packs=config.pack == "auto")
     else:
         # `generate` attends to padding under a mask, and rows that may fail alone are those of prompts of their own.
         is_separate = isolates or (slots == 1 and not any(row.padding for row in batch))

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.models.cache import CACHE
+from lookahead.models.product_bits import Bits
 from lookahead.models.target import Target, input_device, position_limit
 from lookahead.models.tree_pass import AttentionSpan, TreePass
 
@@ -56,8 +57,8 @@ class DecoderTarget(Target):
     A tree that branches brings its mask, and the positions that the model counts in slots are those of its depths.
     """
 
-    def __init__(self, model: PreTrainedModel, encoded: Encoded, rows: int = 1) -> None:
-        super().__init__(model, rows=rows, capacity=1, shape="chains")
+    def __init__(self, model: PreTrainedModel, encoded: Encoded, rows: int = 1, *, packs: bool = True) -> None:
+        super().__init__(model, rows=rows, capacity=1, shape="chains", packs=packs)
         self.positions = side_positions(model, "decoder")
         self.is_aligned, self.counts_nodes = rows > 1, True
         self._tables = _position_tables(model)
@@ -74,7 +75,7 @@ class DecoderTarget(Target):
     def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
         """Read what is new of the decoder's prompts, all of one length; logits after the last, `[rows, 1, vocab]`."""
         self._settle()
-        logits = self._read(np.stack([prompt[self._committed :] for prompt in prompts]))
+        logits = self._read(np.stack([prompt[self._committed :] for prompt in prompts]), "torch")
         self._committed = len(prompts[0]) - 1
         return logits[:, -1:]
 
@@ -118,7 +119,7 @@ class DecoderTarget(Target):
 
         Chains that were scored in part are those of a draft model; the longest ones gained as many nodes.
         """
-        longest, first = max(map(len, trees)), 0
+        longest, first, self.is_cold = max(map(len, trees)), 0, False
         if scored is None:
             self._settle()
         else:
@@ -129,7 +130,7 @@ class DecoderTarget(Target):
         tokens[self._places] = [np.pad(tree.tokens, (0, longest - len(tree)), "edge") for tree in trees]
         tokens = tokens[:, first:]
         ends = np.flatnonzero((tokens[self._places, :-1] == self._pad).any(0)) + 1
-        parts = [self._read(part) for part in np.split(tokens, ends, 1)]
+        parts = [self._read(part, self._bits) for part in np.split(tokens, ends, 1)]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return logits if self._places == list(range(self._rows)) else logits[self._places]
 
@@ -143,15 +144,15 @@ class DecoderTarget(Target):
         if self._takes_depths:
             options["decoder_position_ids"] = nodes.positions
         with _placed(self._tables, nodes.positions[0], self._committed) as found:
-            logits = self._read(tree.tokens[None], **options)
+            logits = self._read(tree.tokens[None], self._bits, **options)
         if not found and not self._takes_depths:
             raise UnsupportedModelError(f"{type(self._model).__name__} takes no positions for the nodes of a tree")
         return logits
 
-    def _read(self, tokens: IntArray, **options: Tensor) -> Tensor:
+    def _read(self, tokens: IntArray, bits: Bits, **options: Tensor) -> Tensor:
         """One pass over tokens `[rows, tokens]` behind those in the cache; logits `[rows, tokens, vocab]`."""
         # `serving` runs in inference mode. A cache that is returned must be usable outside of it.
-        with torch.inference_mode(not self._keeps), torch.no_grad():
+        with torch.inference_mode(not self._keeps), torch.no_grad(), self._linears.running(bits):
             output = self._model(
                 decoder_input_ids=torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(self._device),
                 encoder_outputs=self._outputs,
@@ -159,6 +160,7 @@ class DecoderTarget(Target):
                 use_cache=True,
                 **{CACHE: self._past, **options},
             )
+        self.is_cold |= self._linears.has_packed
         logits: Tensor = output.logits
         return logits
 

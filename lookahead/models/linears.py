@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from operator import is_not
 from threading import local
+from time import perf_counter, thread_time
 from timeit import timeit
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ from lookahead.models.quantized import QuantizedLinear
 _LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
 _UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
-_MOST_ROWS = 128  # of float32 that the kernel of this package takes; it is made for few
+_MOST_ROWS = 128  # of float32 that are multiplied by packed weights; for more of them no weight is packed
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
 _CACHES = 1 << 26  # bytes that are read before each of them, so that weights come from memory
 _FEW_ROWS = (4, 16)  # of those products
@@ -212,7 +213,7 @@ def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: _Mod
     (bits, packs, fewest), weight = mode, layer._parameters["weight"]
     assert weight is not None
     if weight.dtype == torch.float32:  # fewer rows wait for the weight, which torch reads faster
-        return packed.weight(layer) if packs and rows >= fewest else None
+        return packed.weight(layer) if packs and fewest <= rows <= _MOST_ROWS else None
     if not packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
         return None
     if bits == "torch" or (bits != "alone" and rows > MAX_ROWS):
@@ -261,7 +262,7 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Pack
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
-                return lay_out(weight, _LAYOUTS[ways[0]], _MOST_ROWS if ways[0] == "own" else sys.maxsize)
+                return lay_out(weight, _LAYOUTS[ways[0]], _MOST_ROWS)
             layout, most = best_layout(weight, bias, bits, ways)
             if not most:
                 return None
@@ -317,8 +318,10 @@ def faster_ways(
             except (AttributeError, RuntimeError):  # torch was built without oneDNN
                 continue
         seconds, others = dict[str, float](), torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
+        # Time of other processes does not count. On Windows the clock of a thread is too coarse.
+        clock = thread_time if threads == 1 and os.name == "posix" else perf_counter
         for way, product in products.items():
             calls = [partial(product, x[:count], None) for _ in range(_TRIALS) for count in rows]
-            taken = [timeit(call, others.sum, number=1) for call in calls]
+            taken = [timeit(call, others.sum, timer=clock, number=1) for call in calls]
             seconds[way] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
     return tuple(way for way in sorted(seconds, key=seconds.__getitem__) if seconds[way] < gain * seconds["torch"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
@@ -11,11 +12,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
-from lookahead.drafting.tree import TokenTree
+from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory
+from lookahead.models.cache import CACHE
 from lookahead.models.encoder_decoder import DecoderTarget, encode
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import keeps_bits
@@ -189,7 +191,7 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     is_batch = shape == "trees" and not model.config.is_encoder_decoder
     texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if is_batch else 1]
     if model.config.is_encoder_decoder:
-        target: Target = DecoderTarget(model, encode(model, [np.array(tokens, np.int32)]))
+        target: Target = DecoderTarget(model, encode(model, [np.array(tokens, np.int32)]), packs=False)
     else:  # weights packed for the rows of a batch are of no use to later passes over one row
         target = Target(model, rows=len(texts), capacity=16, shape=shape, packs=False)
     with target.serving():
@@ -248,23 +250,31 @@ def _has_bits_of_single_tokens(model: PreTrainedModel, vocabulary: int) -> bool:
 
 
 def _has_bits_after(model: PreTrainedModel, vocabulary: int, step: int) -> bool:
-    """Compare one tree, behind a prompt of tokens that are `step` apart: every node of a chain, and a branch."""
+    """Compare one tree, behind a prompt of tokens that are `step` apart: every node of a chain, and a branch of it."""
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
     tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
-    target, plain = (Target(model, rows=1, capacity=64, is_bitwise=is_bitwise) for is_bitwise in (True, False))
-    with target.serving(), plain.serving():
+    target = Target(model, rows=1, capacity=64, is_bitwise=True)
+    with target.serving():
         target.prefill([prompt])
-        plain.prefill([prompt])
         scores = target.score([tree])[0]
-        for path in (range(_LONGEST + 1), [MAX_ROWS - 1]):
-            plain.cache.slots.lengths[0] = len(prompt) - 1 + tree.depths[path[0]]
-            for node in path:
-                alone = plain.score([TokenTree.root(int(tree.tokens[node]))])
-                if not torch.equal(alone[0, 0], scores[node]):
-                    return False
-                plain.commit(0, np.zeros(1, np.int32))
+    caches = [DynamicCache(config=model.config.get_text_config())]
+    _own_pass(model, prompt, caches[0])
+    caches[0].crop(-1)
+    caches.append(deepcopy(caches[0]))
+    branch = MAX_ROWS - 1
+    for path, cache in zip((range(_LONGEST + 1), [*range(tree.depths[branch]), branch]), caches, strict=True):
+        for node in path:
+            if not torch.equal(_own_pass(model, tree.tokens[node : node + 1], cache), scores[node]):
+                return False
     return True
+
+
+def _own_pass(model: Any, tokens: IntArray, cache: DynamicCache) -> Tensor:
+    """The logits after the last of some tokens, `[vocab]`, by the model's own pass behind what its cache holds."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(input_device(model))
+    logits: Tensor = model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits
+    return logits[0, -1]
 
 
 def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:

@@ -1,0 +1,104 @@
+"""Packed weights of a decoder behind an encoder: right tokens and bits, no useless copies, a choice by CPU time."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.drafting.tree import TokenTree
+from lookahead.models import linears, product_bits
+from lookahead.models.encoder_decoder import DecoderTarget, encode
+from lookahead.models.linears import faster_ways
+from lookahead.models.product_bits import Layout, Packed
+from lookahead.models.support import support_of
+from tests.support.families import ENCODER_DECODERS, build
+from tests.test_encoder_decoder import BATCH, NEW_TOKENS, ONE, READ, WANDERING, compare, generate
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small layers are packed too, and no product is measured."""
+    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("onednn",))
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_a_decoder_packs_the_weights_of_its_passes_and_none_that_read_the_input(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, packed, pack = ENCODER_DECODERS[name], [], linears._pack
+    more = {"max_position_embeddings": 160} if name == "Bart" else {}
+    monkeypatch.setattr(linears, "_pack", lambda weight, *rest: packed.append(weight.data_ptr()) or pack(weight, *rest))
+    long = {"input_ids": torch.randint(3, 101, (2, 140), generator=torch.Generator().manual_seed(0))}
+    once = {".encoder_attn.k_proj", ".encoder_attn.v_proj", ".EncDecAttention.k", ".EncDecAttention.v"}
+    one = {name: each[:1] for name, each in long.items()}
+    for inputs, options in ((one, WANDERING), (one, {"do_sample": True}), (long, WANDERING), (one, {"num_beams": 3})):
+        model: Any = build(replace(family, options={**family.options, **more}))
+        compare(model, inputs, "real", config=LookaheadConfig(pack=False), **options)
+        assert not packed
+        expected = generate(model, inputs, **options, return_dict_in_generate=True)
+        got: Any = generate(model, inputs, **options, return_dict_in_generate=True, custom_generate=lookahead.decode)
+        assert torch.equal(got.sequences, expected.sequences)
+        layers = {id(each): name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+        decoder = [each for each in model.get_decoder().modules() if id(each) in layers]
+        used = [each for each in decoder if not any(layers[id(each)].endswith(end) for end in once)]
+        assert sorted(packed) == sorted(each.weight.data_ptr() for each in (*used, model.lm_head))
+        packed.clear()
+
+
+def test_a_pass_that_packs_weights_is_no_measure_of_later_ones() -> None:
+    model = build(ENCODER_DECODERS["Bart"])
+    target = DecoderTarget(model, encode(model, [np.array(READ, np.int32)]))
+    with target.serving():
+        target.prefill([np.array([2], np.int32)])
+        cold = []
+        for _ in range(2):
+            target.score([TokenTree.from_parents([2, 9, 31], [0, 0, 1])])
+            cold.append(target.is_cold)
+    assert cold == [True, False]
+
+
+@pytest.mark.parametrize(("inputs", "bits"), [(ONE, "any"), (BATCH, "together")], ids=["one", "batch"])
+def test_passes_without_drafts_have_the_bits_of_generate_in_half_precision(
+    inputs: dict[str, torch.Tensor], bits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, run = [], linears.LinearScope.running
+    monkeypatch.setattr(linears.LinearScope, "running", lambda self, bits: seen.append(bits) or run(self, bits))
+    model = build(ENCODER_DECODERS["Bart"]).to(torch.bfloat16)
+    wanted = {**WANDERING, "return_dict_in_generate": True, "output_logits": True}
+    expected: Any = generate(model, inputs, **wanted)
+    support_of(model, shortest=1, max_length=NEW_TOKENS)
+    seen.clear()
+    config = LookaheadConfig(proposers=())
+    got: Any = generate(model, inputs, **wanted, custom_generate=lookahead.decode, lookahead_config=config)
+    assert seen == ["torch"] + [bits] * (NEW_TOKENS - 1)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert all(torch.equal(*pair) for pair in zip(got.logits, expected.logits, strict=True))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the clock of a thread is too coarse")
+def test_a_product_that_waits_for_other_processes_is_not_taken_for_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    results: dict[int, torch.Tensor] = {}
+
+    def lay_out(weight: torch.Tensor, layout: Layout) -> Packed:
+        def product(x: torch.Tensor, bias: None) -> torch.Tensor:
+            if len(x) not in results:
+                results[len(x)] = linear(x, weight)
+            time.sleep(0.02)
+            return results[len(x)]
+
+        return Packed(layout, product)
+
+    monkeypatch.setattr(linears, "lay_out", lay_out)
+    assert "onednn" in faster_ways.__wrapped__(torch.float32, 1)
