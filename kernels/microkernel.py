@@ -89,7 +89,8 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
                 [builder.load(place, align=4) if kind == "fours" else ir.Constant(_VECTOR, None) for place in line]
                 for line in places
             ]
-        sums = _emit_sums(builder, emit_term, together, parts, begun, lefts, inner_step, right, column, right_step, terms)
+        matrices = lefts, inner_step, right, column, right_step
+        sums = _emit_sums(builder, emit_term, together, parts, begun, *matrices, terms)
         if kind == "bytes":
             last = builder.add(column, builder.mul(terms, right_step))
             steps = [_vector_at(builder, right, builder.add(last, _WHOLE(i * LANES))) for i in range(registers)]
@@ -248,10 +249,12 @@ def _emit_sums(
             [_spread(builder, builder.load(builder.gep(row, [builder.add(place, _WHOLE(part))]))) for place in places]
             for part in range(parts)
         ]
-        grown.append([
-            emit_term(builder, total, factors[i // len(registers)], each)
-            for i, (total, each) in enumerate(zip(totals, loaded, strict=True))
-        ])
+        grown.append(
+            [
+                emit_term(builder, total, factors[i // len(registers)], each)
+                for i, (total, each) in enumerate(zip(totals, loaded, strict=True))
+            ]
+        )
     following = builder.add(term, _WHOLE(together))
     builder.cbranch(builder.icmp_signed("<", following, terms), loop, after)
     begins = [_WHOLE(0), *(each for line in begun for each in line)]

@@ -46,7 +46,8 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
     """Attention of some nodes of a tree per row, each over the row's prompt and its own path.
 
     Args:
-        query: bfloat16 or float32 `[rows, width, heads, dim]`; the nodes of each tree that were not scored before, and padding.
+        query: bfloat16 or float32 `[rows, width, heads, dim]`; the nodes of each tree that were not scored before, and
+            padding.
         keys: Likewise `[rows, slots, kv_heads, dim]`, each row contiguous; the prompt, and behind it all nodes.
         values: Likewise, with the strides of the keys.
         nodes: int64 `[rows, 2, most nodes]`; the parents of the nodes of each tree, and their depths.

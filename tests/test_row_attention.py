@@ -74,7 +74,8 @@ def test_every_node_attends_over_its_own_path_alone(start, heads, kv_heads, dim)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (2, 1, 16)])
 def test_float32_is_as_close_as_torch(start, heads, kv_heads, dim):
     tree = tree_of(20, start)
-    tensors = [each.float() + 1e-4 * torch.randn(each.shape) for each in tensors_of(start + 20, 20, heads, kv_heads, dim)]
+    halves = tensors_of(start + 20, 20, heads, kv_heads, dim)
+    tensors = [each.float() + 1e-4 * torch.randn(each.shape) for each in halves]
     exact = one_by_one(*(each.double() for each in tensors), tree, start, 0)
     own, by_torch = by_rows(*tensors, tree, start), one_by_one(*tensors, tree, start, 0)
     assert (own - exact).abs().max() <= 2 * (by_torch - exact).abs().max() + 1e-6

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lookahead.kernels import layer_ops, row_attention
 from lookahead.kernels.jobs import Job, run_table, table_of
-from lookahead.kernels.packed_product import PackedWeight, product, prepared_rows
+from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
 from lookahead.models.cache import TreeCache
 from lookahead.models.exact_attention import Turns
 
