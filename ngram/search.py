@@ -61,16 +61,16 @@ class Search:
         [6, 7, 8, 5]
     """
 
-    __slots__ = ("_bounds", "_memory", "_rates", "_source", "_texts")
+    __slots__ = ("_bounds", "_known", "_texts")
 
     def __init__(
         self, texts: Sequence[Chains], rates: HitRates, memory: RecycledTable | None, bounds: tuple[int, int, int]
     ) -> None:
         self._texts = *texts, *(_NO_TEXT,) * (_MOST_TEXTS - len(texts))
-        self._rates, self._bounds = rates, bounds
-        self._memory = memory if memory is not None else _NO_MEMORY
-        # The bit of the memory, and its time: what it learned before is foreign.
-        self._source = len(texts), int(self._memory.now[0])
+        memory = memory if memory is not None else _NO_MEMORY
+        # With the bit of the memory, and its time: what it learned before is foreign.
+        self._known = (memory.entries, len(texts), int(memory.now[0])), (rates.table, rates.frequent)
+        self._bounds = bounds
 
     def grow(
         self,
@@ -81,37 +81,41 @@ class Search:
         is_chain: bool = False,  # only the likeliest candidate after each node is kept
     ) -> Trie:
         """A tree of continuations; its root alone if nothing was found."""
-        texts = tuple(text.state for text in self._texts)
-        rates, memory = (self._rates.table, self._rates.frequent), (self._memory.entries, *self._source)
-        tail = self._texts[0].tokens if context is None else context
-        options = (context is None, max(min_probability, _FLOOR), is_chain)
-        nodes = _grow(texts, memory, rates, self._bounds, tail, max_nodes, options)
-        tokens, parents, features, sources = (
-            nodes[name].astype(np.int32) for name in ("token", "parent", "feature", "sources")
-        )
-        return Trie(tokens, parents, nodes["prob"].astype(np.float32), features, sources)
+        first, second, third = self._texts
+        texts, own = (first.state, second.state, third.state), context is None
+        options = own, max(min_probability, _FLOOR), is_chain
+        found, probs = np.empty((4, max_nodes + 1), np.int32), np.empty(max_nodes + 1, np.float32)
+        size = _grow(texts, self._known, self._bounds, _NONE if context is None else context, options, found, probs)
+        tokens, parents, features, sources = found[:, :size]
+        return Trie(tokens, parents, probs[:size], features, sources)
 
 
 @njit(cache=True, error_model="numpy")
-def _grow(texts, memory, rates, bounds, tail, max_nodes, options):
-    """Find matches and grow a tree: `NODE`s by falling probability to be reached.
+def _grow(texts, known, bounds, context, options, found, probs):
+    """Find matches and grow a tree: nodes by falling probability to be reached; returns how many.
 
-    The whole search is compiled as one function: between functions the compiler counts references to arrays.
+    Fills `found`, of each node the token, parent, feature and sources, and `probs`. The whole search is compiled as one
+    function: between functions the compiler counts references to arrays.
     """
-    own, (shortest, longest, walked) = options[0], bounds
+    (memory, rates), own, (shortest, longest, walked) = known, options[0], bounds
+    tail = texts[0][0][: texts[0][3]] if own else context
     most = _MOST_TEXTS * walked + 1
     matches = np.empty(most, OCCURRENCE), np.empty((3, most), np.int64)
-    nodes = np.zeros(max_nodes + 1, NODE)
+    nodes, size = np.zeros(len(probs), NODE), 1
     nodes[0]["prob"] = nodes[0]["path_prob"] = 1.0
-    if tail.size == 0 or tail[-1] < 0:
-        return nodes[:1]
-    found = 0
-    for text in range(_MOST_TEXTS):
-        found = _find(texts[text], text, tail, bounds, matches, found)
-        if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches in other texts
-            bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
-    nodes[0]["token"], nodes[0]["stop"] = tail[-1], found
-    return nodes[: _add_nodes(texts, memory, rates, tail, options, matches, nodes)]
+    if tail.size > 0 and tail[-1] >= 0:
+        count = 0
+        for text in range(_MOST_TEXTS):
+            count = _find(texts[text], text, tail, bounds, matches, count)
+            if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches elsewhere
+                bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
+        nodes[0]["token"], nodes[0]["stop"] = tail[-1], count
+        size = _add_nodes(texts, memory, rates, tail, options, matches, nodes)
+    for at in range(size):
+        node = nodes[at]
+        found[0, at], found[1, at], probs[at] = node["token"], node["parent"], node["prob"]
+        found[2, at], found[3, at] = node["feature"], node["sources"]
+    return size
 
 
 @jit_inline

@@ -53,17 +53,21 @@ def merge(
     those of `lookahead.ngram.prune.select`: the likeliest path is 0, 1, 2, …, and committing it moves no KV. `sources`
     counts those of each proposer, at most 31 together; their bits are consecutive in the tree.
     """
-    offers = [(i, offer) for i, offer in enumerate(proposals) if offer is not None]
-    if not offers:
+    arrays, offers, ranges, first, end = [], [], [], 0, 0
+    for offer, count in zip(proposals, sources or [1] * len(proposals), strict=True):
+        begin = end
+        if offer is not None:
+            tokens, parents, probs, bits, required, _ = offer
+            end += len(tokens)
+            arrays.append((tokens, parents, probs, np.ones(len(tokens), np.int32) if bits is None else bits))
+            offers.append((len(tokens), required, first))
+        ranges.append(slice(begin, end))
+        first += count
+    if not arrays:
         return Draft(TokenTree.root(root), tuple(np.zeros(0, np.int32) for _ in proposals))
-    arrays = [(*each[:3], np.ones(len(each[0]), np.int32) if each[3] is None else each[3]) for _, each in offers]
-    firsts = np.cumsum([0, *(sources if sources is not None else (1,) * len(proposals))])
-    table = np.array([(len(each.tokens), each.required, firsts[i]) for i, each in offers])
-    joined = tuple(map(np.concatenate, zip(*arrays, strict=True)))
-    whole, path_probs, where = _merge(root, joined, table, limits, costs)
-    ends = np.cumsum([0 if offer is None else len(offer.tokens) for offer in proposals]).tolist()
-    placed = tuple(where[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
-    return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), placed, path_probs, whole[4])
+    offered = arrays[0] if len(arrays) == 1 else tuple(map(np.concatenate, zip(*arrays, strict=True)))
+    whole, path_probs, placed = _merge(root, offered, np.array(offers), (*limits,), costs)
+    return Draft(TokenTree(*whole[:4]), tuple([placed[each] for each in ranges]), path_probs, whole[4])
 
 
 class BatchValue(NamedTuple):
