@@ -64,7 +64,7 @@ class RecycledTable:
             )
         if skipped is None:
             skipped = np.zeros(nodes, np.bool_)
-        _store_tree(self.entries, self.now, before, parents, tokens, top, probs, skipped)
+        store_tree(self.entries, self.now, before, parents, tokens, top, probs, skipped)
 
 
 @jit_inline
@@ -131,7 +131,8 @@ def prob_of(stored):
 
 
 @njit(cache=True, error_model="numpy")
-def _store_tree(entries, now, before, parents, tokens, top, probs, skipped):
+def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
+    """The core of `RecycledTable.store`."""
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):
         if skipped[node]:

@@ -9,11 +9,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.acceptance import HitRates
+from lookahead.ngram.acceptance import HitRates, copied, count_hits
 from lookahead.ngram.candidates import MOST_OPTIONS, NODE, OCCURRENCE, score, split
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, find_matches
 from lookahead.ngram.inlining import jit_inline
-from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context
+from lookahead.ngram.recycled import ORDERS, TOP, RecycledTable, hash_context, store_tree
 
 _MOST_TEXTS = 3
 _FLOOR = 0.0001  # least probability of a node to be reached
@@ -36,7 +36,11 @@ class Trie(NamedTuple):
     sources: IntArray  # 0 for the root
 
 
+Verified = tuple[IntArray, IntArray, IntArray, NDArray[np.float32]]
+"""Parents and tokens of a tree, `[k]`, and the 8 likeliest tokens after each node with their chances, `[k, 8]`."""
+
 _NONE: IntArray = np.zeros(0, np.int32)
+NOT_VERIFIED: Verified = _NONE, _NONE, np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
 NO_CANDIDATES = Trie(_NONE, _NONE, np.zeros(0, np.float32), _NONE, _NONE)
 
 
@@ -61,7 +65,7 @@ class Search:
         [6, 7, 8, 5]
     """
 
-    __slots__ = ("_bounds", "_known", "_texts")
+    __slots__ = ("_bounds", "_known", "_learned", "_texts")
 
     def __init__(
         self, texts: Sequence[Chains], rates: HitRates, memory: RecycledTable | None, bounds: tuple[int, int, int]
@@ -70,6 +74,7 @@ class Search:
         memory = memory if memory is not None else _NO_MEMORY
         # With the bit of the memory, and its time: what it learned before is foreign.
         self._known = (memory.entries, len(texts), int(memory.now[0])), (rates.table, rates.frequent)
+        self._learned = rates.table, rates.prior, rates.frequent, memory.entries, memory.now
         self._bounds = bounds
 
     def grow(
@@ -88,6 +93,31 @@ class Search:
         size = _grow(texts, self._known, self._bounds, _NONE if context is None else context, options, found, probs)
         tokens, parents, features, sources = found[:, :size]
         return Trie(tokens, parents, probs[:size], features, sources)
+
+    def learn(self, trie: Trie, emitted: IntArray, before: IntArray, verified: Verified, placed: IntArray) -> None:
+        """Learn from a step: count the hits of candidates, and store the target's likeliest tokens.
+
+        Args:
+            trie: What was offered.
+            emitted: int32 `[n]`, the tokens of the step.
+            before: The tokens up to the root, the root included.
+            verified: The tree that the target read and its likeliest tokens; `NOT_VERIFIED` to store nothing.
+            placed: The node of that tree that each candidate became, 0 if it was left out; empty if none was offered.
+        """
+        _learn(self._learned, (trie.parents, trie.tokens, trie.features), emitted, before, verified, placed)
+
+
+@njit(cache=True, error_model="numpy")
+def _learn(learned, trie, emitted, before, verified, placed):
+    """The core of `Search.learn`; what follows copies from the row's own text is not stored."""
+    (table, prior, frequent, entries, now), (parents, candidates, features) = learned, trie
+    count_hits(table, prior, frequent, parents, candidates, features, emitted, True)
+    tree_parents, tokens, top, probs = verified
+    if tokens.size > 0:
+        skipped = np.zeros(tokens.size, np.bool_)
+        if placed.size > 0:  # copies are found in this text, and would mislead in another
+            skipped = copied(parents, candidates, features, placed, top[:, 0])
+        store_tree(entries, now, before, tree_parents, tokens, top, probs, skipped)
 
 
 @njit(cache=True, error_model="numpy")
