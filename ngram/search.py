@@ -91,8 +91,8 @@ class Search:
         options = own, max(min_probability, _FLOOR), is_chain
         found, probs = np.empty((4, max_nodes + 1), np.int32), np.empty(max_nodes + 1, np.float32)
         size = _grow(texts, self._known, self._bounds, _NONE if context is None else context, options, found, probs)
-        tokens, parents, features, sources = found[:, :size]
-        return Trie(tokens, parents, probs[:size], features, sources)
+        found = found[:, :size]
+        return Trie(found[0], found[1], probs[:size], found[2], found[3])
 
     def learn(self, trie: Trie, emitted: IntArray, before: IntArray, verified: Verified, placed: IntArray) -> None:
         """Learn from a step: count the hits of candidates, and store the target's likeliest tokens.

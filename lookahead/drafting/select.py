@@ -57,17 +57,18 @@ def merge(
     for offer, count in zip(proposals, sources or [1] * len(proposals), strict=True):
         begin = end
         if offer is not None:
-            tokens, parents, probs, bits, required, _ = offer
-            end += len(tokens)
-            arrays.append((tokens, parents, probs, np.ones(len(tokens), np.int32) if bits is None else bits))
-            offers.append((len(tokens), required, first))
+            size = len(offer.tokens)
+            arrays.append(offer[:4] if offer.sources is not None else (*offer[:3], np.ones(size, np.int32)))
+            offers.append((size, offer.required, first))
+            end += size
         ranges.append(slice(begin, end))
         first += count
     if not arrays:
         return Draft(TokenTree.root(root), tuple(np.zeros(0, np.int32) for _ in proposals))
     offered = arrays[0] if len(arrays) == 1 else tuple(map(np.concatenate, zip(*arrays, strict=True)))
     whole, path_probs, placed = _merge(root, offered, np.array(offers), (*limits,), costs)
-    return Draft(TokenTree(*whole[:4]), tuple([placed[each] for each in ranges]), path_probs, whole[4])
+    tree = TokenTree(whole[0], whole[1], whole[2], whole[3])
+    return Draft(tree, tuple([placed[each] for each in ranges]), path_probs, whole[4])
 
 
 class BatchValue(NamedTuple):
