@@ -115,6 +115,23 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[D
     return fitted
 
 
+@njit(cache=True)
+def count_by_source(sources, path_probs, path, count):
+    """Of each source its nodes, those of them on a path, and the sum of their path probabilities, float64 `[count, 3]`.
+
+    `sources` are those of a `TokenTree`, and the root has none.
+    """
+    counts = np.zeros((count, 3))
+    for source in range(count):
+        for node in range(len(sources)):
+            bit = sources[node] >> source & 1
+            counts[source, 0] += bit
+            counts[source, 2] += bit * path_probs[node]
+        for node in path:
+            counts[source, 1] += sources[node] >> source & 1
+    return counts
+
+
 @njit(cache=True, error_model="numpy")
 def _merge(root, offered, offers, limits, costs):
     """Tokens, parents, depths, sources, what is required, int32 `[5, nodes]`; path probabilities; where nodes went."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.proposal import IntArray
-from lookahead.drafting.select import Draft
+from lookahead.drafting.select import Draft, count_by_source
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
@@ -175,9 +175,8 @@ class Row:
         stats.drafted_tokens += drafted_tokens
         stats.accepted_tokens += len(result.path) - 1
         stats.expected_tokens += float(draft.path_probs.sum()) - 1.0
-        bits = (draft.tree.sources >> np.arange(len(sources))[:, None]) & 1  # by source and node; the root has none
-        counts = np.array([bits.sum(1), bits[:, result.path].sum(1), bits @ draft.path_probs]).T
-        for name, (drafted, accepted, expected) in zip(sources, counts.tolist(), strict=True):
+        counts = count_by_source(draft.tree.sources, draft.path_probs, result.path, len(sources)).tolist()
+        for name, (drafted, accepted, expected) in zip(sources, counts, strict=True):
             stats.forwards_by_source[name] += drafted > 0
             stats.drafted_by_source[name] += int(drafted)
             stats.accepted_by_source[name] += int(accepted)
