@@ -1,4 +1,4 @@
-"""Merge proposals into one draft, and size the drafts of a batch."""
+"""Merge proposals into one draft, size the drafts of a batch, and count their nodes by source."""
 
 from __future__ import annotations
 
