@@ -125,7 +125,7 @@ class HitRates:
 
         With `counts` the emitted tokens, int32 `[n]`, are counted too, to find the frequent ones.
         """
-        _learn(self.table, self.prior, self.frequent, parents, tokens, features, emitted, counts)
+        count_hits(self.table, self.prior, self.frequent, parents, tokens, features, emitted, counts)
 
 
 @njit(cache=True, error_model="numpy")
@@ -158,7 +158,8 @@ def hit_rate(table, feature):
 
 
 @njit(cache=True, error_model="numpy")
-def _learn(table, prior, frequent, parents, tokens, features, emitted, counts):
+def count_hits(table, prior, frequent, parents, tokens, features, emitted, counts):
+    """The core of `HitRates.learn`."""
     if counts:
         _count(frequent, emitted)
     nodes, hits = children_along(parents, tokens, emitted)

@@ -30,29 +30,24 @@ class Chains:
     newest position of each chain, 0 if it is empty; `links`, int32 `[capacity, LEVELS]`, the one before, 0 at its end.
     """
 
-    __slots__ = ("_arena", "_heads", "_length", "_links")
+    __slots__ = ("state",)
 
     def __init__(self, arena: IntArray, heads: IntArray, links: IntArray, length: int) -> None:
-        self._arena, self._heads, self._links, self._length = arena, heads, links, length
+        self.state = arena, heads, links, length  # as the compiled functions take them
 
     def __len__(self) -> int:
         """Entries of the arena in use: tokens, and one separator before each document."""
-        return self._length
+        return self.state[3]
 
     @property
     def tokens(self) -> IntArray:
         """The used part of the arena, int32 `[len(index)]`, `SEPARATOR` between documents; a read-only view."""
-        return self._arena[: self._length]
+        return self.state[0][: self.state[3]]
 
     @property
     def nbytes(self) -> int:
         """Memory of the arena, the links and the heads, in bytes."""
-        return self._arena.nbytes + self._links.nbytes + self._heads.nbytes
-
-    @property
-    def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
-        """Arena, heads, links and length, as the compiled functions take them."""
-        return self._arena, self._heads, self._links, self._length
+        return sum(each.nbytes for each in self.state[:3])
 
 
 class ChainIndex(Chains):
@@ -98,29 +93,31 @@ class ChainIndex(Chains):
 
     def end_document(self) -> None:
         """Close the open document. Tokens appended later belong to a new one."""
-        if self._arena[self._length - 1] != SEPARATOR:
+        if self.tokens[-1] != SEPARATOR:
             self._add(np.full(1, SEPARATOR, np.int32))
 
     def _add(self, new: IntArray) -> None:
         """Add tokens and link all but separators; where they do not fit, drop the oldest half or grow."""
-        if self._max_tokens is not None and self._length + new.size > self._max_tokens:
-            kept = max(0, min(self._length - 1, self._max_tokens // 2 - new.size))
-            self._arena[1 : kept + 1] = self._arena[self._length - kept : self._length].copy()
-            self._length = kept + 1
-            self._heads[:] = 0
-            _link(self._arena, self._heads, self._links, 1, self._length)
-        begin, end = self._length, self._length + new.size
-        if end > self._arena.size:
-            capacity = max(end, int(_GROWTH * self._arena.size))
-            more = np.zeros((capacity - self._arena.size, 1 + LEVELS), np.int32)
-            self._arena = np.append(self._arena, more[:, 0])
-            self._links = np.append(self._links, more[:, 1:], axis=0)
+        arena, heads, links, length = self.state
+        if self._max_tokens is not None and length + new.size > self._max_tokens:
+            kept = max(0, min(length - 1, self._max_tokens // 2 - new.size))
+            arena[1 : kept + 1] = arena[length - kept : length].copy()
+            length = kept + 1
+            heads[:] = 0
+            _link(arena, heads, links, 1, length)
+        begin, end = length, length + new.size
+        if end > arena.size:
+            capacity = max(end, int(_GROWTH * arena.size))
+            more = np.zeros((capacity - arena.size, 1 + LEVELS), np.int32)
+            arena = np.append(arena, more[:, 0])
+            links = np.append(links, more[:, 1:], axis=0)
             slots = 1 << (capacity.bit_length() - 1)
-            if slots > self._heads.shape[1]:
-                self._heads = np.zeros((LEVELS, slots), np.int32)
+            if slots > heads.shape[1]:
+                heads = np.zeros((LEVELS, slots), np.int32)
                 begin = 1  # all are linked anew
-        self._arena[self._length : end], self._length = new, end
-        _link(self._arena, self._heads, self._links, begin, end)
+        arena[length:end] = new
+        _link(arena, heads, links, begin, end)
+        self.state = arena, heads, links, end
 
 
 def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:

@@ -74,7 +74,7 @@ class Pool(Chains):
         """Whether size and modification time of the file are as when it was opened; if not, the pool is empty."""
         if self._is_intact and _version_of(self._descriptor) != self._version:
             self._is_intact = False
-            self._arena, self._heads, self._links, self._length = ChainIndex().state
+            self.state = ChainIndex().state
         return self._is_intact
 
     @classmethod

@@ -53,7 +53,6 @@ class RecycledTable:
         tokens: IntArray,  # `[k]`; that of the root is the last of `before`
         top: IntArray,  # `[k, 8]`, the target's likeliest tokens after each node
         probs: FloatArray,  # `[k, 8]`, their probabilities, highest first
-        skipped: NDArray[np.bool_] | None = None,  # `[k]`, True for nodes after which nothing is stored
     ) -> None:
         """Store the target's likeliest tokens after every node of a tree, under the last tokens up to the node."""
         nodes = tokens.size
@@ -62,9 +61,7 @@ class RecycledTable:
                 f"{nodes} tokens after {before.size} need as many parents and {TOP} successors each, got "
                 f"{parents.size} parents, successors of {top.shape} and probs of {probs.shape}"
             )
-        if skipped is None:
-            skipped = np.zeros(nodes, np.bool_)
-        _store_tree(self.entries, self.now, before, parents, tokens, top, probs, skipped)
+        store_tree(self.entries, self.now, before, parents, tokens, top, probs, np.zeros(nodes, np.bool_))
 
 
 @jit_inline
@@ -131,7 +128,8 @@ def prob_of(stored):
 
 
 @njit(cache=True, error_model="numpy")
-def _store_tree(entries, now, before, parents, tokens, top, probs, skipped):
+def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
+    """The core of `RecycledTable.store`; of `skipped` nodes, bool `[k]`, nothing is stored."""
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):
         if skipped[node]:

@@ -9,11 +9,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.acceptance import HitRates
+from lookahead.ngram.acceptance import HitRates, copied, count_hits
 from lookahead.ngram.candidates import MOST_OPTIONS, NODE, OCCURRENCE, score, split
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, find_matches
 from lookahead.ngram.inlining import jit_inline
-from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context
+from lookahead.ngram.recycled import ORDERS, TOP, RecycledTable, hash_context, store_tree
 
 _MOST_TEXTS = 3
 _FLOOR = 0.0001  # least probability of a node to be reached
@@ -36,7 +36,11 @@ class Trie(NamedTuple):
     sources: IntArray  # 0 for the root
 
 
+Verified = tuple[IntArray, IntArray, IntArray, NDArray[np.float32]]
+"""Parents and tokens of a tree, `[k]`, and the 8 likeliest tokens after each node with their chances, `[k, 8]`."""
+
 _NONE: IntArray = np.zeros(0, np.int32)
+NOT_VERIFIED: Verified = _NONE, _NONE, np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
 NO_CANDIDATES = Trie(_NONE, _NONE, np.zeros(0, np.float32), _NONE, _NONE)
 
 
@@ -61,16 +65,17 @@ class Search:
         [6, 7, 8, 5]
     """
 
-    __slots__ = ("_bounds", "_memory", "_rates", "_source", "_texts")
+    __slots__ = ("_bounds", "_known", "_learned", "_texts")
 
     def __init__(
         self, texts: Sequence[Chains], rates: HitRates, memory: RecycledTable | None, bounds: tuple[int, int, int]
     ) -> None:
         self._texts = *texts, *(_NO_TEXT,) * (_MOST_TEXTS - len(texts))
-        self._rates, self._bounds = rates, bounds
-        self._memory = memory if memory is not None else _NO_MEMORY
-        # The bit of the memory, and its time: what it learned before is foreign.
-        self._source = len(texts), int(self._memory.now[0])
+        memory = memory if memory is not None else _NO_MEMORY
+        # With the bit of the memory, and its time: what it learned before is foreign.
+        self._known = (memory.entries, len(texts), int(memory.now[0])), (rates.table, rates.frequent)
+        self._learned = rates.table, rates.prior, rates.frequent, memory.entries, memory.now
+        self._bounds = bounds
 
     def grow(
         self,
@@ -81,37 +86,66 @@ class Search:
         is_chain: bool = False,  # only the likeliest candidate after each node is kept
     ) -> Trie:
         """A tree of continuations; its root alone if nothing was found."""
-        texts = tuple(text.state for text in self._texts)
-        rates, memory = (self._rates.table, self._rates.frequent), (self._memory.entries, *self._source)
-        tail = self._texts[0].tokens if context is None else context
-        options = (context is None, max(min_probability, _FLOOR), is_chain)
-        nodes = _grow(texts, memory, rates, self._bounds, tail, max_nodes, options)
-        tokens, parents, features, sources = (
-            nodes[name].astype(np.int32) for name in ("token", "parent", "feature", "sources")
-        )
-        return Trie(tokens, parents, nodes["prob"].astype(np.float32), features, sources)
+        first, second, third = self._texts
+        texts, own = (first.state, second.state, third.state), context is None
+        options = own, max(min_probability, _FLOOR), is_chain
+        found, probs = np.empty((4, max_nodes + 1), np.int32), np.empty(max_nodes + 1, np.float32)
+        size = _grow(texts, self._known, self._bounds, _NONE if context is None else context, options, found, probs)
+        found = found[:, :size]
+        return Trie(found[0], found[1], probs[:size], found[2], found[3])
+
+    def learn(self, trie: Trie, emitted: IntArray, before: IntArray, verified: Verified, placed: IntArray) -> None:
+        """Learn from a step: count the hits of candidates, and store the target's likeliest tokens.
+
+        Args:
+            trie: What was offered.
+            emitted: int32 `[n]`, the tokens of the step.
+            before: The tokens up to the root, the root included.
+            verified: The tree that the target read and its likeliest tokens; `NOT_VERIFIED` to store nothing.
+            placed: The node of that tree that each candidate became, 0 if it was left out; empty if none was offered.
+        """
+        _learn(self._learned, (trie.parents, trie.tokens, trie.features), emitted, before, verified, placed)
 
 
 @njit(cache=True, error_model="numpy")
-def _grow(texts, memory, rates, bounds, tail, max_nodes, options):
-    """Find matches and grow a tree: `NODE`s by falling probability to be reached.
+def _learn(learned, trie, emitted, before, verified, placed):
+    """The core of `Search.learn`; what follows copies from the row's own text is not stored."""
+    (table, prior, frequent, entries, now), (parents, candidates, features) = learned, trie
+    count_hits(table, prior, frequent, parents, candidates, features, emitted, True)
+    tree_parents, tokens, top, probs = verified
+    if tokens.size > 0:
+        skipped = np.zeros(tokens.size, np.bool_)
+        if placed.size > 0:  # copies are found in this text, and would mislead in another
+            skipped = copied(parents, candidates, features, placed, top[:, 0])
+        store_tree(entries, now, before, tree_parents, tokens, top, probs, skipped)
 
-    The whole search is compiled as one function: between functions the compiler counts references to arrays.
+
+@njit(cache=True, error_model="numpy")
+def _grow(texts, known, bounds, context, options, found, probs):
+    """Find matches and grow a tree: nodes by falling probability to be reached; returns how many.
+
+    Fills `found`, of each node the token, parent, feature and sources, and `probs`. The whole search is compiled as one
+    function: between functions the compiler counts references to arrays.
     """
-    own, (shortest, longest, walked) = options[0], bounds
+    (memory, rates), own, (shortest, longest, walked) = known, options[0], bounds
+    tail = texts[0][0][: texts[0][3]] if own else context
     most = _MOST_TEXTS * walked + 1
     matches = np.empty(most, OCCURRENCE), np.empty((3, most), np.int64)
-    nodes = np.zeros(max_nodes + 1, NODE)
+    nodes, size = np.zeros(len(probs), NODE), 1
     nodes[0]["prob"] = nodes[0]["path_prob"] = 1.0
-    if tail.size == 0 or tail[-1] < 0:
-        return nodes[:1]
-    found = 0
-    for text in range(_MOST_TEXTS):
-        found = _find(texts[text], text, tail, bounds, matches, found)
-        if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches in other texts
-            bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
-    nodes[0]["token"], nodes[0]["stop"] = tail[-1], found
-    return nodes[: _add_nodes(texts, memory, rates, tail, options, matches, nodes)]
+    if tail.size > 0 and tail[-1] >= 0:
+        count = 0
+        for text in range(_MOST_TEXTS):
+            count = _find(texts[text], text, tail, bounds, matches, count)
+            if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches elsewhere
+                bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
+        nodes[0]["token"], nodes[0]["stop"] = tail[-1], count
+        size = _add_nodes(texts, memory, rates, tail, options, matches, nodes)
+    for at in range(size):
+        node = nodes[at]
+        found[0, at], found[1, at], probs[at] = node["token"], node["parent"], node["prob"]
+        found[2, at], found[3, at] = node["feature"], node["sources"]
+    return size
 
 
 @jit_inline

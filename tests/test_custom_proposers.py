@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, ProposerError, UnsupportedModelError
+from lookahead.drafting import select
 from lookahead.drafting.proposal import Call, Draws, Feedback, IntArray, Proposal, Proposer
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "proposers.md"
@@ -92,6 +94,23 @@ def the_example() -> Any:
     names: dict[str, Any] = {}
     exec(compile(code, str(GUIDE), "exec"), names)
     return names["Bigrams"]
+
+
+def test_arrays_of_any_layout_are_merged_without_another_compilation(
+    looping_llama: PreTrainedModel, ids: torch.Tensor
+) -> None:
+    def strided(row: int, text: list[int], most: int) -> Proposal:
+        arrays = [np.repeat(each, 2)[::2] for each in tree([text[-1], 1, 2], [0, 0, 1])[:3]]
+        for each in arrays:
+            each.flags.writeable = False
+        return Proposal(*arrays)
+
+    compiled = []
+    for offer in (lambda row, text, most: tree([text[-1], 1, 2], [0, 0, 1]), strided):
+        config = LookaheadConfig(proposers=(Maker(partial(Recorder, offer=offer)),), **FIXED)
+        assert torch.equal(decode(looping_llama, config, input_ids=ids), plain(looping_llama, input_ids=ids))
+        compiled.append(len(select._merge.signatures))
+    assert compiled[0] == compiled[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.drafting.proposal import Proposal
-from lookahead.drafting.select import merge
+from lookahead.drafting.select import count_by_source, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.prune import Limits
 
@@ -130,3 +130,11 @@ def test_a_chain_is_the_likeliest_child_of_the_likeliest_child(offers, budget, m
         siblings = {other[-1]: chance[other] for other in chance if other[:-1] == path and len(other) == len(path) + 1}
         assert siblings[token] == max(siblings.values()) > 0
         path = (*path, token)
+
+
+def test_nodes_count_for_every_source_that_offered_them() -> None:
+    draft = merge(ROOT, [chain(1, 2), chain(1, 3, p=0.25)], Limits(9, 9), sources=[1, 1])
+    assert draft.tree.tokens.tolist() == [ROOT, 1, 2, 3] and draft.tree.sources.tolist() == [0, 3, 1, 2]
+    path = np.array([0, 1, 3], np.int32)
+    counted = count_by_source(draft.tree.sources, draft.path_probs, path, 2)
+    assert counted.tolist() == [[2, 1, 0.5 + 0.25], [2, 2, 0.5 + 0.125]]

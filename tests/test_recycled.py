@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.memory_file import MemoryHeader, Records, aged, read_memory, records_of, table_of
-from lookahead.ngram.recycled import RecycledTable
+from lookahead.ngram.recycled import RecycledTable, store_tree
 from lookahead.proposers.file_memory import EMPTY, merge_into
 from lookahead.proposers.ngram import Memory, NgramProposer
 from tests.support.index_queries import find_recycled, grow_trie
@@ -80,7 +80,8 @@ def test_nothing_is_kept_after_nodes_that_are_skipped():
     table, tokens = RecycledTable(contexts=64), np.array([1, 2, 3], np.int32)
     top, chances = np.tile(np.arange(8, dtype=np.int32), (3, 1)), np.full((3, 8), 0.1, np.float32)
     skipped = np.array([False, True, False])
-    table.store(tokens[:1], np.array([0, 0, 1], np.int32), tokens, top, chances, skipped)
+    parents = np.array([0, 0, 1], np.int32)
+    store_tree(table.entries, table.now, tokens[:1], parents, tokens, top, chances, skipped)
     assert [find_recycled(table, tokens[: n + 1])[0] for n in range(3)] == [1, 0, 3]
 
 

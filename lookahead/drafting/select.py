@@ -1,4 +1,4 @@
-"""Merge proposals into one draft, and size the drafts of a batch."""
+"""Merge proposals into one draft, size the drafts of a batch, and count their nodes by source."""
 
 from __future__ import annotations
 
@@ -53,17 +53,22 @@ def merge(
     those of `lookahead.ngram.prune.select`: the likeliest path is 0, 1, 2, …, and committing it moves no KV. `sources`
     counts those of each proposer, at most 31 together; their bits are consecutive in the tree.
     """
-    offers = [(i, offer) for i, offer in enumerate(proposals) if offer is not None]
-    if not offers:
+    arrays, offers, ranges, first, end = [], [], [], 0, 0
+    for offer, count in zip(proposals, sources or [1] * len(proposals), strict=True):
+        begin = end
+        if offer is not None:
+            size = len(offer.tokens)
+            arrays.append(offer[:4] if offer.sources is not None else (*offer[:3], np.ones(size, np.int32)))
+            offers.append((size, offer.required, first))
+            end += size
+        ranges.append(slice(begin, end))
+        first += count
+    if not arrays:
         return Draft(TokenTree.root(root), tuple(np.zeros(0, np.int32) for _ in proposals))
-    arrays = [(*each[:3], np.ones(len(each[0]), np.int32) if each[3] is None else each[3]) for _, each in offers]
-    firsts = np.cumsum([0, *(sources if sources is not None else (1,) * len(proposals))])
-    table = np.array([(len(each.tokens), each.required, firsts[i]) for i, each in offers])
-    joined = tuple(map(np.concatenate, zip(*arrays, strict=True)))
-    whole, path_probs, where = _merge(root, joined, table, limits, costs)
-    ends = np.cumsum([0 if offer is None else len(offer.tokens) for offer in proposals]).tolist()
-    placed = tuple(where[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
-    return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), placed, path_probs, whole[4])
+    offered = arrays[0] if len(arrays) == 1 else tuple(map(np.concatenate, zip(*arrays, strict=True)))
+    whole, path_probs, placed = _merge(root, offered, np.array(offers), (*limits,), costs)
+    tree = TokenTree(whole[0], whole[1], whole[2], whole[3])
+    return Draft(tree, tuple([placed[each] for each in ranges]), path_probs, whole[4])
 
 
 class BatchValue(NamedTuple):
@@ -108,6 +113,23 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[D
         placed = tuple(place[where] for where in draft.placed)
         fitted.append(Draft(cut, placed, draft.path_probs[keep], draft.required[keep]))
     return fitted
+
+
+@njit(cache=True)
+def count_by_source(sources, path_probs, path, count):
+    """Of each source its nodes, those of them on a path, and the sum of their path probabilities, float64 `[count, 3]`.
+
+    `sources` are those of a `TokenTree`, and the root has none.
+    """
+    counts = np.zeros((count, 3))
+    for source in range(count):
+        for node in range(len(sources)):
+            bit = sources[node] >> source & 1
+            counts[source, 0] += bit
+            counts[source, 2] += bit * path_probs[node]
+        for node in path:
+            counts[source, 1] += sources[node] >> source & 1
+    return counts
 
 
 @njit(cache=True, error_model="numpy")

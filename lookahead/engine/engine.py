@@ -1,4 +1,4 @@
-"""The decoding loop: plan, draft, score, verify, commit, observe, record, retire."""
+"""The decoding loop: plan, draft, score, verify and commit, observe, record, retire."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from torch import Tensor
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
-from lookahead.drafting.proposal import Call, Proposer
-from lookahead.drafting.select import Draft
+from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, question_of
+from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
-from lookahead.engine.drafter import NO_NODES, TreeDrafter
 from lookahead.engine.row import Row, StepOutput
 from lookahead.models.cache import RowStates
 from lookahead.models.model_state import state_of
 from lookahead.models.target import OnPrefill, Target
 from lookahead.models.tensor_parallel import tensor_parallel_group
+from lookahead.ngram.prune import FREE, Limits
+from lookahead.proposers.validated import ValidatedProposer
 from lookahead.verification.exact import Scores, read_scores
+from lookahead.verification.rejection import RejectionRounds
+
+NO_NODES = np.zeros(0, np.int32)
 
 
 class Engine:
@@ -49,16 +53,21 @@ class Engine:
         keep_cache: bool = False,
         isolates: bool = False,
     ) -> None:
-        self._target, self._controller = target, controller
+        self._target, self._proposers, self._controller = target, proposers, controller
+        self._config, self._call = config, call
         self._ensemble = tensor_parallel_group(call.model)  # only the leading process has proposers and a controller
         # Proposers and controller may learn together with other engines on other threads. Passes and verification run
         # without the lock, so that threads that share a model decode side by side.
         self._learning = state_of(call.model).learned.lock
         self._unsized = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
-        node_positions = target.positions if target.counts_nodes else None
-        self._drafter = TreeDrafter(proposers, controller, config, call, node_positions=node_positions)
-        self.sources = self._drafter.sources
-        self._by_rejection = call.by_rejection
+        self._questions = [question_of(proposer) for proposer in proposers]
+        self._max_proposed = config.node_budget // (len(proposers) or 1) if call.by_rejection else config.node_budget
+        self._source_counts = [len(proposer.sources) for proposer in proposers]
+        self.sources = [name for proposer in proposers for name in proposer.sources]  # by their bits in a tree
+        self._readers = [each for each in proposers if isinstance(each, ValidatedProposer) and each.hidden_layers]
+        self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
+        self._needs_top = any(proposer.needs_top for proposer in proposers)
+        self._rounds: list[RejectionRounds] = []  # of every row, for acceptance by rejection
         self._by_typicality = config.acceptance == "typical" and call.warp is not None
         self._keep_cache, self._isolates = keep_cache, isolates
         self.kept: dict[int, list[RowStates]] = {}
@@ -101,7 +110,9 @@ class Engine:
         with self._learning:
             for row in rows:
                 row.slot = self._free_slots.pop()
-                self._drafter.start(row)
+                text = np.concatenate((row.inputs, row.text))  # the n-grams of a summary are in what the encoder read
+                for proposer in self._proposers:
+                    proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
             self._begun += len(rows)
             if self._begun > 0 and self._controller is not None:
                 self._controller.rule.begin_output()
@@ -109,14 +120,14 @@ class Engine:
         first, slots = self.cache.slots.active, self.cache.slots
         slots.active += len(rows)
         self._rows += rows
-        self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
+        self._target.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
         logits = self._target.prefill([row.text for row in rows], first)
         for row in rows:
             row.is_bitwise = self._target.is_bitwise
-        drafts, scores = self._drafter.bare(rows), read_scores(logits, with_top=self._drafter.needs_top)
+        drafts, scores = self._bare(rows), read_scores(logits, with_top=self._needs_top)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:
-            self._drafter.observe(rows, results, scores, self._target)
+            self._observe(rows, results, scores)
             outputs = self._retire(results, first)
         now = time.perf_counter()
         for row in rows:
@@ -137,13 +148,13 @@ class Engine:
             if self._controller is not None:
                 context = max([row.length for row in self._rows])
                 plan = self._controller.plan(left, context, is_refilled=is_refilled)
-            drafts = self._drafter.draft(self._rows, left, plan)
+            drafts = self._draft(left, plan)
         drafted = time.perf_counter()
         drafts, logits, scores, nodes = self._score(drafts, plan)
         results = self._verify(drafts, logits, scores)
         with self._learning:
             verified = time.perf_counter()
-            self._drafter.observe(self._rows, results, scores, self._target)
+            self._observe(self._rows, results, scores)
             now = time.perf_counter()
             for row in self._rows:
                 row.stats.decode_s = now - row.prefilled
@@ -154,6 +165,45 @@ class Engine:
                 self._controller.record(plan, record)
             return self._retire(results)
 
+    def _draft(self, left: Sequence[int], plan: StepPlan) -> list[Draft]:
+        """One tree per row, as large as the plan pays for; the last token alone where drafting is off.
+
+        `left` are the tokens that each row may still emit.
+        """
+        rows, by_rejection, target = self._rows, self._call.by_rejection, self._target
+        if not plan.drafts:
+            return self._bare(rows)
+        sizes = [plan.max_nodes] * len(rows)
+        if target.counts_nodes and target.positions is not None:  # of a model that counts nodes, not depths
+            sizes = [min(plan.max_nodes, row.positions_left(target.positions)) for row in rows]
+        is_chain, least = self._call.is_chain and not by_rejection, self._config.min_probability
+        plan_costs = FREE if by_rejection else plan.costs
+        costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
+        asked = [ask([row.slot for row in rows], self._max_proposed) for ask in self._questions]
+        proposed: list[tuple[Proposal | None, ...]] = list(zip(*asked, strict=True))
+        drafts = [
+            merge(
+                row.last_token, proposals, Limits(size, tokens - 1, least, is_chain, plan.worth),
+                sources=self._source_counts, costs=costs,
+            )
+            for row, proposals, size, tokens in zip(rows, proposed, sizes, left, strict=True)
+        ]  # fmt: skip
+        if by_rejection:
+            pairs = zip(proposed, drafts, strict=True)
+            self._rounds = [RejectionRounds(proposals, draft.placed) for proposals, draft in pairs]
+        if self._controller is None or not len(plan_costs):
+            return drafts
+        if len(rows) > 1:
+            drafts = fit(drafts, plan_costs, plan.value)
+        if all(len(draft.tree.tokens) == 1 for draft in drafts) or self._controller.accepts(plan, drafts):
+            return drafts
+        return [draft.bare() for draft in drafts]
+
+    def _bare(self, rows: Sequence[Row]) -> list[Draft]:
+        """The last token of every row alone; no proposer is asked."""
+        self._rounds = [RejectionRounds((), ()) for _ in rows] if self._call.by_rejection else []
+        return [Draft(TokenTree.root(row.last_token), (NO_NODES,) * len(self._proposers)) for row in rows]
+
     def _score(self, drafts: list[Draft], plan: StepPlan) -> tuple[list[Draft], Tensor, Scores, int]:
         """One pass over all trees: the drafts that were scored, logits, what was read of them, nodes of the pass.
 
@@ -162,10 +212,10 @@ class Engine:
         """
         if self._ensemble is not None:
             drafts = self._ensemble.agree(drafts)
-        self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
+        self._target.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
         logits = self._target.score([draft.tree for draft in drafts])
-        needs_top = self._drafter.needs_top and plan.drafts
-        needs_argmax = self._drafter.needs_argmax or plan.branch is not None
+        needs_top = self._needs_top and plan.drafts
+        needs_argmax = self._needs_argmax or plan.branch is not None
         scores, nodes = Scores(NO_NODES), logits.shape[1]
         # On a GPU reading is also what waits for the pass, so that its time is known.
         is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)
@@ -173,8 +223,8 @@ class Engine:
             scores = read_scores(logits, with_top=needs_top)
         if nodes > 1:
             wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()
-            if wrong.any() and any(wrong[i, : len(draft.tree)].any() for i, draft in enumerate(drafts)):
-                drafts = self._drafter.bare(self._rows)
+            if wrong.any() and any(wrong[i, : len(draft.tree.tokens)].any() for i, draft in enumerate(drafts)):
+                drafts = self._bare(self._rows)
                 for i in range(len(drafts)):
                     self.cache.wipe(i, int(self.cache.slots.lengths[i]))
                 logits = self._target.score([draft.tree for draft in drafts])
@@ -191,7 +241,7 @@ class Engine:
             results = self._walk_aligned(drafts, logits, scores)
         for i in range(len(results), len(drafts)):
             row = self._rows[first + i]
-            pick = self._drafter.rounds[i].choose if self._by_rejection else None
+            pick = self._rounds[i].choose if self._call.by_rejection else None
             try:
                 argmax = scores.argmax[i] if len(scores.argmax) else scores.argmax
                 results.append(row.verify(drafts[i], logits[i], argmax, pick, is_typical=self._by_typicality))
@@ -226,6 +276,23 @@ class Engine:
             for row, tokens, draft in zip(self._rows, emitted, drafts, strict=True)
         ]
 
+    def _observe(self, rows: Sequence[Row], results: Sequence[StepOutput], scores: Scores) -> None:
+        """Let the proposers learn from a step of all rows of the pass."""
+        hidden, prompts = self._target.hidden, self._target.prompt_hidden
+        for at, (row, result) in enumerate(zip(rows, results, strict=True)):
+            draft = result.draft
+            if draft is None or result.error is not None:
+                continue
+            nodes, top = len(draft.tree.tokens), None
+            if scores.top is not None and scores.probabilities is not None:
+                top = Top(draft.tree, scores.top[at, :nodes], scores.probabilities[at, :nodes])
+            argmax = scores.argmax[at, :nodes] if len(scores.argmax) else NO_NODES
+            states = {layer: each[at, :nodes] for layer, each in hidden.items()} if hidden else {}
+            feedback = Feedback(result.tokens, result.path, argmax, top, states, prompts[at] if prompts else {})
+            for proposer, placed in zip(self._proposers, draft.placed, strict=True):
+                proposer.observe(row.slot, feedback, placed)
+        prompts.clear()
+
     def _retire(self, results: list[StepOutput], first: int = 0) -> list[StepOutput]:
         """Take out the rows from `first` on that ended."""
         for i in reversed(range(len(results))):
@@ -239,7 +306,8 @@ class Engine:
     def _remove(self, i: int) -> None:
         """Take a row out, the last active row filling the gap, in the target as in the engine."""
         row = self._rows[i]
-        self._drafter.finish(row)
+        for proposer in self._proposers:
+            proposer.finish(row.slot)
         self._free_slots.append(row.slot)
         if self._keep_cache:
             self.kept[row.index] = self.cache.take(i)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.proposal import IntArray
-from lookahead.drafting.select import Draft
+from lookahead.drafting.select import Draft, count_by_source
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
@@ -70,7 +70,7 @@ class Row:
     ) -> None:
         self.index, self.padding, self.place, self.device = index, padding, place, device
         self.chooser, self.stopping = chooser, stopping
-        self.length = len(ids)
+        self.length, self.last_token = len(ids), int(ids[-1])
         self.ids = np.array(ids, np.int64)  # grows as it emits: the limit may be any number
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
         self.slot = self.emitted = 0  # its number among the rows of its engine, and tokens
@@ -83,11 +83,6 @@ class Row:
     def text(self) -> IntArray:
         """Its ids without padding, int32 `[tokens]`."""
         return np.ascontiguousarray(self.ids[self.padding : self.length], np.int32)
-
-    @property
-    def last_token(self) -> int:
-        """Its newest token."""
-        return int(self.ids[self.length - 1])
 
     @property
     def tokens(self) -> int:
@@ -116,11 +111,12 @@ class Row:
                 `model.generate`.
             is_typical: Whether what the target finds likely enough is accepted, which is lossy.
         """
-        room = self.length + len(draft.tree)
+        nodes = len(draft.tree.tokens)
+        room = self.length + nodes
         if room > self.ids.size:
             self.ids = np.resize(self.ids, 2 * room)
         typical: Walk = {}
-        if is_typical and len(draft.tree) > 1:
+        if is_typical and nodes > 1:
             typical = longest_typical(draft.tree, partial(self._chances_after, draft.tree, logits))
 
         def choose(node: int) -> int:
@@ -142,7 +138,7 @@ class Row:
         """Add a token to the ids; returns whether the output ends with it."""
         if token < 0:
             raise not_a_number(self.index, self.emitted)
-        self.ids[self.length] = token
+        self.ids[self.length] = self.last_token = token
         self.length += 1
         self.emitted += 1
         rule, scores = self.stopping, self.chooser.scores[self.place]
@@ -179,9 +175,8 @@ class Row:
         stats.drafted_tokens += drafted_tokens
         stats.accepted_tokens += len(result.path) - 1
         stats.expected_tokens += float(draft.path_probs.sum()) - 1.0
-        bits = (draft.tree.sources >> np.arange(len(sources))[:, None]) & 1  # by source and node; the root has none
-        counts = np.array([bits.sum(1), bits[:, result.path].sum(1), bits @ draft.path_probs]).T
-        for name, (drafted, accepted, expected) in zip(sources, counts.tolist(), strict=True):
+        counts = count_by_source(draft.tree.sources, draft.path_probs, result.path, len(sources)).tolist()
+        for name, (drafted, accepted, expected) in zip(sources, counts, strict=True):
             stats.forwards_by_source[name] += drafted > 0
             stats.drafted_by_source[name] += int(drafted)
             stats.accepted_by_source[name] += int(accepted)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
-from lookahead.ngram.acceptance import HitRates, copied
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex, Chains
 from lookahead.ngram.pool_file import Pool
-from lookahead.ngram.recycled import ORDERS, RecycledTable
-from lookahead.ngram.search import NO_CANDIDATES, Search, Trie
+from lookahead.ngram.recycled import RecycledTable
+from lookahead.ngram.search import NO_CANDIDATES, NOT_VERIFIED, Search, Trie
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
 _MAX_LINKS = 32  # walked in each text
@@ -97,14 +97,10 @@ class NgramProposer(Proposer):
         """Count the hits of candidates, store the target's likeliest tokens, and index the emitted tokens."""
         state = self._rows[row]
         trie, state.offered = state.offered, NO_CANDIDATES
-        self._rates.learn(trie.parents, trie.tokens, trie.features, feedback.tokens, counts=True)
-        if self._recycled is not None and feedback.top is not None:
-            tree, top, skipped = feedback.top.tree, feedback.top, None
-            if placed.size:
-                # Copies from this text are found in it, and would mislead in another text.
-                skipped = copied(trie.parents, trie.tokens, trie.features, placed, top.tokens[:, 0])
-            before = state.text.tokens[-ORDERS:]
-            self._recycled.store(before, tree.parents, tree.tokens, top.tokens, top.probabilities, skipped)
+        verified, top = NOT_VERIFIED, feedback.top
+        if self._recycled is not None and top is not None:
+            verified = top.tree.parents, top.tree.tokens, top.tokens, top.probabilities
+        state.search.learn(trie, feedback.tokens, state.text.tokens, verified, placed)
         state.text.append(feedback.tokens)
 
     def finish(self, row: int) -> None:

@@ -133,12 +133,17 @@ class ValidatedProposer(BatchProposer):
         offers = self._ask_rows(known, max_nodes)
         if len(offers) != len(known):
             raise ProposerError(f"the proposer {self._name} gave {len(offers)} proposals for {len(known)} rows")
+        offered: dict[int, Proposal] = {}
         for row, offer in zip(known, offers, strict=True):
-            if offer is not None and (fault := self._fault(row, offer, max_nodes)):
+            if offer is None:
+                continue
+            if fault := self._fault(row, offer, max_nodes):
                 raise ProposerError(f"the proposer {self._name} gave a proposal for row {row} {fault}")
+            # What merges it would be compiled anew for views that are strided or read-only.
+            fields: list[Any] = [np.require(x, None, ["C", "W"]) if isinstance(x, np.ndarray) else x for x in offer]
+            offered[row] = Proposal(*fields)
         self._spent_s = time.perf_counter() - begin
         self._unasked.update(dict.fromkeys(known, 0))
-        offered = dict(zip(known, offers, strict=True))
         return [offered.get(row) for row in rows]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead import LookaheadConfig
-from lookahead.engine.drafter import TreeDrafter
 from lookahead.engine.engine import Engine
 from lookahead.generation.hf import prepare
 from lookahead.models.target import Target
@@ -39,15 +38,15 @@ DEVICES: dict[str, Cost] = {
 def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
     """Let engines read a clock that goes on by what their passes and their drafts cost on a device."""
     now = [0.0]
-    score, draft = Target.score, TreeDrafter.draft
+    score, draft = Target.score, Engine._draft
 
     def timed_score(self: Target, trees: Any, *scored: Any) -> torch.Tensor:
         now[0] += cost(max(len(tree) for tree in trees))
         return score(self, trees, *scored)
 
-    def timed_draft(self: TreeDrafter, rows: Any, left: Any, plan: Any) -> Any:
+    def timed_draft(self: Engine, left: Any, plan: Any) -> Any:
         now[0] += host * plan.drafts
-        return draft(self, rows, left, plan)
+        return draft(self, left, plan)
 
     class Clock:
         @staticmethod
@@ -58,7 +57,7 @@ def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
         patch("lookahead.engine.engine.time", Clock),
         patch("lookahead.proposers.jacobi.time", Clock),
         patch.object(Target, "score", timed_score),
-        patch.object(TreeDrafter, "draft", timed_draft),
+        patch.object(Engine, "_draft", timed_draft),
     ):
         yield
 
