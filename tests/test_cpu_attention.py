@@ -147,7 +147,7 @@ def test_the_kernel_is_chosen_where_it_pays_and_torchs_attention_elsewhere():
     assert fits() and fits(dtype=torch.bfloat16) and fits(width=1, groups=16)
     assert not fits(width=LANES // 2 - 1), "fewer queries than a register has lanes"
     assert not fits(dtype=torch.float16) and not fits(dtype=torch.float64)
-    assert not fits(dim=36) and not fits(value_dim=36)
+    assert not fits(dim=34) and not fits(value_dim=34)
     inputs = random_trees(rows=2, slots=60, width=8, kv_heads=2, groups=2, dim=64, value_dim=64, dtype=FULL, seed=8)
     expanded = inputs["keys"][:, :, :1].expand_as(inputs["keys"])
     assert choice.attention_for(inputs["query"], expanded, inputs["values"], {}) is None
