@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig
-from lookahead.kernels import packed_product
 from lookahead.models import linears, product_bits
 from lookahead.models.linears import LinearScope, keeps_bits
 from lookahead.models.product_bits import Layout, Packed, Rows, by_torch
@@ -290,53 +289,6 @@ def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(bits
     assert linears._pack(weight, None, bits, ()) is None
 
 
-needs_dots = pytest.mark.skipif(
-    not packed_product.is_supported(torch.zeros(2, 2).bfloat16()), reason="this CPU has no dot products of bfloat16"
-)
-own_types = pytest.mark.parametrize(
-    "dtype",
-    [each for each in (torch.float32, torch.bfloat16) if packed_product.is_supported(torch.zeros(2, 2).to(each))],
-)
-
-
-@own_types
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 1536), (37, 2050), (1, 2), (33, 514)])
-@pytest.mark.parametrize("rows", [1, 3, 7, 8, 31, 32, 75])
-def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs, dtype):
-    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
-    error = 0.005 if dtype == torch.bfloat16 else 4e-6
-    for each in (None, bias):
-        got = packed_product.multiply(packed_product.pack(weight, 512), x, each)
-        expected = linear(x.double(), weight.double(), None if each is None else each.double())
-        assert got.shape == (rows, outputs) and got.dtype == dtype
-        assert (got - expected).abs().max() <= error * expected.abs().max()
-        alone = [packed_product.multiply(packed_product.pack(weight, 512), row, each) for row in x.split(1)]
-        assert torch.equal(got, torch.cat(alone)), "a row's bits do not depend on the others"
-        moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(rows, inputs)
-        assert torch.equal(packed_product.multiply(packed_product.pack(weight, 512), moved, each), got)
-
-
-@own_types
-def test_products_on_several_threads_have_the_same_bits(dtype):
-    before, (x, weight) = torch.get_num_threads(), (torch.randn(n, 1536).to(dtype) for n in (17, 2000))
-    packed, products = packed_product.pack(weight, 512), []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        products += [packed_product.multiply(packed, x, None) for _ in range(4)]
-    torch.set_num_threads(before)
-    assert all(torch.equal(each, products[0]) for each in products)
-
-
-@needs_dots
-def test_long_rows_have_the_bits_of_torch_for_one_row():
-    layout, most = product_bits.best_layout(torch.empty(96, 1536).bfloat16(), None, "alone", ("own",))
-    if not most:
-        pytest.skip("torch sums one row in an order that is not known")
-    x, weight = torch.randn(32, 1536).bfloat16(), torch.randn(96, 1536).bfloat16()
-    expected = torch.cat([linear(row, weight) for row in x.split(1)])
-    assert torch.equal(product_bits.lay_out(weight, layout, most).product(x, None), expected)
-
-
 @pytest.mark.parametrize("name", ["_linear_pointwise", "_reorder_linear_weight"])
 def test_where_torch_was_built_without_it_torch_multiplies(name, monkeypatch):
     def missing(*arguments: Any) -> Any:
@@ -372,31 +324,6 @@ def test_a_model_decodes_by_packed_weights_to_the_tokens_of_generate(tiny_llama,
 def test_the_option_takes_auto_or_false(wrong):
     with pytest.raises(ConfigError, match=r"pack must be auto or False, got"):
         LookaheadConfig(pack=wrong)
-
-
-@own_types
-def test_rounded_sums_are_those_of_torch(dtype):
-    inputs = torch.tensor([1.0, -1.0, 2.0**-120, 3.0e38, torch.inf, -torch.inf, torch.nan, 0.0])
-    weight = torch.cat([torch.eye(8), torch.tensor([[1 / 256, 0, 0, 0, 0, 0, 0, 1]]), torch.full((1, 8), 3.0)])
-    x, weight = torch.diag(inputs).nan_to_num(0.0, torch.inf, -torch.inf).to(dtype), weight.to(dtype)
-    x[6, 6] = torch.nan
-    got = packed_product.multiply(packed_product.pack(weight, 512), x, None)
-    expected = (x.double() @ weight.double().t()).to(dtype)
-    assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.nan_to_num(5.0), expected.nan_to_num(5.0))
-
-
-@own_types
-@pytest.mark.parametrize("shape", [(2, 5, 48), (1, 1, 48), (3, 48)])
-def test_rows_of_any_shape_go_to_the_kernel_of_this_package(shape, dtype, monkeypatch):
-    model, x = nn.Sequential(nn.Linear(48, 70)).to(dtype), torch.randn(shape).to(dtype)
-    taken: list[int] = []
-    own = packed_product.multiply
-    monkeypatch.setattr(packed_product, "multiply", lambda *rest: taken.append(rest[1].numel() // 48) or own(*rest))
-    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
-    monkeypatch.setattr(linears, "best_layout", lambda *layer: (Layout(block=512), 32))
-    got = run(LinearScope(model), model, x)
-    assert taken[-1] == x.numel() // 48 and got.shape == (*shape[:-1], 70)
-    assert torch.allclose(got, model(x), atol=0.02 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_activations_and_a_bias_that_are_not_contiguous_are_read_as_they_stand(monkeypatch):
