@@ -59,6 +59,9 @@ class Enabled:
         self.config = config
         with _guard:
             serving: Any = model.__dict__.get("generate")
+            if isinstance(serving, Generate) and serving.model is not model:
+                del owner.generate  # a shallow copy took that of its original along
+                serving = None
             if not isinstance(serving, Generate):
                 serving = owner.generate = Generate(model)
             self._serving: Generate = serving
@@ -83,16 +86,16 @@ class Generate:
     """Replaces `generate` of one model while a switch is on."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self.model = model
         self._had_its_own = "generate" in model.__dict__
         self._original = model.generate
         self.switches: list[Enabled] = []
 
     def restore(self) -> None:
         """Put the original back."""
-        del self._model.generate
+        del self.model.generate
         if self._had_its_own:
-            self._model.generate = self._original
+            self.model.generate = self._original
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model is another model, for which `enable` was not called.
@@ -114,7 +117,7 @@ class Generate:
         if len(args) > 2 or getattr(given_config, "is_assistant", False):  # an assistant's drafts need its own loop
             return self._original(*args, **kwargs)
         tokenizer = served.pop("tokenizer", None)
-        generation_config, served = serve_stop_strings(self._model, tokenizer, given_config, served)
+        generation_config, served = serve_stop_strings(self.model, tokenizer, given_config, served)
         try:
             return self._original(
                 *args[:1],

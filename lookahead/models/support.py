@@ -227,7 +227,7 @@ def is_bitwise(model: PreTrainedModel) -> bool:
     # Masks of chunks change the order of summation, and the products of an expert depend on which rows chose it.
     if config._attn_implementation not in ("sdpa", "eager") or getattr(config, "attention_chunk_size", None):
         return False
-    name = f"bitwise, {torch.get_num_threads()} threads, {config._attn_implementation}"
+    name = f"bitwise, {torch.get_num_threads()} threads"
     return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model, config.vocab_size))
 
 
