@@ -99,6 +99,14 @@ def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, 
     compare(model, prompts(4), LARGE, max_new_tokens=16, do_sample=False)
 
 
+def test_no_bits_are_promised_under_autocast_and_what_was_found_there_is_not_kept() -> None:
+    model = made("llama", torch.bfloat16)
+    with torch.autocast("cpu", torch.float16):
+        assert not is_bitwise(model)
+    assert is_bitwise(model)
+    compare(model, prompts(1).repeat(1, 2), DRAFTED, max_new_tokens=24, do_sample=False)
+
+
 @pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])
 def test_layers_that_read_the_window_of_another_layer_keep_the_bits_of_generate(name: str) -> None:
     model = build(FAMILIES[name]).to(torch.bfloat16)

@@ -134,6 +134,16 @@ def test_a_cache_that_cannot_be_continued_from_is_refused_by_its_type(tiny_llama
         tiny_llama.generate(ids, **{CACHE: cache}, max_new_tokens=3, custom_generate=lookahead.decode)
 
 
+@pytest.mark.parametrize("make", [lambda ids: (ids.repeat(2, 1), torch.float32), lambda ids: (ids, torch.bfloat16)])
+def test_a_cache_of_other_rows_or_of_a_narrower_type_is_refused_by_name(tiny_llama: PreTrainedModel, make: Any) -> None:
+    cache, (ids, dtype) = DynamicCache(config=tiny_llama.config), make(IDS)
+    tiny_llama(IDS[:, :9], **{CACHE: cache})
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+    with pytest.raises(UnsupportedModelError, match=r"1 rows, got input_ids of 2|bfloat16.* narrower .*float32"):
+        tiny_llama.generate(ids, **{CACHE: cache}, max_new_tokens=3, custom_generate=lookahead.decode)
+
+
 def test_a_text_shorter_than_its_cache_is_refused(tiny_llama: PreTrainedModel) -> None:
     cache = DynamicCache()
     tiny_llama.generate(IDS, **{CACHE: cache}, max_new_tokens=9, do_sample=False)

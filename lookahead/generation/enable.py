@@ -15,7 +15,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
 from lookahead.generation.request import serve_stop_strings
-from lookahead.generation.validation import check_config
+from lookahead.generation.validation import check_config, resolved
 from lookahead.models.support import validate_model
 
 _OURS = ("lookahead_config", "lookahead_streamer", "lookahead_tokenizer", "inputs_tensor")  # no loop takes them
@@ -115,6 +115,9 @@ class Generate:
         # The inputs and the configuration may come by position.
         given_config = args[1] if len(args) == 2 else served.pop("generation_config", None)
         if len(args) > 2 or getattr(given_config, "is_assistant", False):  # an assistant's drafts need its own loop
+            return self._original(*args, **kwargs)
+        if resolved(self.model, given_config, kwargs, "token_healing"):
+            warnings.warn("decoded by transformers alone: token_healing is not served", stacklevel=2)
             return self._original(*args, **kwargs)
         tokenizer = served.pop("tokenizer", None)
         generation_config, served = serve_stop_strings(self.model, tokenizer, given_config, served)

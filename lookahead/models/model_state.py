@@ -9,6 +9,8 @@ from threading import Lock, RLock
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+
 from lookahead.drafting.budget import BranchState, EnableRule
 from lookahead.drafting.cost_model import StepCost
 
@@ -90,7 +92,7 @@ def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
 
 
 def _version_of(model: Any) -> Hashable:
-    """A value that changes with the weights and with the code of a pass: its attention, hooks, replaced `forward`.
+    """A value that changes with the weights and with the code of a pass: attention, hooks, `forward`, autocast.
 
     Every in-place operation increments the version of a tensor.
     """
@@ -101,9 +103,13 @@ def _version_of(model: Any) -> Hashable:
     with _guard:
         owns = [each.__dict__.get("forward") for each in modules if (id(each), "forward") not in _uses]
     codes = [id(each) for each in (*owns, *(module._compiled_call_impl for module in modules))]
-    hooks = [(*module._forward_hooks, *module._forward_pre_hooks) for module in modules]
+    # Those of the model itself stand around its passes, and ours are there during some passes of other threads.
+    hooked = [each for module in modules[1:] for each in (module._forward_hooks, module._forward_pre_hooks)]
+    named = [(key, str(getattr(hook, "__module__", ""))) for each in hooked for key, hook in list(each.items())]
+    hooks = [key for key, name in named if not name.startswith("lookahead.")]
     attention = model.config.get_text_config()._attn_implementation
-    return hash((*versions, *codes, *hooks, attention))
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return hash((*versions, *codes, *hooks, attention, *autocast))
 
 
 @contextmanager
