@@ -63,6 +63,17 @@ def test_scores_and_logits_are_those_of_generate(
         torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
 
 
+def test_logits_show_what_a_processor_wrote_in_place_as_those_of_generate_do(tiny_llama: PreTrainedModel) -> None:
+    def forbid(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, ::2] -= 50
+        return scores
+
+    options: dict[str, Any] = {"logits_processor": [forbid], "return_dict_in_generate": True, "output_logits": True}
+    expected = tiny_llama.generate(IDS, max_new_tokens=9, do_sample=False, **options)
+    got = tiny_llama.generate(IDS, max_new_tokens=9, do_sample=False, **options, custom_generate=lookahead.decode)
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
 def test_the_cache_that_comes_out_is_that_of_generate(model: PreTrainedModel) -> None:
     for inputs in ({"input_ids": IDS}, RAGGED):
         options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
