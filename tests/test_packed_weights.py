@@ -99,15 +99,6 @@ def test_a_single_row_of_float32_has_the_bits_of_the_model(multiplied):
     assert not multiplied
 
 
-@pytest.mark.parametrize("packs", [True, False])
-def test_under_autocast_products_have_the_type_that_it_chooses(packs, multiplied):
-    model, x = model_of(), torch.randn(40, 24)
-    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        expected = model(x)
-        assert torch.equal(run(LinearScope(model, packs=packs), model, x), expected)
-    assert expected.dtype == torch.bfloat16 and not multiplied
-
-
 def test_without_packing_only_many_rows_go_to_onednn(multiplied):
     model = model_of()
     for rows in (2, 31, 32, 80):
