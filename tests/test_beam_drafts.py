@@ -265,6 +265,8 @@ def test_in_half_precision_drafts_change_no_bit(make: Any, half: Any, monkeypatc
     for call, expected in calls:
         rows: list[int] = []
         counting = model.lm_head.register_forward_pre_hook(lambda _, x, rows=rows: rows.append(x[0][..., 0].numel()))
+        found(model, **call, custom_generate=lookahead.decode)  # probes the model with the hook
+        rows.clear()
         if make is None:
             got = assert_same(model, ALWAYS, expected, **call)
         else:

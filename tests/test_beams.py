@@ -153,12 +153,12 @@ def test_products_in_half_precision_run_over_the_rows_of_transformers(monkeypatc
     monkeypatch.setattr(beams, "has_bits_of_copies", lambda *_: True)
     options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None, "custom_generate": lookahead.decode}
     options["lookahead_config"] = LookaheadConfig(proposers=())
+    heads: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0][..., 0].numel()))
     found(model, input_ids=ids, **options)  # the first call probes the model
     rows: list[int] = []
     own = linears.by_torch
     monkeypatch.setattr(linears, "by_torch", lambda x, *rest: rows.append(x[..., 0].numel()) or own(x, *rest))
-    heads: list[int] = []
-    model.lm_head.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0][..., 0].numel()))
     found(model, input_ids=ids, **options)
     assert heads[-5:] == [3] * 5
     assert set(rows) == {3, ids.shape[1]}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, TextGenerationPipeline
+from transformers import GenerationConfig, PreTrainedModel, TextGenerationPipeline
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -93,6 +93,18 @@ def test_a_copy_of_a_model_is_not_switched_on_with_it(tiny_llama: PreTrainedMode
     shallow.generate(IDS, max_new_tokens=4, do_sample=False)
     assert not steps
     assert as_it_was(model)
+
+
+def test_a_shallow_copy_made_under_a_switch_gets_one_of_its_own(tiny_llama: PreTrainedModel, steps: list[int]) -> None:
+    with lookahead.enable(tiny_llama):
+        shallow = copy.copy(tiny_llama)
+        shallow.generation_config = GenerationConfig(max_new_tokens=4, do_sample=False)
+        with lookahead.enable(shallow):
+            assert shallow.generate(IDS).shape[1] == IDS.shape[1] + 4
+            assert steps
+        assert as_it_was(shallow)
+        assert not as_it_was(tiny_llama)
+    assert as_it_was(tiny_llama)
 
 
 def test_an_exception_leaves_the_model_as_it_was(tiny_llama: PreTrainedModel) -> None:

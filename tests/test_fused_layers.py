@@ -200,6 +200,15 @@ def test_gradients_and_autocast_are_left_to_the_model(block, fused):
     assert not fused
 
 
+def test_under_autocast_layers_are_not_even_compared(fused, monkeypatch):
+    # Products have another type than the buffers of the kernels, which would write beyond them.
+    monkeypatch.setattr(fused_layers, "_probed", {})
+    model = made(dtype=SINGLE)
+    with torch.autocast("cpu", HALF):
+        assert not served(model) and not fused
+    assert served(model)
+
+
 def test_prompts_of_many_tokens_are_left_to_the_model(fused, monkeypatch):
     monkeypatch.setattr(fused_layers, "_MOST", 72 * 5)
     model = made()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     EosTokenCriteria,
+    GenerationConfig,
     MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteria,
@@ -101,7 +102,28 @@ ENDINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covering(2)
+STOPPING: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+
+
+@pytest.mark.parametrize(
+    "given", [None, GenerationConfig(), GenerationConfig(stop_strings=["~"])], ids=["none", "another", "strings"]
+)
+def test_stop_strings_of_the_models_own_configuration_end_an_output(
+    looping_llama: PreTrainedModel, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    prompt = "the cat sat on the mat"
+    ids = tiny_tokenizer(prompt, return_tensors="pt").input_ids
+    text = tiny_tokenizer.decode(looping_llama.generate(ids, **STOPPING)[0, ids.shape[1] :])
+    monkeypatch.setattr(looping_llama.generation_config, "stop_strings", [text[7:9]])
+    options: dict[str, Any] = {**STOPPING, "generation_config": given}
+    expected = looping_llama.generate(ids, **options, tokenizer=tiny_tokenizer)
+    with lookahead.enable(looping_llama):
+        assert torch.equal(looping_llama.generate(ids, **options, tokenizer=tiny_tokenizer), expected)
+    got = lookahead.generate(looping_llama, tiny_tokenizer, prompt, **options)
+    assert got.token_ids == expected[:, ids.shape[1] :].tolist()
+    assert got.finish_reasons == ["length" if given is not None and given.stop_strings else "stop"]
+
+
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("options", ENDINGS.values(), ids=ENDINGS.keys())
@@ -216,6 +238,7 @@ def test_stop_strings_end_every_row_where_generate_ends_it(
     assert not torch.equal(expected, free), "no string stops anything"
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "limits", [{"max_length": 40}, {"max_new_tokens": 9}, {"max_length": 40, "max_new_tokens": 9}, {"max_time": 0.0}]
 )

@@ -79,6 +79,16 @@ def test_under_the_switch_such_a_mode_is_left_to_transformers_with_one_warning(
     assert not accepted
 
 
+def test_a_prompt_that_is_to_be_healed_is_left_to_transformers_with_its_tokenizer(
+    looping_llama: PreTrainedModel, tiny_tokenizer: Any, accepted: list[int]
+) -> None:
+    ids = tiny_tokenizer("the cat sat on the mat", return_tensors="pt").input_ids
+    options = {"token_healing": True, "tokenizer": tiny_tokenizer, "max_new_tokens": 8, "do_sample": False}
+    expected = looping_llama.generate(ids, **options)
+    with lookahead.enable(looping_llama, DRAFTING), pytest.warns(UserWarning, match="token_healing"):
+        assert torch.equal(looping_llama.generate(ids, **options), expected)
+
+
 def test_an_assistant_is_left_to_transformers(
     looping_llama: PreTrainedModel, tiny_llama: PreTrainedModel, accepted: list[int]
 ) -> None:

@@ -26,6 +26,7 @@ from transformers import (
 import lookahead
 from lookahead import DecodingStats, LookaheadConfig
 from lookahead.generation.hf import prepare
+from lookahead.models import linears, product_bits
 from lookahead.models.support import is_bitwise
 from lookahead.models.target import Target
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
@@ -97,6 +98,27 @@ def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, 
     compare(model, prompts(1).repeat(1, 2), DRAFTED, max_new_tokens=24, do_sample=False)
     compare(model, prompts(3).repeat(1, 2), DRAFTED, max_new_tokens=16, do_sample=True, temperature=1.3)
     compare(model, prompts(4), LARGE, max_new_tokens=16, do_sample=False)
+
+
+def test_no_bits_are_promised_under_autocast_and_what_was_found_there_is_not_kept() -> None:
+    model = made("llama", torch.bfloat16)
+    with torch.autocast("cpu", torch.float16):
+        assert not is_bitwise(model)
+    assert is_bitwise(model)
+    compare(model, prompts(1).repeat(1, 2), DRAFTED, max_new_tokens=24, do_sample=False)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_under_autocast_products_have_the_type_that_it_chooses(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("onednn",))
+    model, x = torch.nn.Sequential(torch.nn.Linear(24, 19)), torch.randn(40, 24)
+    scope = linears.LinearScope(model, packs=packs)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        expected = model(x)
+        with scope.serving(), scope.running("any"):
+            assert torch.equal(model(x), expected)
+    assert expected.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])

@@ -63,6 +63,17 @@ def test_scores_and_logits_are_those_of_generate(
         torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
 
 
+def test_logits_show_what_a_processor_wrote_in_place_as_those_of_generate_do(tiny_llama: PreTrainedModel) -> None:
+    def forbid(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, ::2] -= 50
+        return scores
+
+    options: dict[str, Any] = {"logits_processor": [forbid], "return_dict_in_generate": True, "output_logits": True}
+    expected = tiny_llama.generate(IDS, max_new_tokens=9, do_sample=False, **options)
+    got = tiny_llama.generate(IDS, max_new_tokens=9, do_sample=False, **options, custom_generate=lookahead.decode)
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
 def test_the_cache_that_comes_out_is_that_of_generate(model: PreTrainedModel) -> None:
     for inputs in ({"input_ids": IDS}, RAGGED):
         options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
@@ -131,6 +142,16 @@ def test_a_cache_that_cannot_be_continued_from_is_refused_by_its_type(tiny_llama
     tiny_llama.generate(IDS, **{CACHE: cache}, max_new_tokens=3, do_sample=False)
     ids = torch.cat([IDS, torch.full((1, 5), 7)], 1)
     with pytest.raises(UnsupportedModelError, match="StaticCache"):
+        tiny_llama.generate(ids, **{CACHE: cache}, max_new_tokens=3, custom_generate=lookahead.decode)
+
+
+@pytest.mark.parametrize("make", [lambda ids: (ids.repeat(2, 1), torch.float32), lambda ids: (ids, torch.bfloat16)])
+def test_a_cache_of_other_rows_or_of_a_narrower_type_is_refused_by_name(tiny_llama: PreTrainedModel, make: Any) -> None:
+    cache, (ids, dtype) = DynamicCache(config=tiny_llama.config), make(IDS)
+    tiny_llama(IDS[:, :9], **{CACHE: cache})
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+    with pytest.raises(UnsupportedModelError, match=r"1 rows, got input_ids of 2|bfloat16.* narrower .*float32"):
         tiny_llama.generate(ids, **{CACHE: cache}, max_new_tokens=3, custom_generate=lookahead.decode)
 
 

@@ -14,11 +14,14 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
 from transformers import (
+    AttentionInterface,
     GPT2Config,
     GPT2LMHeadModel,
     LogitsProcessorList,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -113,6 +116,46 @@ def test_a_verdict_on_other_weights_does_not_outlive_them() -> None:
     assert support_of(model, shortest=4, max_length=30).shape == "trees"
     model.load_state_dict(kept)
     assert support_of(model, shortest=4, max_length=30).shape != "trees"
+
+
+def by_one_scale(output: torch.Tensor) -> torch.Tensor:
+    """Activations rounded by one scale for all tokens of a pass, so that a pass over several tokens changes them."""
+    scale = output.abs().amax() / 4
+    return (output / scale).round() * scale
+
+
+def attend_backwards(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    return -sdpa_attention_forward(*args, **kwargs)[0], None
+
+
+def hook_an_mlp(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: by_one_scale(output))
+
+
+def replace_a_forward(model: Any) -> None:
+    linear = model.model.layers[0].mlp.up_proj
+    own = linear.forward
+    linear.forward = lambda x: by_one_scale(own(x))
+
+
+def choose_an_attention(model: Any) -> None:
+    AttentionInterface.register("backwards", attend_backwards)
+    AttentionMaskInterface.register("backwards", sdpa_mask)
+    model.set_attn_implementation("backwards")
+
+
+@pytest.mark.parametrize("change", [hook_an_mlp, replace_a_forward, choose_an_attention])
+def test_a_verdict_on_other_code_does_not_outlive_it(
+    looping_llama: PreTrainedModel, change: Callable[[Any], None]
+) -> None:
+    model = deepcopy(looping_llama)
+    decode(model)
+    assert support_of(model, shortest=4, max_length=30).shape == "trees"
+    change(model)
+    assert support_of(model, shortest=4, max_length=30).shape != "trees"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may be decoded plainly
+        assert torch.equal(decode(model), model.generate(IDS, **GREEDY))
 
 
 def test_a_model_is_probed_once_though_its_weights_come_and_go(

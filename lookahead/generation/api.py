@@ -15,7 +15,7 @@ from lookahead.generation.hf import prepare
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prompts import PromptReader, Prompts, Truncation, pad_token_of, within
 from lookahead.generation.request import pad_prompts, serve_stop_strings
-from lookahead.generation.validation import check_options, check_pair, context_limit
+from lookahead.generation.validation import check_options, check_pair, context_limit, resolved
 from lookahead.models.cache import cache_in
 from lookahead.models.target import OnPrefill, input_device
 from lookahead.stats import DecodingStats, total
@@ -169,7 +169,7 @@ def prepare_ids(
     longest, context = (1, None) if has_encoder else (padded.shape[1], context_limit(model))
     room = None if context is None else context + 1 - min(map(len, encoded))
     generate_kwargs = within(room, longest, model, generation_config, generate_kwargs)
-    if "pad_token_id" not in generate_kwargs and model.generation_config.pad_token_id is None:
+    if resolved(model, generation_config, generate_kwargs, "pad_token_id") is None:
         generate_kwargs = {**generate_kwargs, "pad_token_id": pad}
     generation_config, generate_kwargs = serve_stop_strings(model, tokenizer, generation_config, generate_kwargs)
     if seed is not None:

@@ -38,8 +38,8 @@ from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_bits_of_copies, keeps_bits_beside_others
-from lookahead.models.support import decoder_vocabulary, support_of, vocabulary_size
-from lookahead.models.target import Target, input_device
+from lookahead.models.support import decoder_vocabulary, may_keep_bits, support_of, vocabulary_size
+from lookahead.models.target import Target
 from lookahead.proposers.beam_drafter import drafter_for
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
@@ -160,14 +160,10 @@ def has_bits_of_beams(model: PreTrainedModel, beams: int) -> bool:
 
     The first call for a model and so many beams compares passes over tips with those over the rows of a batch.
     """
-    config: Any = model.config.get_text_config()
-    is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
-    if not is_half or not model._can_set_attn_implementation() or getattr(config, "attention_chunk_size", None):
+    if not may_keep_bits(model):
         return False
-    if config._attn_implementation not in ("sdpa", "eager"):
-        return False
-    name = f"bits of {beams} beams, {torch.get_num_threads()} threads"
-    return state_of(model).probed(name, model, partial(_compare_bits, model, beams, config.vocab_size))
+    name, vocabulary = f"bits of {beams} beams, {torch.get_num_threads()} threads", vocabulary_size(model)
+    return state_of(model).probed(name, model, partial(_compare_bits, model, beams, vocabulary))
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
 from lookahead.generation.request import serve_stop_strings
-from lookahead.generation.validation import check_config
+from lookahead.generation.validation import check_config, resolved
 from lookahead.models.support import validate_model
 
 _OURS = ("lookahead_config", "lookahead_streamer", "lookahead_tokenizer", "inputs_tensor")  # no loop takes them
@@ -59,6 +59,9 @@ class Enabled:
         self.config = config
         with _guard:
             serving: Any = model.__dict__.get("generate")
+            if isinstance(serving, Generate) and serving.model is not model:
+                del owner.generate  # a shallow copy took that of its original along
+                serving = None
             if not isinstance(serving, Generate):
                 serving = owner.generate = Generate(model)
             self._serving: Generate = serving
@@ -83,16 +86,16 @@ class Generate:
     """Replaces `generate` of one model while a switch is on."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self.model = model
         self._had_its_own = "generate" in model.__dict__
         self._original = model.generate
         self.switches: list[Enabled] = []
 
     def restore(self) -> None:
         """Put the original back."""
-        del self._model.generate
+        del self.model.generate
         if self._had_its_own:
-            self._model.generate = self._original
+            self.model.generate = self._original
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model is another model, for which `enable` was not called.
@@ -113,8 +116,11 @@ class Generate:
         given_config = args[1] if len(args) == 2 else served.pop("generation_config", None)
         if len(args) > 2 or getattr(given_config, "is_assistant", False):  # an assistant's drafts need its own loop
             return self._original(*args, **kwargs)
+        if resolved(self.model, given_config, kwargs, "token_healing"):
+            warnings.warn("decoded by transformers alone: token_healing is not served", stacklevel=2)
+            return self._original(*args, **kwargs)
         tokenizer = served.pop("tokenizer", None)
-        generation_config, served = serve_stop_strings(self._model, tokenizer, given_config, served)
+        generation_config, served = serve_stop_strings(self.model, tokenizer, given_config, served)
         try:
             return self._original(
                 *args[:1],

@@ -161,7 +161,7 @@ def prepare(
         warnings.warn(f"{reason}; it is decoded plainly", stacklevel=2)
         return plain
     if is_continued:
-        validation.validate_past(past, input_ids, generation_config, mask)
+        validation.validate_past(model, past, input_ids, generation_config, mask)
     validation.validate_positions(model_kwargs.get("position_ids"), lengths, longest)
     chooser = TokenChooser(
         logits_processor,

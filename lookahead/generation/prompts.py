@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
-from lookahead.generation.validation import check_token_ids, context_limit
+from lookahead.generation.validation import check_token_ids, context_limit, resolved
 from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.support import vocabulary_size
 
@@ -241,12 +242,8 @@ def _limits(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any]
 ) -> tuple[int | None, int | None]:
     """`max_new_tokens` and `max_length` of a call, as far as they are given."""
-    defaults = generation_config if generation_config is not None else model.generation_config
-    new = options.get("max_new_tokens")
-    total = options.get("max_length")
-    if new is None and total is None:
-        new, total = defaults.max_new_tokens, defaults.max_length
-    return new, total
+    of_call = partial(resolved, model, generation_config, options)
+    return of_call("max_new_tokens"), of_call("max_length")
 
 
 def within(

@@ -19,7 +19,7 @@ from lookahead.generation.api import prepare_ids
 from lookahead.generation.hf import prepare
 from lookahead.generation.prompts import Prompt, PromptReader, Truncation
 from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
-from lookahead.generation.validation import check_options, check_pair, validate_call
+from lookahead.generation.validation import check_options, check_pair, resolved, validate_call
 from lookahead.models.support import support_of
 from lookahead.models.target import input_device, prefills_at_once
 from lookahead.verification.sampling import TokenChooser
@@ -70,8 +70,8 @@ class RequestReader:
         # A user's objects are made for the rows of one call. An encoder would read the prompt only to resolve options.
         self._alone = own or prefills_at_once(model) or model.config.is_encoder_decoder
         self._settings = serve_stop_strings(model, tokenizer, generation_config, options)
-        defaults = generation_config if generation_config is not None else model.generation_config
-        asked = [options.get(name, getattr(defaults, name)) for name in ("do_sample", "num_beams", "max_time")]
+        names = "do_sample", "num_beams", "max_time"
+        asked = [resolved(model, generation_config, options, name) for name in names]
         # A draw, a beam or a limit of time belongs to its call.
         self.shares_batches = (
             model.config.is_encoder_decoder

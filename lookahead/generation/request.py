@@ -18,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lookahead.errors import PromptError, UnsupportedModelError
-from lookahead.generation.validation import check_token_ids
+from lookahead.generation.validation import check_token_ids, resolved
 from lookahead.verification.sampling import foreign_processor
 from lookahead.verification.stopping import StoppingRule, reason_of
 
@@ -118,14 +118,15 @@ def serve_stop_strings(
 
     It cannot do that itself, since it hands no tokenizer to a custom method.
     """
-    options = generation_config if generation_config is not None else model.generation_config
-    stop_strings = generate_kwargs.get("stop_strings", options.stop_strings)
+    stop_strings = resolved(model, generation_config, generate_kwargs, "stop_strings")
     if stop_strings is None or tokenizer is None:
         return generation_config, generate_kwargs
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings)])
     criteria.extend(generate_kwargs.get("stopping_criteria") or [])
-    if options.stop_strings is not None:
-        generation_config = copy(options)
+    if generation_config is not None and generation_config.stop_strings is not None:
+        generation_config = copy(generation_config)
         generation_config.stop_strings = None
     kept = {name: value for name, value in generate_kwargs.items() if name != "stop_strings"}
+    if model.generation_config.stop_strings is not None:
+        kept["stop_strings"] = None  # else the model's own would take their place
     return generation_config, {**kept, "stopping_criteria": criteria}

@@ -113,6 +113,9 @@ def check_options(
         )
     if options.get("streamer") is not None:
         raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")
+    for name in ("custom_generate", "token_healing"):
+        if options.get(name):
+            raise ConfigError(f"{name} is not taken here; use model.generate, for token_healing with the tokenizer")
     for name in _PROMPTS:
         if name in options:
             raise ConfigError(
@@ -124,8 +127,7 @@ def check_options(
     do_sample = options.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ConfigError(f"do_sample must be True or False, got {do_sample!r}")
-    defaults = generation_config if generation_config is not None else model.generation_config
-    if options.get("temperature") == 0 and (do_sample if do_sample is not None else defaults.do_sample):
+    if options.get("temperature") == 0 and resolved(model, generation_config, options, "do_sample"):
         raise ConfigError("temperature must be more than 0 to sample, got 0; do_sample=False takes the likeliest token")
     known = vars(GenerationConfig())
     for name in options:
@@ -134,6 +136,16 @@ def check_options(
             meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
             if meant is not None:
                 raise ConfigError(f"{name!r} is no option of generate; did you mean {meant!r}?")
+
+
+def resolved(
+    model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any], name: str
+) -> Any:
+    """An option of a call as `model.generate` resolves it: its argument, its configuration's, or the model's own."""
+    if name in options:
+        return options[name]
+    given = getattr(generation_config, name, None)
+    return given if given is not None else getattr(model.generation_config, name, None)
 
 
 def check_config(name: str, config: object) -> None:
@@ -251,7 +263,9 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
     return state_of(model).probed(name, model, probe)
 
 
-def validate_past(past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None) -> None:
+def validate_past(
+    model: PreTrainedModel, past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None
+) -> None:
     """Refuse a filled cache that cannot be continued from."""
     if not isinstance(past, DynamicCache) or not all(layer.is_initialized for layer in cast(Any, past.layers)):
         raise UnsupportedModelError(f"{CACHE} must be a DynamicCache, got a {type(past).__name__}")
@@ -262,6 +276,16 @@ def validate_past(past: Any, input_ids: Tensor, config: GenerationConfig, attent
             f"input_ids must hold the whole text, the {past.get_seq_length()} cached tokens included and at least "
             f"one more, got {whole} tokens and a mask of {seen}"
         )
+    for layer in cast(Any, past.layers):
+        keys = getattr(layer, "keys", None)
+        if keys is None:  # it reads those of another layer
+            continue
+        if len(keys) != len(input_ids):
+            raise UnsupportedModelError(f"{CACHE} holds {len(keys)} rows, got input_ids of {len(input_ids)}")
+        # transformers appends in the wider type; under autocast the type of keys is not that of the model
+        is_wide = torch.promote_types(keys.dtype, model.dtype) == keys.dtype
+        if not is_wide and not torch.is_autocast_enabled(keys.device.type):
+            raise UnsupportedModelError(f"{CACHE} holds {keys.dtype}, which is narrower than the model's {model.dtype}")
 
 
 def validate_lengths(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:

@@ -101,6 +101,8 @@ def running(*, as_one: bool = False) -> Iterator[None]:
 def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, None, Callable[..., Any]]]:
     """The modules that can be fused, and what takes the place of their `forward`, for `replaced`."""
     modules = list(model.modules())
+    if torch.is_autocast_enabled("cpu"):  # products have another type than their inputs
+        return []
     is_hooked = modules_of_torch._global_forward_hooks or modules_of_torch._global_forward_pre_hooks
     if is_hooked or "forward" in model.__dict__ or any(each._compiled_call_impl is not None for each in modules):
         return []

@@ -147,6 +147,8 @@ class LinearScope:
         """Within `serving`, multiply by packed weights on this thread; rows of half precision have these bits."""
         outer, _thread.has_packed = getattr(_thread, "mode", None), False
         _thread.mode = (bits, self._packs, self._fewest) if self._forwards else (bits, False, 1)
+        if torch.is_autocast_enabled("cpu"):  # which chooses the type of products
+            _thread.mode = None
         try:
             yield
         finally:
@@ -301,7 +303,7 @@ def faster_ways(
 ) -> tuple[str, ...]:
     """How a packed weight is multiplied faster than torch's, by "own" or "onednn", fastest first; measured once."""
     inputs, outputs = _TRIED
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         x, weight = (
             torch.linspace(-1, 1, n * inputs, dtype=torch.float32, device="cpu").view(n, inputs).sin()
             for n in (max(rows), outputs)

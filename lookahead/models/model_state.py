@@ -9,6 +9,8 @@ from threading import Lock, RLock
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+
 from lookahead.drafting.budget import BranchState, EnableRule
 from lookahead.drafting.cost_model import StepCost
 
@@ -51,7 +53,7 @@ class ModelState:
         self._probing = Lock()
 
     def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
-        """The result of a probe, cached until a weight changes; other threads wait for a running probe."""
+        """The result of a probe, cached until a weight or the code of a pass changes; other threads wait for it."""
         with self._probing:
             version, known = _version_of(model), self._probed.get(name)
             if known is not None and known[0] == version:
@@ -90,10 +92,24 @@ def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
 
 
 def _version_of(model: Any) -> Hashable:
-    """A value that changes with the weights. Every in-place operation increments the version of a tensor."""
-    weights = (each for module in model.modules() for each in module._parameters.values() if each is not None)
+    """A value that changes with the weights and with the code of a pass: attention, hooks, `forward`, autocast.
+
+    Every in-place operation increments the version of a tensor.
+    """
+    modules = list(model.modules())
+    weights = (each for module in modules for each in module._parameters.values() if each is not None)
     # Offloaded weights are other objects after every pass, and inference tensors have no version.
-    return hash(tuple((id(each), each._version) for each in weights if not each.is_meta and not each.is_inference()))
+    versions = [(id(each), each._version) for each in weights if not each.is_meta and not each.is_inference()]
+    with _guard:
+        owns = [each.__dict__.get("forward") for each in modules if (id(each), "forward") not in _uses]
+    codes = [id(each) for each in (*owns, *(module._compiled_call_impl for module in modules))]
+    # Those of the model itself stand around its passes, and ours are there during some passes of other threads.
+    hooked = [each for module in modules[1:] for each in (module._forward_hooks, module._forward_pre_hooks)]
+    named = [(key, str(getattr(hook, "__module__", ""))) for each in hooked for key, hook in list(each.items())]
+    hooks = [key for key, name in named if not name.startswith("lookahead.")]
+    attention = model.config.get_text_config()._attn_implementation
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return hash((*versions, *codes, *hooks, attention, *autocast))
 
 
 @contextmanager

@@ -223,19 +223,30 @@ def is_bitwise(model: PreTrainedModel) -> bool:
 
     The first call for a model compares the nodes of a tree with passes over one token each.
     """
+    if not may_keep_bits(model):
+        return False
+    name, vocabulary = f"bitwise, {torch.get_num_threads()} threads", model.config.get_text_config().vocab_size
+    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model, vocabulary))
+
+
+def may_keep_bits(model: PreTrainedModel) -> bool:
+    """Whether it is worthwhile to compare the bits of a model's passes: half precision on a CPU, without autocast."""
     config: Any = model.config.get_text_config()
-    if model.dtype not in _TOLERANCE or input_device(model).type != "cpu" or not model._can_set_attn_implementation():
-        return False
-    # Masks of chunks change the order of summation, and the products of an expert depend on which rows chose it.
-    if config._attn_implementation not in ("sdpa", "eager") or getattr(config, "attention_chunk_size", None):
-        return False
-    name = f"bitwise, {torch.get_num_threads()} threads, {config._attn_implementation}"
-    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model, config.vocab_size))
+    return (
+        model.dtype in _TOLERANCE
+        and input_device(model).type == "cpu"
+        and model._can_set_attn_implementation()
+        and config._attn_implementation in ("sdpa", "eager")
+        # Masks of chunks change the order of summation.
+        and not getattr(config, "attention_chunk_size", None)
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 @torch.inference_mode()
 def _has_bits_of_single_tokens(model: PreTrainedModel, vocabulary: int) -> bool:
     """Compare trees of `MAX_ROWS` nodes with decoding some of their nodes."""
+    # The products of an expert depend on which rows chose it.
     if any("experts" in name for name, _ in model.named_modules()):
         return False
     # Linear layers multiply as many rows as keep their bits. Other products take all rows at once.

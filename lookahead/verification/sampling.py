@@ -70,7 +70,7 @@ class TokenChooser:
         ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
         scores: Tensor = self._processors[row](ids, raw)
         if keep:
-            self.logits[row].append(logits.to(torch.float32, copy=True))
+            self.logits[row].append(raw[0])  # a processor that writes in place changes them there too
             self.scores[row].append(scores[0])
         return scores
 
