@@ -58,11 +58,11 @@ class LayerCode:
         self._has_compiled = False
 
     def __call__(self, *arguments: Any) -> tuple[Any, Any, bool]:
-        """Run a layer: its output, the call of compiled code, its inputs and its results, and whether it is new."""
+        """Run a layer: its output; the compiled code that ran, its inputs and results; and whether the code is new."""
         from torch._dynamo import config
 
         # Sizes of 1 are like any other, and two sizes that are equal once may differ later.
-        is_general = symbols.patch(backed_size_oblivious=True, use_duck_shape=False)
+        is_general = symbols.patch(backed_size_oblivious=True, use_duck_shape=False)  # type: ignore[attr-defined]
         with self._lock, is_general, config.patch(specialize_float=True):
             self._has_compiled = False
             try:
@@ -136,7 +136,11 @@ class CompiledLayers:
             bound = self._bound.get(key)
             if bound is not None:
                 return bound(values)
-            stand_in = _CacheInCode(options["attention_mask"] if self._is_masked else None)
+            mask = None
+            if self._is_masked:
+                mask = next(each for each in values if isinstance(each, Tensor) and each.dim() == 4)
+                torch._dynamo.mark_static(mask, 1)  # which stands for all heads
+            stand_in = _CacheInCode(mask)
             arguments = (stand_in if each is cache else each for each in args)
             named = {name: stand_in if each is cache else each for name, each in options.items()}
             try:
@@ -180,7 +184,8 @@ def _layers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
     found: list[tuple[nn.Module, int]] = []
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and "forward" not in layer.__dict__:
-            places = {each.__dict__["layer_idx"] for each in layer.modules() if "layer_idx" in each.__dict__}
+            inside = [vars(each) for each in layer.modules()]
+            places = {each[name] for each in inside for name in ("layer_idx", "layer_id") if name in each}
             found += [(layer, at) for at in places if len(places) == 1]
     return found
 
