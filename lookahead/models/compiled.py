@@ -45,6 +45,10 @@ class _CacheInCode:
         """The new keys and values for tree attention, which writes them; all keys and values for a prepared mask."""
         return (key, value) if self._mask is None else attention.update_in_compiled_code(key, value, self._mask)
 
+    def get_seq_length(self, *args: Any) -> int:
+        """Always 1, as in a fixed-shape pass: models that verify trees take positions from elsewhere."""
+        return 1
+
 
 class LayerCode:
     """The compiled code of the layers of one model, for all calls."""
@@ -125,14 +129,13 @@ class CompiledLayers:
 
     def run(self, layer: Any, at: int, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run a layer whose KV is the layer `at` of the cache. It runs as it is once one of them failed."""
-        values = [
-            each for value in (*args, *options.values()) for each in (value if isinstance(value, tuple) else (value,))
-        ]
+        given = (*args, *options.values())
+        values = [each for value in given for each in (value if isinstance(value, tuple) else (value,))]
         cache = next((each for each in values if isinstance(each, TreeCache)), None)
         if cache is None or not self.serves:
             return type(layer).forward(layer, *args, **options)
+        key = layer, *(each.shape if isinstance(each, Tensor) else each for each in values if each is not cache)
         with attention.in_compiled_layer(cache, at):
-            key = layer, *(each.shape if isinstance(each, Tensor) else each for each in values)
             bound = self._bound.get(key)
             if bound is not None:
                 return bound(values)
@@ -150,15 +153,11 @@ class CompiledLayers:
                 return type(layer).forward(layer, *args, **options)
         if key not in self._bound:
             self._bound[key] = _bind(layer, values, output, *call)
-        if is_new:
-            self.is_cold = True
-            return self._checked(output, type(layer).forward(layer, *args, **options))
-        return output
-
-    def _checked(self, output: Any, wanted: Any) -> Any:
-        """The output of new code, or that of the layer itself where they differ, and no more code then."""
-        pairs = zip(*(each if isinstance(each, tuple) else (each,) for each in (output, wanted)), strict=True)
-        error = max(largest_error(*pair) for pair in pairs if isinstance(pair[0], Tensor))
+        if not is_new:
+            return output
+        self.is_cold, wanted = True, type(layer).forward(layer, *args, **options)
+        pair = (output, wanted) if isinstance(wanted, tuple) else ((output,), (wanted,))
+        error = largest_error(*pair)
         if error <= tolerance_of(self._model.dtype):
             return output
         self._stop(f"a compiled layer differs by {error:.2g} from the layer itself")
@@ -230,12 +229,16 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _TOLERANCE_FP32)
 
 
-def largest_error(got: Tensor, want: Tensor) -> float:
-    """The largest error of a node, relative to the norm of `want`; NaN where only one of both is a number."""
-    got, want = got.float(), want.float()
-    is_same = (got == want) | (got.isnan() & want.isnan())
-    errors = torch.where(is_same, 0, got - want).norm(dim=-1)
-    return float((errors / want.nan_to_num().norm(dim=-1).clamp_min(1e-6)).max())
+def largest_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """The largest error of a node, relative to the norm of what is wanted; NaN where only one of both is a number."""
+    errors = []
+    for got, want in zip(outputs, wanted, strict=True):
+        if isinstance(want, Tensor):
+            got, want = got.float(), want.float()
+            is_same = (got == want) | (got.isnan() & want.isnan())
+            lengths = want.nan_to_num().norm(dim=-1).clamp_min(1e-6)
+            errors.append((torch.where(is_same, 0, got - want).norm(dim=-1) / lengths).max())
+    return float(torch.stack(errors).max())
 
 
 def in_short(error: Exception) -> str:

@@ -234,7 +234,7 @@ class GraphRunner:
             return outputs
         self.is_cold = runner.is_checked = True
         wanted = runner.run()
-        error = max(map(largest_error, outputs, wanted))
+        error = largest_error(outputs, wanted)
         if error <= tolerance_of(self._model.dtype):
             return outputs
         self._stop(f"a replay differs by {error:.2g} from the pass that was recorded")
