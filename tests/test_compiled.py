@@ -188,10 +188,11 @@ def test_in_bfloat16_compiled_layers_have_the_bits_of_the_layers_themselves(capt
             "GptOss", marks=pytest.mark.skipif(not HAS_GROUPED_PRODUCTS, reason="its experts need torch 2.10")
         ),
         "GPTJ",
+        "GPTNeoX",
     ],
 )
 def test_layers_of_families_are_compiled(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    # Windows and sinks, and prepared masks.
+    # Windows and sinks, prepared masks, and as many KV heads as heads.
     model = fresh(name)
     prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32)]
     fast, plain = (Target(model, rows=2, capacity=80, compiles=compiles) for compiles in (True, False))

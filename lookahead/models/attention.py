@@ -229,7 +229,7 @@ def _in_compiled_code(
     span, mask = _within(told, key.shape[2]), None
     if span != AttentionSpan() or not tree_pass.sees_all:
         mask = tree_pass.mask(groups, span, query.dtype, query.device)
-    return dispatch.masked_attention(query, key, value, mask, scaling, softcap, sinks)
+    return dispatch.masked_attention(query, key, value, mask, scaling, softcap, sinks).contiguous()
 
 
 @_in_compiled_code.register_fake
