@@ -157,10 +157,10 @@ class CompiledLayers:
             return output
         self.is_cold, wanted = True, type(layer).forward(layer, *args, **options)
         pair = (output, wanted) if isinstance(wanted, tuple) else ((output,), (wanted,))
-        error = largest_error(*pair)
-        if error <= tolerance_of(self._model.dtype):
+        difference = largest_error(*pair)
+        if difference <= tolerance_of(self._model.dtype):
             return output
-        self._stop(f"a compiled layer differs by {error:.2g} from the layer itself")
+        self._stop(f"a compiled layer differs by {difference:.2g} from the layer itself")
         return wanted
 
     def _stop(self, reason: str) -> None:
