@@ -135,8 +135,12 @@ class CompiledLayers:
         if cache is None or not self.serves:
             return type(layer).forward(layer, *args, **options)
         key = layer, *(each.shape if isinstance(each, Tensor) else each for each in values if each is not cache)
-        with attention.in_compiled_layer(cache, at):
+        try:
             bound = self._bound.get(key)
+        except TypeError:  # a dictionary of keys and values, in Gemma 3n and 4
+            self._stop("its layers share keys and values")
+            return type(layer).forward(layer, *args, **options)
+        with attention.in_compiled_layer(cache, at):
             if bound is not None:
                 return bound(values)
             mask = None
