@@ -3,29 +3,34 @@
     python -m bench.compiled --dtype fp32
     python -m bench.compiled --dtype bf16 --model DIR --text FILE
 
-One thread, batch 1. Steps of both kinds take turns with one of transformers, after `--context` tokens: medians of
-processor milliseconds by the nodes of the tree. Then passages of a text are summarized, or continued where the model
-knows no summaries, by the engine without drafts and with them, plainly and compiled, every way in turn, by the clock on
-the wall, medians of rounds. In fp32 every output must be that of `model.generate`, or the command fails.
+One thread, batch 1. First comes what the first compiled step takes, in processor seconds with those of the C++
+compiler; an empty folder in TORCHINDUCTOR_CACHE_DIR makes it that of a first process, on one core (`taskset -c 0`).
+Steps of both kinds take turns with one of transformers, after `--context` tokens: medians of processor milliseconds by
+the nodes of the tree. Then passages of a text are summarized, or continued where the model knows no summaries, by the
+engine without drafts and with them, plainly and compiled, every way in turn, by the clock on the wall, medians of
+rounds. In fp32 every output must be that of `model.generate`, or the command fails.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.command import parser_of, processor, publish, use_one_thread
-from bench.passes import measure
+from bench.passes import branching_tree, measure
 from bench.prompts import SUMMARIZER, cut, summary_prompts
 from lookahead import LookaheadConfig
 from lookahead.generation.draft_selection import compare
 from lookahead.models.loading import load
+from lookahead.models.target import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = {"plain": {}, "compiled": {"compiles": True}}
@@ -35,6 +40,16 @@ WAYS = {
     "drafts": LookaheadConfig(memory="request"),
     "drafts, compiled": LookaheadConfig(memory="request", compile=True),
 }
+
+
+def first_step_s(model: PreTrainedModel) -> float:
+    """Processor seconds of the first compiled step, and of the processes that it starts."""
+    target = Target(model, rows=1, capacity=80, compiles=True)
+    with target.serving():
+        target.prefill([np.arange(5, 65, dtype=np.int32)])
+        begin = sum(os.times()[:4])
+        target.score([branching_tree(8, 60)])
+    return round(sum(os.times()[:4]) - begin, 2)
 
 
 def compare_outputs(
@@ -67,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     use_one_thread()
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     report: dict[str, Any] = {"model": arguments.model, "dtype": arguments.dtype, "device": f"cpu, {processor()}"}
+    report["first_step_s"] = first_step_s(model)
+    print(f"first compiled step: {report['first_step_s']} s", flush=True)
     if arguments.steps:
         sizes = arguments.context, arguments.sizes, arguments.steps
         report["ms"] = measure(model, *sizes, STEPS, time.process_time)

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from bench.passes import branching_tree
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.models.compiled import CAPTURE_AT
-from lookahead.models.cuda_graphs import Graph, Run
+from lookahead.models.cuda_graphs import CAPTURE_AT, Graph, Run
 from lookahead.models.target import Target
 from lookahead.verification.exact import read_scores
 

@@ -70,9 +70,9 @@ class LookaheadConfig:
         pool_from_prompt: Whether the n-gram pool of the lookahead branch is filled from the prompt too.
         pack: `"auto"` keeps a second copy of the linear weights, packed for passes of few tokens on a CPU, where it is
             faster and takes at most a quarter of the machine's memory. `False` keeps none.
-        compile: Whether the model's passes over drafts are compiled by `torch.compile`. Each number of rows and nodes,
-            rounded up to a power of two, is compiled on first use, which takes seconds, or less with PyTorch's cache on
-            disk. A model that cannot be compiled runs as it is; the log says why.
+        compile: Whether decoder layers are compiled by `torch.compile` for passes over drafts: once for all layers of a
+            kind, on first use, which takes seconds, or less with PyTorch's cache on disk. A model whose layers cannot
+            be compiled runs as it is; the log says why.
         cuda_graphs: Whether those passes, compiled ones too, are recorded as CUDA graphs on first use; on a GPU only.
 
     Raises:
@@ -200,20 +200,15 @@ class LookaheadConfig:
         """Most draft nodes of one row's tree, with `max_nodes=None` decided; without a branch that costs decide on."""
         if self.max_nodes is not None:
             return self.max_nodes
-        budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else 64 - self.has_fixed_shapes
+        budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else 64 - self.cuda_graphs
         if "jacobi" in self.proposers and not self.decides_branch:
             budget += self.branch_sizes[0].nodes
         return min(budget, MAX_NODES_LIMIT)
 
     @property
-    def has_fixed_shapes(self) -> bool:
-        """Whether trees are padded, which limits the number of shapes to compile or record."""
-        return self.compile or self.cuda_graphs
-
-    @property
     def passes(self) -> str:
         """How the model is run, one of `PASSES`. Step costs are kept for each separately."""
-        if self.exactness == "fast" and not self.has_fixed_shapes:
+        if self.exactness == "fast" and not (self.compile or self.cuda_graphs):
             return "fast"
         return PASSES[self.compile + 2 * self.cuda_graphs]
 

@@ -15,7 +15,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch as choice
-from lookahead.models import compiled
+from lookahead.models import cuda_graphs
 from lookahead.models.cuda_graphs import CudaGraphs
 from lookahead.models.target import Target
 from tests.support.random_trees import ancestor_mask
@@ -163,7 +163,7 @@ def test_a_pass_that_waits_for_the_device_is_not_recorded_and_decoded_all_the_sa
     model = build()
     ids = torch.randint(10, 101, (1, 20), device="cuda")
     expected = model.generate(ids, max_new_tokens=40, do_sample=False)
-    monkeypatch.setattr(compiled, "CAPTURE_AT", 1)
+    monkeypatch.setattr(cuda_graphs, "CAPTURE_AT", 1)
     hook = model.model.layers[1].register_forward_hook(wait)
     try:
         config = LookaheadConfig(cuda_graphs=True)

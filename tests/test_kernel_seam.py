@@ -339,8 +339,6 @@ def test_rows_of_a_plain_step_that_differ_in_length_see_their_own_slots_and_no_o
 def test_compiled_passes_keep_the_kernel_and_attend_under_a_mask_where_it_does_not_serve(
     family: str, serves: bool, stand_ins: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a CPU compiled code has no kernel; this is what it does on a GPU.
-    monkeypatch.setattr("lookahead.models.attention._keeps_kernel", lambda _: True)
     monkeypatch.setattr("lookahead.models.compiled._BACKEND", "aot_eager")
     if not serves:
         monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)

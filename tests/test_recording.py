@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.models import cuda_graphs as graphs
-from lookahead.models.compiled import CAPTURE_AT
-from lookahead.models.cuda_graphs import CudaGraphs, Watch, graph_shortcoming
+from lookahead.models.cuda_graphs import CAPTURE_AT, CudaGraphs, Watch, graph_shortcoming
 from lookahead.models.target import Target
 from tests.support.families import FAMILIES, build
 from tests.support.pass_recorder import Recording

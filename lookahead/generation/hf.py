@@ -282,7 +282,7 @@ def _drafting(
         branch,
         proposers,
         node_budget=config.node_budget,
-        is_padded=config.has_fixed_shapes and not has_encoder,
+        is_padded=config.cuda_graphs and not has_encoder,
         runs_to_limit=runs_to_limit,
         by_rejection=call.by_rejection,
     )

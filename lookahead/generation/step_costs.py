@@ -86,7 +86,7 @@ def calibrate_costs(
     Args:
         model: A causal language model.
         contexts: Tokens in the cache.
-        compile: Whether to measure compiled steps, of every size they are padded to; that compiles them.
+        compile: Whether to measure compiled steps; that compiles them.
 
     Raises:
         ConfigError: A context is out of its range.
@@ -94,7 +94,7 @@ def calibrate_costs(
     """
     validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
     cost = state_of(model).learned.costs[PASSES[compile]]
-    nodes, limit = calibration.PADDED_NODES if compile else calibration.NODES, context_limit(model)
+    nodes, limit = calibration.NODES, context_limit(model)
     most, span = math.inf, "at least 1 token"
     if limit is not None:
         most = limit - max(nodes) - 1

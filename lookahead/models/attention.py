@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lookahead.kernels import dispatch
-from lookahead.models.cache import TreeLayer
+from lookahead.models.cache import TreeCache, TreeLayer
 from lookahead.models.exact_attention import Turns, attend_in_turn, attends_by_kernel, own_attention
 from lookahead.models.model_state import replaced, state_of
-from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, mask_of
+from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass
 
 ATTENTION_NAME = "lookahead_tree"
 
@@ -154,15 +154,10 @@ def tree_attention(
     # `generate` reads it: rounding differences in all of its KV could change tokens.
     is_cpu_prompt = tree_pass.is_prefill and query.device.type == "cpu" and query.dtype == torch.float32
     if is_compiling:
-        if tree_pass.scores_trees and _keeps_kernel(query):
-            trees, span = tree_pass.tensors(query.device), _within(told, slots)
-            return _in_compiled_code(query, key, value, *trees, s_aux, scaling, softcap, *span), None
+        if getattr(_thread, "is_in_layer", False):
+            return _in_compiled_code(query, key, value, s_aux, scaling, softcap, *told), None
     elif tree_pass.scores_trees or is_cpu_prompt:
-        layouts = query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()
-        kind = (*layouts, query.device, query.dtype, told, scaling, softcap, s_aux is None)
-        if kind not in tree_pass.kernels:
-            tree_pass.kernels[kind] = _kernel_for(tree_pass, query, key, value, told, scaling, softcap, s_aux)
-        kernel = tree_pass.kernels[kind]
+        kernel = _kernel_of(tree_pass, query, key, value, told, scaling, softcap, s_aux)
         if kernel is not None:
             return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux), None
     span, groups = _within(told, slots), query.shape[1] // key.shape[1]
@@ -195,41 +190,46 @@ def turns_by_kernel(module: nn.Module, layer: TreeLayer, heads: int, options: Ma
     return turns if attends_by_kernel(own, *slots, heads, window, turns, is_exact=tree_pass.is_exact) else None
 
 
-def _keeps_kernel(query: Tensor) -> bool:
-    """Whether compiled code calls the kernel, rather than torch's attention under a mask over all slots."""
-    return query.device.type == "cuda"
+@contextmanager
+def in_compiled_layer(cache: TreeCache, at: int) -> Iterator[None]:
+    """Let compiled code of a layer on this thread use the layer `at` of a cache until the block ends."""
+    _thread.is_in_layer, _thread.cache, _thread.at = True, cache, at
+    try:
+        yield
+    finally:
+        _thread.is_in_layer, _thread.cache = False, None
 
 
 @torch.library.custom_op(
     "lookahead::tree_attention",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor nodes, Tensor depths, Tensor words, "
-    "Tensor? sinks, float? scaling, float? softcap, int? window, int? chunk) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, float? softcap, int? window, "
+    "int? chunk) -> Tensor",
 )
 def _in_compiled_code(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: Tensor,
-    nodes: Tensor,
-    depths: Tensor,
-    words: Tensor,
     sinks: Tensor | None,
     scaling: float | None,
     softcap: float | None,
     window: int | None,
     chunk: int | None,
 ) -> Tensor:
-    """Tree attention as an operation that `torch.compile` does not look into."""
-    trees, slots = TreeTensors(lengths, nodes, depths, words), (key.transpose(1, 2), value.transpose(1, 2))
-    options = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks}
-    kernel = dispatch.attention_for(query, *slots, options)
+    """Write keys and values of the nodes, and attend. `torch.compile` sees neither the cache nor the trees.
+
+    So one code serves all layers, lengths and trees.
+    """
+    tree_pass: TreePass = _thread.tree_pass
+    key, value = _thread.cache.update(key, value, _thread.at)
+    told, groups = AttentionSpan(window, chunk), query.shape[1] // key.shape[1]
+    kernel = _kernel_of(tree_pass, query, key, value, told, scaling, softcap, sinks)
     if kernel is not None:
-        return kernel(query, *slots, **trees._asdict(), sinks=sinks)
-    groups, span = query.shape[1] // key.shape[1], AttentionSpan(window, chunk)
-    return dispatch.masked_attention(
-        query, key, value, mask_of(trees, key.shape[2], groups, span, query.dtype), scaling, softcap, sinks
-    )
+        return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=sinks)
+    span, mask = _within(told, key.shape[2]), None
+    if span != AttentionSpan() or not tree_pass.sees_all:
+        mask = tree_pass.mask(groups, span, query.dtype, query.device)
+    return dispatch.masked_attention(query, key, value, mask, scaling, softcap, sinks).contiguous()
 
 
 @_in_compiled_code.register_fake
@@ -238,7 +238,21 @@ def _shape_in_compiled_code(query: Tensor, key: Tensor, value: Tensor, *others: 
     return query.new_empty(rows, width, heads, value.shape[3])
 
 
-def _kernel_for(
+@torch.library.custom_op("lookahead::update", mutates_args=())
+def update_in_compiled_code(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Write keys and values of the nodes, and copy those that a prepared mask is for: code may reuse its memory."""
+    held = _thread.cache.update(key, value, _thread.at)
+    key, value = (each.clone(memory_format=torch.contiguous_format) for each in held)
+    return key, value
+
+
+@update_in_compiled_code.register_fake
+def _shapes_of_update(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    key, value = (each.new_empty(*each.shape[:2], mask.shape[3], each.shape[3]) for each in (key, value))
+    return key, value
+
+
+def _kernel_of(
     tree_pass: TreePass,
     query: Tensor,
     key: Tensor,
@@ -249,12 +263,18 @@ def _kernel_for(
     s_aux: Tensor | None,
 ) -> Callable[..., Tensor] | None:
     """The kernel of the layers of a pass that are alike, bound to the trees of the pass."""
-    options = {**_within(told, key.shape[2])._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
-    later = frozenset(name for name, limit in told._asdict().items() if limit is not None)
-    is_eager = not isinstance(tree_pass, FixedShapePass)
-    buffers = key.transpose(1, 2), value.transpose(1, 2)  # as the cache holds them
-    kernel = dispatch.attention_for(query, *buffers, options, is_eager, later)
-    return None if kernel is None else partial(kernel, **tree_pass.tensors(query.device)._asdict())
+    layouts = query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()
+    kind = (*layouts, query.device, query.dtype, told, scaling, softcap, s_aux is None)
+    if kind not in tree_pass.kernels:
+        options = {**_within(told, key.shape[2])._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
+        later = frozenset(name for name, limit in told._asdict().items() if limit is not None)
+        is_eager = not isinstance(tree_pass, FixedShapePass)
+        buffers = key.transpose(1, 2), value.transpose(1, 2)  # as the cache holds them
+        kernel = dispatch.attention_for(query, *buffers, options, is_eager, later)
+        if kernel is not None:
+            kernel = partial(kernel, **tree_pass.tensors(query.device)._asdict())
+        tree_pass.kernels[kind] = kernel
+    return tree_pass.kernels[kind]
 
 
 def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:

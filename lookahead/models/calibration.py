@@ -32,7 +32,6 @@ from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.verification.exact import likeliest
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
-PADDED_NODES = (1, 2, 4, 8, 16, 32, 64)  # sizes that compiled steps are padded to
 CONTEXTS = (256,)
 _ROUNDS = 9
 _WARM_UPS = 2

@@ -1,91 +1,88 @@
-"""Fixed-shape passes of a target: compiled code, CUDA graphs, and when to fall back to the model's own forward."""
+"""Decoder layers that are compiled: one code for all layers of a kind, and for every number of rows and nodes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from threading import Lock
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock, local
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx.experimental import _config as symbols
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lookahead.drafting.cost_model import padded_nodes
-from lookahead.drafting.tree import TokenTree
-from lookahead.models.attention import AttentionScope
-from lookahead.models.cache import CACHE, TreeCache
-from lookahead.models.cuda_graphs import CudaGraphs, Graph, Run, graph_shortcoming
-from lookahead.models.model_state import state_of
-from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows, padded_slots
+from lookahead.models import attention
+from lookahead.models.cache import TreeCache
+from lookahead.models.model_state import replaced, state_of
 
-CAPTURE_AT = 3  # uses of a shape before it is recorded: a shape that is used once is not worth it
 _BACKEND = "inductor"
-# Largest error of a replay, relative to the norm of a node's output. The same kernels on the same numbers give the same
-# bits unless they add in any order; a number frozen into a graph changes the output by many times the tolerance.
+# Largest error of a compiled layer or a replayed pass, relative to the norm of a node's output. The same numbers give
+# the same bits unless they are added in another order; a number frozen into it changes the output by many times that.
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _TOLERANCE_FP32 = 1e-4
 
 _log = logging.getLogger(__name__)
+_thread = local()
 
 
-def forward(
-    model: Any, cache: TreeCache, static: FixedShapePass, hidden_layers: tuple[int, ...], mask_dtype: torch.dtype | None
-) -> tuple[Tensor, ...]:
-    """Run a model on the buffers of a fixed-shape pass: logits `[rows, width, vocab]`, and some of the hidden states.
-
-    The mask has a type for a model that takes prepared masks, and none for one that calls tree attention.
-    """
-    options: dict[str, Any] = {CACHE: cache}
-    if mask_dtype is not None:
-        options["attention_mask"] = static.mask(1, AttentionSpan(), mask_dtype, static.tokens.device)
-    if hidden_layers:
-        options["output_hidden_states"] = True
-    output = model(input_ids=static.tokens, position_ids=static.positions, use_cache=True, **options)
-    return (output.logits, *(output.hidden_states[layer] for layer in hidden_layers))
+def _run_layer(layer: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What is compiled. The weights of the layer are inputs of the code, so it serves all layers of a kind."""
+    return type(layer).forward(layer, *args, **options)
 
 
-class CompiledForward:
-    """`forward`, compiled for one shape when it is first called."""
+class _CacheInCode:
+    """Stands for the cache in compiled code. Operations of `attention` write and read the KV, wherever it is."""
 
-    def __init__(self, rows: int, width: int) -> None:
-        # Dynamo limits the compiled variants of one code object, so each shape gets a copy.
-        code = forward.__code__.replace(co_name=f"forward_{rows}x{width}")
-        copy = FunctionType(code, forward.__globals__, code.co_name)
-        self._guarded: Any = torch.compile(copy, backend=self._compile, fullgraph=True, dynamic=False)
+    def __init__(self, mask: Tensor | None) -> None:
+        self._mask = mask
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """The new keys and values for tree attention, which writes them; all keys and values for a prepared mask."""
+        return (key, value) if self._mask is None else attention.update_in_compiled_code(key, value, self._mask)
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Always 1, as in a fixed-shape pass: models that verify trees take positions from elsewhere."""
+        return 1
+
+
+class LayerCode:
+    """The compiled code of the layers of one model, for all calls."""
+
+    def __init__(self) -> None:
+        # Dynamo limits the compiled variants of one code object, so each model gets a copy.
+        copy = FunctionType(_run_layer.__code__.replace(), _run_layer.__globals__)
+        self._guarded: Any = torch.compile(copy, backend=self._compile, fullgraph=True, dynamic=True)
         self._lock = Lock()  # threads that share a model share its compiled code
         self._calls: list[tuple[Callable[..., Sequence[Tensor]], Sequence[Any], Sequence[Tensor]]] = []
+        self._has_compiled = False
 
-    def bind(self, *arguments: Any) -> tuple[Run, tuple[Tensor, ...]]:
-        """Run once, and return a function that runs again on the same tensors without Dynamo's guards.
+    def __call__(self, *arguments: Any) -> tuple[Any, Any, bool]:
+        """Run a layer: its output; the compiled code that ran, its inputs and results; and whether the code is new."""
+        from torch._dynamo import config
 
-        Guards take a tenth of a small model's pass, and nothing they check changes while one call decodes.
-        """
-        with self._lock:
-            self._calls.clear()
-            outputs: tuple[Tensor, ...] = self._guarded(*arguments)
-            calls = self._calls.copy()
-            self._calls.clear()  # they would keep a cache alive
-        places = {id(each): place for *_, results in calls[-1:] for place, each in enumerate(results)}
-        if any(id(output) not in places for output in outputs):
-            return lambda: self.bind(*arguments)[1], outputs  # Dynamo makes an output outside of the compiled code
-        compiled, inputs, _ = calls[-1]
-        order = [places[id(output)] for output in outputs]
-
-        def run() -> tuple[Tensor, ...]:
-            results = compiled(*inputs)
-            return tuple(results[place] for place in order)
-
-        return run, outputs
+        # Sizes of 1 are like any other, and two sizes that are equal once may differ later.
+        is_general = symbols.patch(backed_size_oblivious=True, use_duck_shape=False)  # type: ignore[attr-defined]
+        with self._lock, is_general, config.patch(specialize_float=True):
+            self._has_compiled = False
+            try:
+                output = self._guarded(*arguments)
+                return output, self._calls[-1], self._has_compiled
+            finally:
+                self._calls.clear()  # they would keep tensors alive
 
     def _compile(self, graph: Any, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
         """Compile with Inductor, which caches its code on disk, and remember the call."""
         from torch._dynamo import lookup_backend
+        from torch._inductor import config
 
-        compiled = lookup_backend(_BACKEND)(graph, list(examples))
+        self._has_compiled = True
+        with config.patch(emulate_precision_casts=True):  # half precision rounds where the layer itself does
+            compiled = lookup_backend(_BACKEND)(graph, list(examples))
 
         def call(*inputs: Any) -> Sequence[Tensor]:
             results = compiled(*inputs)
@@ -95,161 +92,160 @@ class CompiledForward:
         return call
 
 
-@dataclass(slots=True)
-class _ShapeRunner:
-    """A fixed-shape pass, and what runs it: the model's forward, its compiled code, or a graph of either."""
+class CompiledLayers:
+    """Runs compiled decoder layers in the passes of one target, on its thread and on no other.
 
-    static: FixedShapePass
-    arguments: tuple[Any, ...]  # of `forward`
-    compiled: CompiledForward | None
-    bound: Run | None = None
-    graph: Graph | None = None
-    is_checked: bool = False  # whether a replay was compared with the pass itself
-    uses: int = 0
-
-    def run(self) -> tuple[Tensor, ...]:
-        """Run the pass without its graph, with new masks."""
-        try:
-            if self.compiled is None:
-                return forward(*self.arguments)
-            if self.bound is not None:
-                return self.bound()
-            self.bound, outputs = self.compiled.bind(*self.arguments)
-            return outputs
-        finally:
-            self.static.forget()
-
-
-class CompiledRunner:
-    """Scores trees in fixed-shape passes that are compiled or recorded; `Target` has its options.
-
-    Without a `scope` the model takes prepared masks.
+    With `is_masked` the model takes prepared masks.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: TreeCache,
-        device: torch.device,
-        *,
-        most_nodes: int,
-        hidden_layers: tuple[int, ...],
-        scope: AttentionScope | None,
-        compiles: bool,
-        captures: bool,
-    ) -> None:
-        self._model, self._cache, self._device, self._scope = model, cache, device, scope
-        self._most_nodes, self._hidden_layers = most_nodes, hidden_layers
-        self._mask_dtype = model.dtype if scope is None else None
-        self._runners: dict[tuple[int, int], _ShapeRunner] = {}
-        self._made_at = -1  # allocations of the cache when the runners were made
-        self.is_cold = False  # whether the newest pass compiled, recorded or is yet to be, so that its time is no cost
-        failed = state_of(model).failed
-        self._compiles = compiles and "compile" not in failed
-        self._capture: CudaGraphs | None = None
-        if captures and "capture" not in failed:
-            problem = graph_shortcoming(model, device)
-            if problem is None:
-                self._capture = CudaGraphs(device, is_watched=not self._compiles)
-            else:
-                self._stop("capture", problem)
+    def __init__(self, model: PreTrainedModel, *, is_masked: bool) -> None:
+        state = state_of(model)
+        self._model, self._is_masked = model, is_masked
+        self._bound: dict[Any, Callable[[Sequence[Any]], Tensor] | None] = {}
+        self.is_cold = False  # whether the newest pass compiled
+        self.serves = "compile" not in state.failed
+        self._forwards = [(layer, None, partial(_forward, layer, at)) for layer, at in _layers_of(model)]
+        if not self._forwards:
+            self._stop("its layers are not known as such")
+        if state.compiled is None:
+            state.compiled = LayerCode()
+        self._code: LayerCode = state.compiled
 
-    def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
-        """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""
-        self.is_cold = False
-        if not (self._compiles or self._capture) or not self._cache.layers:
-            return None
-        slots, nodes = self._cache.slots, max(map(len, trees))
-        width = padded_nodes(nodes, self._most_nodes)
-        rows = padded_rows(len(trees), len(slots.lengths))
-        needed = int(slots.lengths[: len(trees)].max()) + width
-        # Code is compiled for one number of slots, so there should be few. Each call records its own graphs.
-        self._cache.reserve(padded_slots(max(needed, slots.capacity)) if self._compiles else needed)
-        if self._made_at != slots.allocations:
-            self._runners.clear()  # the KV moved, and recorded passes hold its old address
-            self._made_at = slots.allocations
-        runner = self._runners.get((rows, width))
-        if runner is None:
-            runner = self._runners[rows, width] = self._open(rows, width)
-        runner.static.fill(trees)
-        runs = nullcontext() if self._scope is None else self._scope.running(runner.static)
-        with slots.fixed(rows, width, runner.static.index), runs:
-            outputs = self._run(runner)
-        if outputs is None:
-            return None
-        return tuple(each[: len(trees), :nodes] for each in outputs)
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Let the layers look for compiled code until the last open block of any thread ends."""
+        with replaced("forward", self._forwards):
+            yield
 
-    def _open(self, rows: int, width: int) -> _ShapeRunner:
-        """The runner of a shape that is new since the KV moved."""
-        slots, compiled = self._cache.slots, None
-        static = FixedShapePass(slots, rows, width, self._device)
-        if self._compiles:
-            shape = len(slots.lengths), slots.capacity, rows, width, self._hidden_layers
-            known = state_of(self._model).compiled  # shared by all calls
-            self.is_cold = shape not in known
-            if self.is_cold:
-                known[shape] = CompiledForward(rows, width)
-            compiled = known[shape]
-        return _ShapeRunner(static, (self._model, self._cache, static, self._hidden_layers, self._mask_dtype), compiled)
-
-    def _run(self, runner: _ShapeRunner) -> tuple[Tensor, ...] | None:
-        """Run a pass whose buffers are filled. None if it failed, and it is not tried again."""
-        runner.uses += 1
-        if runner.graph is not None:
-            return self._replay(runner, runner.graph)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within `serving`, run compiled layers on this thread until the block ends."""
+        outer, self.is_cold = getattr(_thread, "layers", None), False
+        _thread.layers = self
         try:
-            outputs = runner.run()
-        except Exception as error:
-            # The model itself runs next. If it is broken, it raises there.
-            self._stop("compile" if self._compiles else "capture", _in_short(error))
-            return None
-        if self._capture is not None:
-            self.is_cold = True
-            if runner.uses >= CAPTURE_AT:
-                try:
-                    runner.graph = self._capture(runner.run)  # the next pass of its shape is the first replay
-                except Exception as error:
-                    self._stop("capture", _in_short(error))
-        return outputs
+            yield
+        finally:
+            _thread.layers = outer
 
-    def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
-        """Replay a graph. The first replay is compared with the pass itself, whose outputs count if they differ.
-
-        It has other trees and another length than the recording, so a value that Python read then shows.
-        """
-        # The next replay overwrites its outputs, and callers may keep them.
-        outputs = tuple(map(torch.clone, graph.replay()))
-        if runner.is_checked:
-            return outputs
-        self.is_cold = runner.is_checked = True
-        wanted = runner.run()
-        error = float(torch.stack(list(map(_largest_error, outputs, wanted))).max())
-        if error <= _TOLERANCE.get(self._model.dtype, _TOLERANCE_FP32):
-            return outputs
-        self._stop("capture", f"a replay differs by {error:.2g} from the pass that was recorded")
+    def run(self, layer: Any, at: int, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run a layer whose KV is the layer `at` of the cache. It runs as it is once one of them failed."""
+        given = (*args, *options.values())
+        values = [each for value in given for each in (value if isinstance(value, tuple) else (value,))]
+        cache = next((each for each in values if isinstance(each, TreeCache)), None)
+        if cache is None or not self.serves:
+            return type(layer).forward(layer, *args, **options)
+        key = layer, *(each.shape if isinstance(each, Tensor) else each for each in values if each is not cache)
+        try:
+            bound = self._bound.get(key)
+        except TypeError:  # a dictionary of keys and values, in Gemma 3n and 4
+            self._stop("its layers share keys and values")
+            return type(layer).forward(layer, *args, **options)
+        with attention.in_compiled_layer(cache, at):
+            if bound is not None:
+                return bound(values)
+            mask = None
+            if self._is_masked:
+                mask = next(each for each in values if isinstance(each, Tensor) and each.dim() == 4)
+                torch._dynamo.mark_static(mask, 1)  # which stands for all heads
+            stand_in = _CacheInCode(mask)
+            arguments = (stand_in if each is cache else each for each in args)
+            named = {name: stand_in if each is cache else each for name, each in options.items()}
+            try:
+                output, call, is_new = self._code(layer, tuple(arguments), named)
+            except Exception as error:
+                self._stop(in_short(error))
+                return type(layer).forward(layer, *args, **options)
+        if key not in self._bound:
+            self._bound[key] = _bind(layer, values, output, *call)
+        if not is_new:
+            return output
+        self.is_cold, wanted = True, type(layer).forward(layer, *args, **options)
+        pair = (output, wanted) if isinstance(wanted, tuple) else ((output,), (wanted,))
+        difference = largest_error(*pair)
+        if difference <= tolerance_of(self._model.dtype):
+            return output
+        self._stop(f"a compiled layer differs by {difference:.2g} from the layer itself")
         return wanted
 
-    def _stop(self, what: str, reason: str) -> None:
-        """Record no more passes, nor compile any if that failed, and log once for a model why."""
-        self._compiles, self._capture = self._compiles and what != "compile", None
-        self._runners.clear()
-        failed = state_of(self._model).failed
-        if what not in failed:
-            way = {"compile": "torch.compile", "capture": "CUDA graphs"}[what]
-            _log.warning("%s is decoded without %s: %s", type(self._model).__name__, way, reason)
-        failed.add(what)
+    def _stop(self, reason: str) -> None:
+        """Compile and run no more code."""
+        self.serves = False
+        self._bound.clear()
+        give_up(self._model, "compile", reason)
 
 
-def _largest_error(got: Tensor, want: Tensor) -> Tensor:
-    """The largest error of a node, relative to the norm of `want`; NaN where only one of both is a number."""
-    got, want = got.float(), want.float()
-    is_same = (got == want) | (got.isnan() & want.isnan())
-    errors = torch.where(is_same, 0, got - want).norm(dim=-1)
-    largest: Tensor = (errors / want.nan_to_num().norm(dim=-1).clamp_min(1e-6)).max()
-    return largest
+def _forward(layer: Any, at: int, *args: Any, **options: Any) -> Any:
+    """The layer's `forward`; compiled on a thread that runs a pass."""
+    layers: CompiledLayers | None = getattr(_thread, "layers", None)
+    if layers is None:
+        return type(layer).forward(layer, *args, **options)
+    return layers.run(layer, at, args, options)
 
 
-def _in_short(error: Exception) -> str:
+def _layers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The decoder layers whose KV is one layer of the cache, and its number."""
+    found: list[tuple[nn.Module, int]] = []
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and "forward" not in layer.__dict__:
+            inside = [vars(each) for each in layer.modules()]
+            places = {each[name] for each in inside for name in ("layer_idx", "layer_id") if name in each}
+            found += [(layer, at) for at in places if len(places) == 1]
+    return found
+
+
+def _bind(
+    layer: nn.Module, values: Sequence[Any], output: Any, compiled: Any, inputs: Sequence[Any], results: Sequence[Any]
+) -> Callable[[Sequence[Any]], Tensor] | None:
+    """Compiled code for other values of the same shapes, without Dynamo's guards; None where they are needed.
+
+    Guards take a tenth of a small model's pass, and nothing they check changes while one call decodes.
+    """
+    places = {id(value): place for place, value in enumerate(values) if isinstance(value, Tensor)}
+    own = {id(each) for each in (*layer.parameters(), *layer.buffers())}
+    sources = [(at, places[id(each)]) for at, each in enumerate(inputs) if id(each) in places]
+    others = [each for each in inputs if isinstance(each, Tensor) and id(each) not in places]
+    which = next((at for at, each in enumerate(results) if each is output), None)
+    if which is None or any(id(each) not in own for each in others):
+        return None
+    fixed = [None if id(each) in places else each for each in inputs]
+
+    def run(values: Sequence[Any]) -> Tensor:
+        given = fixed.copy()
+        for at, place in sources:
+            given[at] = values[place]
+        made: Tensor = compiled(*given)[which]
+        return made
+
+    return run
+
+
+def give_up(model: PreTrainedModel, what: str, reason: str) -> None:
+    """Note that a way to run a model, "compile" or "capture", failed, and log once why."""
+    failed = state_of(model).failed
+    if what not in failed:
+        way = {"compile": "torch.compile", "capture": "CUDA graphs"}[what]
+        _log.warning("%s is decoded without %s: %s", type(model).__name__, way, reason)
+    failed.add(what)
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The most that `largest_error` may be."""
+    return _TOLERANCE.get(dtype, _TOLERANCE_FP32)
+
+
+def largest_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """The largest error of a node, relative to the norm of what is wanted; NaN where only one of both is a number."""
+    errors = []
+    for got, want in zip(outputs, wanted, strict=True):
+        if isinstance(want, Tensor):
+            got, want = got.float(), want.float()
+            is_same = (got == want) | (got.isnan() & want.isnan())
+            lengths = want.nan_to_num().norm(dim=-1).clamp_min(1e-6)
+            errors.append((torch.where(is_same, 0, got - want).norm(dim=-1) / lengths).max())
+    return float(torch.stack(errors).max())
+
+
+def in_short(error: Exception) -> str:
     """The first line of an error; for a missing compiler what to install."""
     if type(error).__name__ == "InvalidCxxCompiler" or "InvalidCxxCompiler" in str(error):
         return "there is no C++ compiler; install g++ or clang++, or name one in the environment variable CXX"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 from weakref import WeakSet
@@ -13,7 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
+from lookahead.drafting.cost_model import padded_nodes
+from lookahead.drafting.tree import TokenTree
+from lookahead.models.attention import AttentionScope
+from lookahead.models.cache import CACHE, TreeCache
+from lookahead.models.compiled import give_up, in_short, largest_error, tolerance_of
+from lookahead.models.model_state import state_of
+from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows
+
+CAPTURE_AT = 3  # uses of a shape before it is recorded: a shape that is used once is not worth it
 Run = Callable[[], tuple[Tensor, ...]]  # a pass over what its static buffers hold
 
 _aten = torch.ops.aten
@@ -80,13 +91,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class CudaGraphs:
     """Records passes as CUDA graphs that share one pool of memory.
 
-    No replay needs what another one left in the pool, so they may run in any order. Compiled code needs no watch, and
-    cannot be compiled under one.
+    No replay needs what another one left in the pool, so they may run in any order.
     """
 
-    def __init__(self, device: torch.device, *, is_watched: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._watch = Watch(device) if is_watched else nullcontext()
+        self._watch = Watch(device)
         self._pool: Any = None
         self._living: WeakSet[Graph] = WeakSet()
 
@@ -110,3 +120,128 @@ class CudaGraphs:
             recorded = Graph(graph, outputs)
             self._living.add(recorded)
         return recorded
+
+
+@dataclass(slots=True)
+class _ShapeRunner:
+    """A fixed-shape pass, and what runs it: the model's forward, or a graph of it."""
+
+    static: FixedShapePass
+    forward: Run
+    graph: Graph | None = None
+    is_checked: bool = False  # whether a replay was compared with the pass itself
+    uses: int = 0
+
+    def run(self) -> tuple[Tensor, ...]:
+        """Run the pass without its graph, with new masks."""
+        try:
+            return self.forward()
+        finally:
+            self.static.forget()
+
+
+class GraphRunner:
+    """Scores trees in fixed-shape passes that are recorded; `Target` has its options.
+
+    Without a `scope` the model takes prepared masks.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        device: torch.device,
+        *,
+        most_nodes: int,
+        hidden_layers: tuple[int, ...],
+        scope: AttentionScope | None,
+    ) -> None:
+        self._model, self._cache, self._device, self._scope = model, cache, device, scope
+        self._most_nodes, self._hidden_layers = most_nodes, hidden_layers
+        self._runners: dict[tuple[int, int], _ShapeRunner] = {}
+        self._made_at = -1  # allocations of the cache when the runners were made
+        self.is_cold = False  # whether the newest pass recorded or is yet to be, so that its time is no cost
+        self._capture: CudaGraphs | None = None
+        if "capture" not in state_of(model).failed:
+            problem = graph_shortcoming(model, device)
+            if problem is None:
+                self._capture = CudaGraphs(device)
+            else:
+                self._stop(problem)
+
+    def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
+        """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""
+        self.is_cold = False
+        if self._capture is None or not self._cache.layers:
+            return None
+        slots, nodes = self._cache.slots, max(map(len, trees))
+        width = padded_nodes(nodes, self._most_nodes)
+        rows = padded_rows(len(trees), len(slots.lengths))
+        self._cache.reserve(int(slots.lengths[: len(trees)].max()) + width)
+        if self._made_at != slots.allocations:
+            self._runners.clear()  # the KV moved, and recorded passes hold its old address
+            self._made_at = slots.allocations
+        runner = self._runners.get((rows, width))
+        if runner is None:
+            static = FixedShapePass(slots, rows, width, self._device)
+            runner = self._runners[rows, width] = _ShapeRunner(static, partial(self._forward, static))
+        runner.static.fill(trees)
+        runs = nullcontext() if self._scope is None else self._scope.running(runner.static)
+        with slots.fixed(rows, width, runner.static.index), runs:
+            outputs = self._run(runner, self._capture)
+        if outputs is None:
+            return None
+        return tuple(each[: len(trees), :nodes] for each in outputs)
+
+    def _forward(self, static: FixedShapePass) -> tuple[Tensor, ...]:
+        """Run the model on the buffers of a pass: logits `[rows, width, vocab]`, and some of the hidden states."""
+        options: dict[str, Any] = {CACHE: self._cache}
+        if self._scope is None:
+            options["attention_mask"] = static.mask(1, AttentionSpan(), self._model.dtype, static.tokens.device)
+        if self._hidden_layers:
+            options["output_hidden_states"] = True
+        model: Any = self._model
+        output = model(input_ids=static.tokens, position_ids=static.positions, use_cache=True, **options)
+        return (output.logits, *(output.hidden_states[layer] for layer in self._hidden_layers))
+
+    def _run(self, runner: _ShapeRunner, capture: CudaGraphs) -> tuple[Tensor, ...] | None:
+        """Run a pass whose buffers are filled. None if it failed, and it is not tried again."""
+        runner.uses += 1
+        if runner.graph is not None:
+            return self._replay(runner, runner.graph)
+        try:
+            outputs = runner.run()
+        except Exception as error:
+            # The model itself runs next. If it is broken, it raises there.
+            self._stop(in_short(error))
+            return None
+        self.is_cold = True
+        if runner.uses >= CAPTURE_AT:
+            try:
+                runner.graph = capture(runner.run)  # the next pass of its shape is the first replay
+            except Exception as error:
+                self._stop(in_short(error))
+        return outputs
+
+    def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
+        """Replay a graph. The first replay is compared with the pass itself, whose outputs count if they differ.
+
+        It has other trees and another length than the recording, so a value that Python read then shows.
+        """
+        # The next replay overwrites its outputs, and callers may keep them.
+        outputs = tuple(map(torch.clone, graph.replay()))
+        if runner.is_checked:
+            return outputs
+        self.is_cold = runner.is_checked = True
+        wanted = runner.run()
+        error = largest_error(outputs, wanted)
+        if error <= tolerance_of(self._model.dtype):
+            return outputs
+        self._stop(f"a replay differs by {error:.2g} from the pass that was recorded")
+        return wanted
+
+    def _stop(self, reason: str) -> None:
+        """Record no more passes."""
+        self._capture = None
+        self._runners.clear()
+        give_up(self._model, "capture", reason)

@@ -44,9 +44,9 @@ class ModelState:
     def __init__(self, structure: Hashable = None) -> None:
         self.structure = structure
         self.learned = LearnedState()
-        self.compiled: dict[Any, Any] = {}  # passes by their shapes
+        self.compiled: Any = None  # the code of its layers, a `LayerCode`
         self.failed: set[str] = set()  # which of `compile` and `capture` failed; they are not tried again
-        self.views: tuple[Any, ...] = ()  # the attention views that compiled passes hold
+        self.views: tuple[Any, ...] = ()  # the attention views that compiled layers hold
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
         self._probed: dict[str, tuple[Hashable, Any]] = {}

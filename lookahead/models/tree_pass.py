@@ -16,8 +16,6 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.models.cache import TreeSlots
 from lookahead.models.exact_attention import Turns
 
-_MIN_SLOTS = 256
-
 
 class AttentionSpan(NamedTuple):
     """How far back a query may look; None for no limit."""
@@ -131,11 +129,6 @@ class TreePass:
 def padded_rows(active: int, rows: int) -> int:
     """Rows of a fixed-shape pass for `active` rows of a batch of `rows`: a power of two, or all."""
     return min(1 << (active - 1).bit_length(), rows)
-
-
-def padded_slots(slots: int) -> int:
-    """Slots a row for fixed-shape passes that need `slots`: a power of two, so that a growing text has few shapes."""
-    return max(_MIN_SLOTS, 1 << (slots - 1).bit_length())
 
 
 class FixedShapePass(TreePass):
