@@ -114,7 +114,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, new: int) -> tuple[list[
 def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Output:
     """Decode to the end; every step ends with its tokens on the host, so the clock on the wall times it."""
     target = engine._target
-    replays = Replays(target, device, by_hand=by_hand) if target._fast is not None else None
+    replays = Replays(target, device, by_hand=by_hand) if target._graphs is not None else None
     tokens: list[int] = []
     steps: list[Step] = []
     loop = engine.run()

@@ -66,7 +66,7 @@ class Replays:
     """
 
     def __init__(self, target: Target, device: torch.device, *, by_hand: bool = False) -> None:
-        fast = target._fast
+        fast = target._graphs
         assert fast is not None
         self._capture: Callable[[Run], Graph] | None = ByHand
         if device.type == "cuda" and not by_hand:

@@ -123,7 +123,7 @@ def test_a_graph_is_timed_in_replays_that_change_no_token(monkeypatch: pytest.Mo
     model = gpu_decode.make_model("tiny", "fp32", CPU, 0)
     ids = torch.arange(40, 70)[None]
     engine = make_engine(model, ids, PLAIN, max_new_tokens=12)
-    engine._target._fast._capture = record
+    engine._target._graphs._capture = record
     output = run(engine, torch.device("cuda"))
     assert output.tokens == model.generate(ids, max_new_tokens=12, do_sample=False)[0, 30:].tolist()
     assert [step.is_replayed for step in output.steps] == [False] * 3 + [True] * 8

@@ -110,7 +110,7 @@ def test_a_replayed_pass_gives_the_logits_of_the_same_pass_run_by_hand(
     model = build(dtype=dtype)
     replayed, by_hand = (Target(model, rows=2, capacity=300, captures=True) for _ in range(2))
     prompts = [np.arange(3, 90, dtype=np.int32), np.arange(30, 43, dtype=np.int32)]
-    monkeypatch.setattr(by_hand._fast, "_capture", lambda run: _ByHand(run))
+    monkeypatch.setattr(by_hand._graphs, "_capture", lambda run: _ByHand(run))
     with replayed.serving():
         for target in (replayed, by_hand):
             target.prefill(prompts)

@@ -229,7 +229,7 @@ def test_a_stream_is_of_one_prompt(tiny_llama, tiny_tokenizer):
         ({"max_new_tokenz": 5}, "did you mean 'max_new_tokens'?"),
         ({"input_ids": torch.ones(1, 2)}, "input_ids is not taken here: pass the prompt as the third argument"),
         ({"attention_mask": None}, "attention_mask is not taken here"),
-        ({"custom_generate": lookahead.decode}, "custom_generate is not taken here"),
+        ({"custom_generate": "somewhere"}, "custom_generate is not taken here"),
         ({"token_healing": True}, "token_healing is not taken here; use model.generate"),
         ({"config": {"window": 7}}, "config must be a LookaheadConfig, got a dict"),
         ({"config": GenerationConfig()}, "config must be a LookaheadConfig, got a GenerationConfig"),

@@ -10,6 +10,7 @@ from threading import Barrier, Thread
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.models import fused_layers
 from lookahead.models.model_state import LearnedState, state_of, use_learned
 
 
@@ -74,3 +75,20 @@ def test_measurements_learn_apart(tiny_llama: PreTrainedModel) -> None:
     with use_learned(tiny_llama, other):
         assert state_of(tiny_llama).learned is other
     assert state_of(tiny_llama).learned is own
+
+
+def test_a_verdict_stands_while_another_thread_decodes(tiny_llama: PreTrainedModel) -> None:
+    model, probes = copy.deepcopy(tiny_llama), list[int]()
+    state = state_of(model)
+
+    def probe() -> int:
+        probes.append(1)
+        return 1
+
+    state.probed("a probe", model, probe)
+    with fused_layers.serving(model):
+        state.probed("a probe", model, probe)
+    assert probes == [1]
+    model.model.layers[0].mlp.forward = lambda x: x
+    state.probed("a probe", model, probe)
+    assert probes == [1, 1]

@@ -100,8 +100,8 @@ def _version_of(model: Any) -> Hashable:
     weights = (each for module in modules for each in module._parameters.values() if each is not None)
     # Offloaded weights are other objects after every pass, and inference tensors have no version.
     versions = [(id(each), each._version) for each in weights if not each.is_meta and not each.is_inference()]
-    with _guard:
-        owns = [each.__dict__.get("forward") for each in modules if (id(each), "forward") not in _uses]
+    with _guard:  # while another thread decodes, some have a `forward` of ours, which takes the place of none
+        owns = [None if (id(each), "forward") in _uses else each.__dict__.get("forward") for each in modules]
     codes = [id(each) for each in (*owns, *(module._compiled_call_impl for module in modules))]
     # Those of the model itself stand around its passes, and ours are there during some passes of other threads.
     hooked = [each for module in modules[1:] for each in (module._forward_hooks, module._forward_pre_hooks)]
