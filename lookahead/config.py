@@ -45,8 +45,8 @@ class LookaheadConfig:
             the target finds likely enough, which changes the distribution; `DecodingStats.divergence` measures it.
         exactness: `"auto"` gives the passes of a prompt in half precision on a CPU the bits of decoding it alone, token
             by token, if a comparison on the model's first use shows that this works; `DecodingStats.exactness` tells.
-            In all other cases, in the padded batch of one call, and with `"fast"`, a pass scores its drafts under one
-            mask and rounds differently. In half precision this can change a token where two are about equally likely.
+            In all other cases, in the padded batch of one call, and with `"fast"`, passes may score drafts under one
+            mask and round differently. In half precision this can change a token where two are about equally likely.
         max_nodes: Most draft nodes of one row's tree without the root, 1 to 512. `None` decides: 64, plus the window
             and the guesses while the lookahead branch runs. Where trees are padded to powers of two it is one less,
             since the root is one of the nodes.

@@ -329,3 +329,10 @@ def test_step_costs_of_a_quantized_model_are_kept_apart(named, tmp_path):
 
     plain, rounded = (lookahead.load(named, device="cpu", quantize=each).model for each in (None, "int8"))
     assert cost_path(plain, tmp_path) != cost_path(rounded, tmp_path)
+
+
+def test_weights_that_are_laid_out_for_another_cpu_are_refused(monkeypatch):
+    layer = QuantizedLinear(nn.Linear(64, 40))
+    monkeypatch.setattr(packed_product, "COLUMNS", packed_product.COLUMNS * 2)
+    with pytest.raises(UnsupportedModelError, match="load and quantize the model here"):
+        layer(torch.ones(1, 64))

@@ -57,6 +57,8 @@ class QuantizedLinear(nn.Module):
 
     def packed(self) -> PackedWeight:
         """The weight as `kernels.packed_product` takes it."""
+        if self.weight.shape[2] != 4 * packed_product.COLUMNS:  # it was pickled elsewhere
+            raise UnsupportedModelError("these weights are laid out for another CPU; load and quantize the model here")
         return PackedWeight.of(self.weight, self.out_features)
 
     def multiplies(self, dtype: torch.dtype) -> bool:
