@@ -242,12 +242,12 @@ class Target:
                 # `model.generate` would run the same pass: one token a row, and rows of one length.
                 is_plain = self._is_half and width == 1 and scored is None and not compiles
                 is_plain = is_plain and not np.ptp(slots.lengths[: len(trees)])
-                if len(trees) == 1:
-                    is_plain = is_plain and not self._takes_rows
-                elif self.is_exact:  # transformers' own attention for several rows has other bits than for each alone
-                    is_plain = False
+                # One prompt's nodes attend alone where a kernel does that, which is faster than one mask. Transformers'
+                # own attention for several rows has other bits than for each alone.
+                takes_rows = self._takes_rows and len(trees) == 1
+                is_plain = is_plain and not takes_rows and (len(trees) == 1 or not self.is_exact)
                 slots.begin(width, scored, is_plain=is_plain)
-                windows = self._windows if self.is_exact else None
+                windows = self._windows if self.is_exact or takes_rows else None
                 tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
                 logits = self._forward(tree_pass, self._bits)
         if dispatch.wanted:
