@@ -53,6 +53,8 @@ CAPTIONS = {
     "llm_int8": Caption("A real model, weights of 8 bits", f"{_LLM} bf16 --quantize int8", _CPU),
     "llm_fp32_amx": Caption("A real model on an Intel Xeon with AMX, fp32", f"{_LLM} fp32", _OLDER),
     "llm_bf16_amx": Caption("A real model on an Intel Xeon with AMX, bf16", f"{_LLM} bf16", _OLDER),
+    "llm_fp32_avx2": Caption("A real model on a CPU without AVX-512, fp32", f"{_LLM} fp32", _CPU),
+    "llm_bf16_avx2": Caption("A real model on a CPU without AVX-512, bf16", f"{_LLM} bf16", _CPU),
     "gpu_decode": Caption(
         "Decoding on a GPU",
         "gpu_decode --tokenizer DIR --pairs FILE",
