@@ -138,7 +138,8 @@ def variant_of(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str
 def _pays_on_a_cpu(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether `lookahead.kernels.cpu_attention` supports these tensors and is faster than torch's attention.
 
-    It is not with fewer queries than a register has lanes, or with several threads (it uses one).
+    It is not with fewer queries than a register has lanes, with several threads (it uses one), or without registers of
+    512 bits.
     """
     queries, is_half = query.shape[2] * (query.shape[1] // keys.shape[2]), query.dtype == torch.bfloat16
     if queries < LANES or torch.get_num_threads() > 1 or not (is_half or query.dtype == torch.float32):
@@ -148,7 +149,7 @@ def _pays_on_a_cpu(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         is_slice = (of_slot, *rest) == (kv_heads * dim, dim, 1) and of_row % of_slot == 0
         if slots.dtype != query.dtype or dim % ROWS or not is_slice:
             return False
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:

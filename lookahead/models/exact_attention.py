@@ -28,6 +28,9 @@ Step = tuple[int, int, int, Tensor | None]
 """A node, its depth, the first depth whose slot must change before the node attends, and the nodes whose KV goes there
 and into the slots behind it."""
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
+# Numbers of the queries times slots up to which the kernel for rows, in one call with all layers, takes less time than
+# masked attention in calls of its own; where bits do not matter.
+_MOST_WORK = 7 << 20
 _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows is compared with SDPA
 
 
@@ -158,8 +161,10 @@ def attends_by_kernel(
     kv_heads, dim = keys.shape[2:]
     if not row_attention.is_supported(keys, keys, values) or (window is not None and turns.deepest + 1 >= window):
         return False
+    if not is_exact:
+        return heads * dim * sum(map(len, turns.trees)) * (turns.deepest + 1) <= _MOST_WORK
     # For a single head torch would share the sums of a product among its threads.
-    return not is_exact or (own is sdpa_attention_forward and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads))
+    return own is sdpa_attention_forward and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads)
 
 
 def attend_in_turn(
