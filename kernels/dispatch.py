@@ -109,8 +109,20 @@ def attention_for(
         later: Options that later calls will have, so that their variant is tested with this one.
     """
     if query.device.type == "cpu":
+        # Torch's attention is faster with fewer queries than a register has lanes, with several threads (the kernel
+        # uses one), and without registers of 512 bits.
+        pays = (
+            torch.backends.cpu.get_cpu_capability() == "AVX512"
+            and query.shape[1] // keys.shape[2] * query.shape[2] >= LANES
+            and torch.get_num_threads() == 1
+            and query.dtype in (torch.bfloat16, torch.float32)
+        )
+        for slots in (keys, values):
+            (_, _, kv_heads, dim), (of_row, of_slot, *rest) = slots.shape, slots.stride()
+            is_slice = (of_slot, *rest) == (kv_heads * dim, dim, 1) and of_row % of_slot == 0
+            pays = pays and slots.dtype == query.dtype and dim % ROWS == 0 and is_slice
         bound: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "window", "chunk")}
-        return partial(cpu_attention.tree_attention, **bound) if _pays_on_a_cpu(query, keys, values) else None
+        return partial(cpu_attention.tree_attention, **bound) if pays else None
     if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
         return None
     from lookahead.kernels.tree_attention import bind
@@ -133,23 +145,6 @@ def variant_of(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str
     given = frozenset(name for name in ("softcap", "window", "chunk", "sinks") if options.get(name) is not None)
     sizes = keys.shape[3], values.shape[3], query.shape[1] // keys.shape[2]
     return KernelVariant(query.device, query.dtype, *sizes, given)
-
-
-def _pays_on_a_cpu(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `lookahead.kernels.cpu_attention` supports these tensors and is faster than torch's attention.
-
-    It is not with fewer queries than a register has lanes, with several threads (it uses one), or without registers of
-    512 bits.
-    """
-    queries, is_half = query.shape[2] * (query.shape[1] // keys.shape[2]), query.dtype == torch.bfloat16
-    if queries < LANES or torch.get_num_threads() > 1 or not (is_half or query.dtype == torch.float32):
-        return False
-    for slots in (keys, values):
-        (_, _, kv_heads, dim), (of_row, of_slot, *rest) = slots.shape, slots.stride()
-        is_slice = (of_slot, *rest) == (kv_heads * dim, dim, 1) and of_row % of_slot == 0
-        if slots.dtype != query.dtype or dim % ROWS or not is_slice:
-            return False
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:

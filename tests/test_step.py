@@ -16,8 +16,8 @@ from lookahead.generation.hf import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / name) for name in ("lookahead", "ngram", "kernels"))
-# 11 of the functions are fused layers, which the model calls. Without a fast kernel torch attends under a mask: 1 more.
-MOST_FUNCTIONS, MOST_FILES = 70, 19
+# 14 of the functions, in 5 of the files, are fused layers of a CPU, which the model calls.
+MOST_FUNCTIONS, MOST_FILES = 63, 18
 
 
 def test_a_step_runs_few_functions_of_few_files(tiny_llama) -> None:
@@ -37,12 +37,13 @@ def test_a_step_runs_few_functions_of_few_files(tiny_llama) -> None:
     drafted = 0
     with engine.serving():
         steps = engine.run()
-        next(steps)  # the prefill
+        for _ in range(3):  # the prefill, and what steps do once
+            next(steps)
         for _ in range(20):
             ran.clear()
             sys.setprofile(note)
             try:
-                outputs = next(steps)
+                outputs = engine.step()
             finally:
                 sys.setprofile(None)
             drafted = max(drafted, len(outputs[0].draft.tree))

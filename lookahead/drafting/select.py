@@ -1,4 +1,4 @@
-"""Merge proposals into one draft, size the drafts of a batch, and count their nodes by source."""
+"""Merge proposals into one draft, and size the drafts of a batch."""
 
 from __future__ import annotations
 
@@ -113,23 +113,6 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[D
         placed = tuple(place[where] for where in draft.placed)
         fitted.append(Draft(cut, placed, draft.path_probs[keep], draft.required[keep]))
     return fitted
-
-
-@njit(cache=True)
-def count_by_source(sources, path_probs, path, count):
-    """Of each source its nodes, those of them on a path, and the sum of their path probabilities, float64 `[count, 3]`.
-
-    `sources` are those of a `TokenTree`, and the root has none.
-    """
-    counts = np.zeros((count, 3))
-    for source in range(count):
-        for node in range(len(sources)):
-            bit = sources[node] >> source & 1
-            counts[source, 0] += bit
-            counts[source, 2] += bit * path_probs[node]
-        for node in path:
-            counts[source, 1] += sources[node] >> source & 1
-    return counts
 
 
 @njit(cache=True, error_model="numpy")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.proposal import IntArray
-from lookahead.drafting.select import Draft, count_by_source
+from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
@@ -175,9 +175,10 @@ class Row:
         stats.drafted_tokens += drafted_tokens
         stats.accepted_tokens += len(result.path) - 1
         stats.expected_tokens += float(draft.path_probs.sum()) - 1.0
-        counts = count_by_source(draft.tree.sources, draft.path_probs, result.path, len(sources)).tolist()
-        for name, (drafted, accepted, expected) in zip(sources, counts, strict=True):
+        offered = draft.tree.sources[:, None] >> np.arange(len(sources)) & 1  # [nodes, sources]; none for the root
+        counts = offered.sum(0), offered[result.path].sum(0), draft.path_probs @ offered
+        for name, drafted, accepted, expected in zip(sources, *(each.tolist() for each in counts), strict=True):
             stats.forwards_by_source[name] += drafted > 0
-            stats.drafted_by_source[name] += int(drafted)
-            stats.accepted_by_source[name] += int(accepted)
+            stats.drafted_by_source[name] += drafted
+            stats.accepted_by_source[name] += accepted
             stats.expected_by_source[name] += expected

@@ -232,10 +232,10 @@ def _all_layers(stack: _Stack, hidden: Tensor, positions: Positions, cache: Any)
         len(hidden) > 1
         or not isinstance(cache, TreeCache)
         or cache.slots.capacity < FEWEST_SLOTS
-        or cache.places(0) is None
         or len(cache.layers) != len(stack.layers)
         or first.attention.config.num_hidden_layers != len(stack.layers)
         or not (weights := packed_weights(stack.linears, hidden, stack.known))
+        or cache.places(0) is None
     ):
         return None
     dim = positions[0].shape[-1]

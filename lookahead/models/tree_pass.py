@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -75,18 +75,20 @@ class TreePass:
         self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device], Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
         lengths = slots.lengths[: slots.active]
+        arrays: tuple[NDArray[Any], ...]
         if prompt:
             positions = lengths[:, None] + np.arange(slots.width)
             starts = (slots.first + np.arange(slots.active)) * slots.capacity
-            inputs = [*prompt, positions, (starts[:, None] + positions).reshape(-1)]
-            self.tokens, self.keep, self.positions, index = _tensors_on(device, inputs)
+            arrays = prompt[0], positions, (starts[:, None] + positions).reshape(-1), prompt[1]
         else:
             arrays = _arrays(slots.active, slots.width, slots.width if scored is None else max(map(len, trees)))
             for row, (tree, first) in enumerate(zip(trees, self._firsts, strict=True)):
                 _fill_row(arrays, row, tree.tokens, tree.parents, tree.depths, lengths[row], first, slots.capacity)
-            self.tokens, self.positions, index, *tensors = _tensors_on(device, arrays)
-            self.keep = index[:0]
-            self._tensors[device] = TreeTensors(*tensors)
+        tensors = [torch.from_numpy(each).to(device, non_blocking=True) for each in arrays]
+        self.tokens, self.positions, index, *others = tensors
+        self.keep = others[0] if prompt else index[:0]
+        if trees:
+            self._tensors[device] = TreeTensors(*others)
         slots.index = None if slots.is_even else index
 
     def tensors(self, device: torch.device) -> TreeTensors:
@@ -96,7 +98,7 @@ class TreePass:
             words = TokenTree(chain, np.maximum(chain - 1, 0), chain, chain).ancestor_words()
             lengths, nodes = self._slots.lengths[:active].astype(np.int32), np.full(active, len(chain), np.int32)
             arrays = lengths, nodes, np.repeat(chain[None], active, 0), np.repeat(words[None], active, 0)
-            self._tensors[device] = TreeTensors(*_tensors_on(device, arrays))
+            self._tensors[device] = TreeTensors(*(torch.from_numpy(each).to(device) for each in arrays))
         if device not in self._tensors:
             first = next(iter(self._tensors.values()))
             self._tensors[device] = TreeTensors(*(each.to(device) for each in first))
@@ -105,17 +107,35 @@ class TreePass:
     def mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Additive mask `[active, 1, width * groups, kv]` for `groups` query heads packed into query rows.
 
-        Node t has the rows t * groups … t * groups + groups - 1.
+        Node t has the rows t * groups … t * groups + groups - 1. It is made by tensor operations alone, which can be
+        compiled and captured.
         """
         key, is_kept = (groups, span, dtype, device), not torch.compiler.is_compiling()
         if is_kept and key in self._masks:
             return self._masks[key]
-        trees, queries, slots = self.tensors(device), None, self._slots.kv_length
+        lengths, _, depths, words = self.tensors(device)
+        rows, nodes = depths.shape
+        # Padding nodes of a row that earlier passes scored in part stand behind what is read.
+        slots = self._slots.kv_length + (0 if self._scored is None else nodes)
+        own, node = lengths[:, None] + depths, torch.arange(nodes, device=device)
+        at = torch.arange(slots, device=device, dtype=torch.int32)
+        # The position of the token in a slot, and -1 where a node must not look.
+        seen = torch.where(at < lengths[:, None], at, -1)[:, None].expand(-1, nodes, -1)
+        is_ancestor = ((words[:, :, node // 64] >> (node % 64)) & 1) == 1
+        places = (lengths[:, None] + node).long()[:, None].expand(-1, nodes, -1)
+        seen = seen.scatter(2, places, torch.where(is_ancestor, own[:, None], -1))
+        first = torch.zeros_like(own)
+        if span.window is not None:
+            first = torch.maximum(first, own - span.window + 1)
+        if span.chunk is not None:
+            first = torch.maximum(first, own // span.chunk * span.chunk)
+        hidden = torch.full((), -torch.inf, dtype=dtype, device=device)
+        mask = torch.where(seen >= first[:, :, None], torch.zeros_like(hidden), hidden)
         if self._scored is not None:
             queries = torch.from_numpy(self._scored[:, None] + np.arange(self._slots.width)).to(device)
-            queries = queries.clamp_max(trees.depths.shape[1] - 1)
-            slots += trees.depths.shape[1]  # padding nodes of a long row stand behind what is read
-        mask = mask_of(trees, slots, groups, span, dtype, queries)[..., : self._slots.kv_length]
+            mask = mask.gather(1, queries.clamp_max(nodes - 1)[:, :, None].expand(-1, -1, slots))
+        mask = mask[:, :, None, : self._slots.kv_length].expand(-1, -1, groups, -1)
+        mask = mask.reshape(rows, 1, -1, self._slots.kv_length)
         if is_kept:
             self._masks[key] = mask
         return mask
@@ -143,7 +163,8 @@ class FixedShapePass(TreePass):
         self.sees_all = False
         self._rows, self._capacity = rows, slots.capacity
         self._arrays = _arrays(rows, width, width)
-        self._buffers = _tensors_on(device, self._arrays)  # on a CPU they share the memory of the arrays
+        # On a CPU they share the memory of the arrays.
+        self._buffers = [torch.from_numpy(each).to(device) for each in self._arrays]
         self.tokens, self.positions, self.index, *tensors = self._buffers
         self.trees = TreeTensors(*tensors)
 
@@ -174,42 +195,6 @@ def _arrays(rows: int, width: int, nodes: int) -> tuple[NDArray[Any], ...]:
         *(np.empty(shape, np.int32) for shape in (rows, rows, (rows, nodes))),
         np.empty((rows, nodes, (nodes + 63) // 64), np.int64),
     )
-
-
-def _tensors_on(device: torch.device, arrays: Iterable[NDArray[Any]]) -> list[Tensor]:
-    """Tensors of arrays: copies on a device, which share the arrays' memory on a CPU."""
-    return [torch.from_numpy(each).to(device, non_blocking=True) for each in arrays]
-
-
-def mask_of(
-    trees: TreeTensors, slots: int, groups: int, span: AttentionSpan, dtype: torch.dtype, queries: Tensor | None = None
-) -> Tensor:
-    """Additive mask `[rows, 1, queries * groups, slots]` on the device of the trees, for `TreePass.mask`.
-
-    Of tensor operations alone, which can be compiled and captured. `queries` are int64 `[rows, queries]`, the nodes
-    that attend; all of them when None.
-    """
-    lengths, _, depths, words = trees
-    rows, width = depths.shape
-    nodes = torch.arange(width, device=depths.device)
-    own = lengths[:, None] + depths
-    at = torch.arange(slots, device=depths.device, dtype=torch.int32)
-    # The position of the token in a slot, and -1 where a node must not look.
-    seen = torch.where(at < lengths[:, None], at, -1)[:, None].expand(-1, width, -1)
-    is_ancestor = ((words[:, :, nodes // 64] >> (nodes % 64)) & 1) == 1
-    ahead = torch.where(is_ancestor, own[:, None], -1)
-    places = (lengths[:, None] + nodes).long()[:, None].expand(-1, width, -1)
-    seen = seen.scatter(2, places, ahead)
-    first = torch.zeros_like(own)
-    if span.window is not None:
-        first = torch.maximum(first, own - span.window + 1)
-    if span.chunk is not None:
-        first = torch.maximum(first, own // span.chunk * span.chunk)
-    hidden = torch.full((), -torch.inf, dtype=dtype, device=depths.device)
-    mask = torch.where(seen >= first[:, :, None], torch.zeros_like(hidden), hidden)
-    if queries is not None:
-        mask = mask.gather(1, queries[:, :, None].expand(-1, -1, slots))
-    return mask[:, :, None].expand(-1, -1, groups, -1).reshape(rows, 1, -1, slots)
 
 
 @njit(cache=True)
