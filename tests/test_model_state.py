@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from threading import Barrier, Thread
 
 import torch
@@ -40,6 +41,22 @@ def test_a_probe_is_asked_again_once_a_weight_changed_and_what_was_learned_stays
     found.append(state_of(model).probed("letter", model, lambda: next(answers)))
     assert found == ["a", "a", "b"]
     assert state_of(model).learned is learned
+
+
+def test_code_that_stands_where_freed_code_stood_is_probed_again(tiny_llama: PreTrainedModel) -> None:
+    model, answers = copy.deepcopy(tiny_llama), iter("ab")
+    layer = model.model.layers[0].mlp
+    layer.forward = partial(type(layer).forward, layer)
+    place = id(layer.forward)
+    found = [state_of(model).probed("letter", model, lambda: next(answers))]
+    others = [layer.__dict__.pop("forward")]
+    others.clear()  # its memory is free
+    while id(layer.__dict__.get("forward")) != place and len(others) < 10_000:
+        layer.forward = partial(type(layer).forward, layer)
+        others.append(layer.forward)
+    assert id(layer.forward) == place
+    found.append(state_of(model).probed("letter", model, lambda: next(answers)))
+    assert found == ["a", "b"]
 
 
 def test_threads_that_ask_at_once_probe_a_model_once(tiny_llama: PreTrainedModel) -> None:

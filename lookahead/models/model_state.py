@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from threading import Lock, RLock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -49,14 +50,14 @@ class ModelState:
         self.views: tuple[Any, ...] = ()  # the attention views that compiled layers hold
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
-        self._probed: dict[str, tuple[Hashable, Any]] = {}
+        self._probed: dict[str, tuple[_Version, Any]] = {}
         self._probing = Lock()
 
     def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
         """The result of a probe, cached until a weight or the code of a pass changes; other threads wait for it."""
         with self._probing:
             version, known = _version_of(model), self._probed.get(name)
-            if known is not None and known[0] == version:
+            if known is not None and known[0].number == version.number:
                 value: T = known[1]
                 return value
             value = probe()
@@ -91,25 +92,44 @@ def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
         state.learned = own
 
 
-def _version_of(model: Any) -> Hashable:
-    """A value that changes with the weights and with the code of a pass: attention, hooks, `forward`, autocast.
+class _Version(NamedTuple):
+    """A number for the weights and the code of a pass, and the references to them that it was made of.
+
+    While these are kept, no other object gets their ids, although the weights and the code may go.
+    """
+
+    number: int
+    references: list[Any]
+
+
+def _reference(value: Any) -> Any:
+    try:
+        return weakref.ref(value)  # the same while one is kept
+    except TypeError:
+        return value
+
+
+def _version_of(model: Any) -> _Version:
+    """What changes with the weights and with the code of a pass: attention, hooks, `forward`, autocast.
 
     Every in-place operation increments the version of a tensor.
     """
     modules = list(model.modules())
-    weights = (each for module in modules for each in module._parameters.values() if each is not None)
+    weights = [each for module in modules for each in module._parameters.values() if each is not None]
     # Offloaded weights are other objects after every pass, and inference tensors have no version.
-    versions = [(id(each), each._version) for each in weights if not each.is_meta and not each.is_inference()]
+    weights = [each for each in weights if not each.is_meta and not each.is_inference()]
     with _guard:  # while another thread decodes, some have a `forward` of ours, which takes the place of none
         owns = [None if (id(each), "forward") in _uses else each.__dict__.get("forward") for each in modules]
-    codes = [id(each) for each in (*owns, *(module._compiled_call_impl for module in modules))]
+    codes = *owns, *(module._compiled_call_impl for module in modules)
+    references = [_reference(each) for each in (*weights, *codes)]
     # Those of the model itself stand around its passes, and ours are there during some passes of other threads.
     hooked = [each for module in modules[1:] for each in (module._forward_hooks, module._forward_pre_hooks)]
     named = [(key, str(getattr(hook, "__module__", ""))) for each in hooked for key, hook in list(each.items())]
     hooks = [key for key, name in named if not name.startswith("lookahead.")]
     attention = model.config.get_text_config()._attn_implementation
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return hash((*versions, *codes, *hooks, attention, *autocast))
+    versions = [each._version for each in weights]
+    return _Version(hash((*map(id, references), *versions, *hooks, attention, *autocast)), references)
 
 
 @contextmanager
