@@ -202,12 +202,6 @@ def run_cold(prompts: Sequence[Prompt], arguments: argparse.Namespace) -> list[R
     return runs
 
 
-def serve_cold(model: PreTrainedModel, arguments: argparse.Namespace) -> None:
-    ids = torch.tensor([json.load(sys.stdin)])
-    model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=4, do_sample=False)
-    print(json.dumps(asdict(of_ours(model, arguments, LookaheadConfig())(ids))))
-
-
 def setting(
     prompts: Sequence[Prompt], runs: Mapping[str, Sequence[Run]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
@@ -263,7 +257,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     clock = clock_of(arguments.threads)
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu", quantize=arguments.quantize)
     if arguments.cold_worker:
-        return serve_cold(model, arguments)
+        ids = torch.tensor([json.load(sys.stdin)])
+        model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=4, do_sample=False)
+        return print(json.dumps(asdict(of_ours(model, arguments, LookaheadConfig())(ids))))
     prompts, warming = read_prompts(tokenizer, arguments)
     methods = make_methods(model, arguments)
     for prompt in warming:

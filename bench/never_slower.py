@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,6 @@ def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | 
     return list(zip(seconds, cpu_seconds, [engine.stats for engine in engines], strict=True))
 
 
-def check_against_transformers(model: PreTrainedModel, case: Case) -> None:
-    """The gate: `model.generate` writes the given text too."""
-    with dictating(model, case, lambda: list(range(len(case.script)))):
-        written = model.generate(case.prompts, max_new_tokens=case.new, do_sample=False, **ENDLESS)
-    if written.tolist() != case.script.tolist():
-        sys.exit("not lossless: model.generate does not write the given text; nothing is timed")
-
-
 def measure(model: PreTrainedModel, cases: list[Case], config: LookaheadConfig | None) -> dict[str, Any]:
     """Plain seconds over lookahead's, of all batches but the first, which warms up."""
     plain = LookaheadConfig(proposers=())
@@ -180,8 +173,11 @@ def main() -> None:
             for batch_size in map(int, arguments.batch_sizes.split(",")):
                 size = (batch_size, 2 * arguments.pairs + 1, arguments.prompt_tokens, arguments.max_new_tokens)
                 cases = list(make_cases(tokens, kind, *size))
-                if dtype == "fp32":
-                    check_against_transformers(model, cases[0])
+                case = cases[0]
+                with dictating(model, case, partial(list, range(len(case.script)))):
+                    written = model.generate(case.prompts, max_new_tokens=case.new, do_sample=False, **ENDLESS)
+                if dtype == "fp32" and written.tolist() != case.script.tolist():
+                    sys.exit("not lossless: model.generate does not write the given text; nothing is timed")
                 name = f"{kind} {dtype} batch {batch_size}"
                 results[name] = measure(model, cases, config)
                 print(f"{name:26} {results[name]}", flush=True)

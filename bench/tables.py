@@ -44,15 +44,12 @@ _BEAMS = "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype"
 _VLLM = "vllm_peer --python VLLM/bin/python --prompts"
 _CPU = "CPU seconds of one thread, wall seconds beside them."
 _PASS = "CPU milliseconds of one thread."
-_OLDER = "With older, smaller drafts."
 _NO_MODEL = "No model runs."
 _READ_TOO = "CPU seconds of one thread, prompts read too."
 CAPTIONS = {
     "llm_fp32": Caption("A real model, fp32", f"{_LLM} fp32", _CPU),
     "llm_bf16": Caption("A real model, bf16", f"{_LLM} bf16", _CPU),
     "llm_int8": Caption("A real model, weights of 8 bits", f"{_LLM} bf16 --quantize int8", _CPU),
-    "llm_fp32_amx": Caption("A real model on an Intel Xeon with AMX, fp32", f"{_LLM} fp32", _OLDER),
-    "llm_bf16_amx": Caption("A real model on an Intel Xeon with AMX, bf16", f"{_LLM} bf16", _OLDER),
     "llm_fp32_avx2": Caption("A real model on a CPU without AVX-512, fp32", f"{_LLM} fp32", _CPU),
     "llm_bf16_avx2": Caption("A real model on a CPU without AVX-512, bf16", f"{_LLM} bf16", _CPU),
     "gpu_decode": Caption(
