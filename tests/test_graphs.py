@@ -5,7 +5,9 @@ A recording stands in for a CUDA graph; tests/test_graphs_gpu.py captures real o
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,9 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.generation.hf import prepare
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference
+from lookahead.models import compiled, cuda_graphs
+from lookahead.models.cache import TreeCache
+from lookahead.models.model_state import state_of
 from lookahead.models.target import Target
 from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build
 from tests.support.pass_recorder import Recording
@@ -38,6 +43,11 @@ def random_tree(seed: int, nodes: int) -> TokenTree:
 
 def decode(model: PreTrainedModel, config: LookaheadConfig = CONFIG, **options: Any) -> torch.Tensor:
     return model.generate(**options, custom_generate=lookahead.decode, lookahead_config=config)
+
+
+def recorded_cache(model: PreTrainedModel) -> TreeCache:
+    """That of the newest call."""
+    return cuda_graphs.state_of(model).graphs.cache
 
 
 def ragged(seed: int, *lengths: int) -> dict[str, torch.Tensor]:
@@ -75,6 +85,49 @@ def test_a_cache_that_outgrows_its_slots_is_recorded_anew(
     assert tokens == expected[0, 230:].tolist()
     assert engine._target.cache.slots.capacity == 384, "half as many more, as without graphs"
     assert len(recordings) > 1
+
+
+def test_a_later_call_replays_what_an_earlier_one_recorded(
+    tiny_llama: PreTrainedModel, recordings: list[Recording]
+) -> None:
+    options, made = {"max_new_tokens": 12, "do_sample": False}, []
+    config = LookaheadConfig(cuda_graphs=True, proposers=())  # passes of one size
+    for seed, length in enumerate((20, 35, 7)):
+        ids = ragged(seed, length)["input_ids"]
+        assert torch.equal(decode(tiny_llama, config, input_ids=ids, **options), tiny_llama.generate(ids, **options))
+        made.append(len(recordings))
+        for buffer in recorded_cache(tiny_llama).buffers():
+            with torch.inference_mode():
+                buffer.fill_(torch.nan)  # as if the tokens of the last call had no numbers
+    assert made == [1, 1, 1]
+
+
+def test_what_was_recorded_is_not_replayed_for_other_weights_or_longer_outputs(recordings: list[Recording]) -> None:
+    model, options = build(FAMILIES["Llama"]), {"max_new_tokens": 40, "do_sample": False}
+    ids = ragged(1, 20)["input_ids"]
+    decode(model, input_ids=ids, **options)
+    made = [len(recordings)]
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    assert torch.equal(decode(model, input_ids=ids, **options), model.generate(ids, **options))
+    made.append(len(recordings))
+    assert made[1] > made[0]
+    kept = recorded_cache(model)
+    for rows, capacity in ((2, 80), (1, 2 * kept.slots.capacity)):
+        kind = {"rows": rows, "capacity": capacity, "captures": True, "most_nodes": 8}
+        assert Target(model, **kind).cache is not kept
+
+
+def test_kept_recordings_go_with_their_model(recordings: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (compiled, cuda_graphs):
+        monkeypatch.setattr(module, "state_of", state_of)
+    model = build(FAMILIES["Llama"])
+    decode(model, input_ids=ragged(1, 20)["input_ids"], max_new_tokens=40, do_sample=False)
+    cache = weakref.ref(state_of(model).graphs.cache)
+    assert cache() is not None
+    recordings.clear()
+    del model
+    gc.collect()
+    assert cache() is None
 
 
 def test_two_models_that_take_turns_do_not_meet(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from threading import Lock
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import CACHE, TreeCache
 from lookahead.models.compiled import give_up, in_short, largest_error, tolerance_of
-from lookahead.models.model_state import state_of
+from lookahead.models.model_state import ModelState, Version, state_of, version_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows
 
+_FEWEST_SLOTS = 1024  # a row
 CAPTURE_AT = 3  # uses of a shape before it is recorded: a shape that is used once is not worth it
 Run = Callable[[], tuple[Tensor, ...]]  # a pass over what its static buffers hold
 
@@ -124,20 +125,53 @@ class CudaGraphs:
 
 @dataclass(slots=True)
 class _ShapeRunner:
-    """A fixed-shape pass, and what runs it: the model's forward, or a graph of it."""
+    """A fixed-shape pass, and a graph of it."""
 
     static: FixedShapePass
-    forward: Run
     graph: Graph | None = None
     is_checked: bool = False  # whether a replay was compared with the pass itself
     uses: int = 0
 
-    def run(self) -> tuple[Tensor, ...]:
-        """Run the pass without its graph, with new masks."""
-        try:
-            return self.forward()
-        finally:
-            self.static.forget()
+
+@dataclass(eq=False)
+class KeptGraphs:
+    """The graphs of a model, and the cache whose memory they use; one call has them at a time.
+
+    They stay with the model between calls, and hold no reference to it.
+    """
+
+    kind: Hashable  # what must be the same for a later call to use them, as must the version
+    version: Version
+    cache: TreeCache
+    runners: dict[tuple[int, int], _ShapeRunner] = field(default_factory=dict)
+    made_at: int = -1  # allocations of the cache when the runners were made
+
+    @classmethod
+    def take(cls, model: PreTrainedModel, kind: Hashable, rows: int, capacity: int, windows: Any) -> KeptGraphs:
+        """Those that the last call left, with an empty cache, or new ones.
+
+        Slots are rounded up, so that a somewhat longer call can use them too. The first replay of a call is compared
+        with its pass again.
+        """
+        kept: KeptGraphs | None = vars(state_of(model)).pop("graphs", None)  # at once: another thread may take them
+        version = version_of(model)
+        slots = None if kept is None or (kept.kind, kept.version.number) != (kind, version.number) else kept.cache.slots
+        if kept is None or slots is None or slots.rows != rows or slots.capacity < capacity:
+            capacity = max(_FEWEST_SLOTS, 1 << (capacity - 1).bit_length())
+            return cls(kind, version, TreeCache(rows=rows, capacity=capacity, windows=windows))
+        slots.lengths[:], slots.active = 0, rows
+        with torch.inference_mode():
+            for buffer in kept.cache.buffers():
+                buffer.zero_()  # what is no number would spread from masked slots
+        for runner in kept.runners.values():
+            runner.is_checked = False
+        return kept
+
+    def give_back(self, state: ref[ModelState]) -> None:
+        """Leave them to the next call."""
+        left = state()
+        if left is not None:
+            left.graphs = self
 
 
 class GraphRunner:
@@ -149,23 +183,22 @@ class GraphRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        cache: TreeCache,
+        kept: KeptGraphs,
         device: torch.device,
         *,
         most_nodes: int,
         hidden_layers: tuple[int, ...],
         scope: AttentionScope | None,
     ) -> None:
-        self._model, self._cache, self._device, self._scope = model, cache, device, scope
-        self._most_nodes, self._hidden_layers = most_nodes, hidden_layers
-        self._runners: dict[tuple[int, int], _ShapeRunner] = {}
-        self._made_at = -1  # allocations of the cache when the runners were made
+        self._model, self._kept, self._device, self._scope = model, kept, device, scope
+        self._cache, self._most_nodes, self._hidden_layers = kept.cache, most_nodes, hidden_layers
         self.is_cold = False  # whether the newest pass recorded or is yet to be, so that its time is no cost
         self._capture: CudaGraphs | None = None
         if "capture" not in state_of(model).failed:
             problem = graph_shortcoming(model, device)
             if problem is None:
                 self._capture = CudaGraphs(device)
+                finalize(self, kept.give_back, ref(state_of(model))).atexit = False
             else:
                 self._stop(problem)
 
@@ -178,13 +211,13 @@ class GraphRunner:
         width = padded_nodes(nodes, self._most_nodes)
         rows = padded_rows(len(trees), len(slots.lengths))
         self._cache.reserve(int(slots.lengths[: len(trees)].max()) + width)
-        if self._made_at != slots.allocations:
-            self._runners.clear()  # the KV moved, and recorded passes hold its old address
-            self._made_at = slots.allocations
-        runner = self._runners.get((rows, width))
+        runners = self._kept.runners
+        if self._kept.made_at != slots.allocations:
+            runners.clear()  # the KV moved, and recorded passes hold its old address
+            self._kept.made_at = slots.allocations
+        runner = runners.get((rows, width))
         if runner is None:
-            static = FixedShapePass(slots, rows, width, self._device)
-            runner = self._runners[rows, width] = _ShapeRunner(static, partial(self._forward, static))
+            runner = runners[rows, width] = _ShapeRunner(FixedShapePass(slots, rows, width, self._device))
         runner.static.fill(trees)
         runs = nullcontext() if self._scope is None else self._scope.running(runner.static)
         with slots.fixed(rows, width, runner.static.index), runs:
@@ -194,14 +227,17 @@ class GraphRunner:
         return tuple(each[: len(trees), :nodes] for each in outputs)
 
     def _forward(self, static: FixedShapePass) -> tuple[Tensor, ...]:
-        """Run the model on the buffers of a pass: logits `[rows, width, vocab]`, and some of the hidden states."""
+        """Run the model on the buffers of a pass, with new masks: logits `[rows, width, vocab]`, some hidden states."""
         options: dict[str, Any] = {CACHE: self._cache}
         if self._scope is None:
             options["attention_mask"] = static.mask(1, AttentionSpan(), self._model.dtype, static.tokens.device)
         if self._hidden_layers:
             options["output_hidden_states"] = True
         model: Any = self._model
-        output = model(input_ids=static.tokens, position_ids=static.positions, use_cache=True, **options)
+        try:
+            output = model(input_ids=static.tokens, position_ids=static.positions, use_cache=True, **options)
+        finally:
+            static.forget()
         return (output.logits, *(output.hidden_states[layer] for layer in self._hidden_layers))
 
     def _run(self, runner: _ShapeRunner, capture: CudaGraphs) -> tuple[Tensor, ...] | None:
@@ -210,7 +246,7 @@ class GraphRunner:
         if runner.graph is not None:
             return self._replay(runner, runner.graph)
         try:
-            outputs = runner.run()
+            outputs = self._forward(runner.static)
         except Exception as error:
             # The model itself runs next. If it is broken, it raises there.
             self._stop(in_short(error))
@@ -218,7 +254,9 @@ class GraphRunner:
         self.is_cold = True
         if runner.uses >= CAPTURE_AT:
             try:
-                runner.graph = capture(runner.run)  # the next pass of its shape is the first replay
+                runner.graph = capture(
+                    partial(self._forward, runner.static)
+                )  # the next pass of its shape is the first replay
             except Exception as error:
                 self._stop(in_short(error))
         return outputs
@@ -233,7 +271,7 @@ class GraphRunner:
         if runner.is_checked:
             return outputs
         self.is_cold = runner.is_checked = True
-        wanted = runner.run()
+        wanted = self._forward(runner.static)
         error = largest_error(outputs, wanted)
         if error <= tolerance_of(self._model.dtype):
             return outputs
@@ -243,5 +281,5 @@ class GraphRunner:
     def _stop(self, reason: str) -> None:
         """Record no more passes."""
         self._capture = None
-        self._runners.clear()
+        self._kept.runners.clear()
         give_up(self._model, "capture", reason)

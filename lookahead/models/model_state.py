@@ -47,21 +47,22 @@ class ModelState:
         self.learned = LearnedState()
         self.compiled: Any = None  # the code of its layers, a `LayerCode`
         self.failed: set[str] = set()  # which of `compile` and `capture` failed; they are not tried again
+        self.graphs: Any = None  # `KeptGraphs` that no call uses
         self.views: tuple[Any, ...] = ()  # the attention views that compiled layers hold
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
-        self._probed: dict[str, tuple[_Version, Any]] = {}
+        self._probed: dict[str, tuple[Version, Any]] = {}
         self._probing = Lock()
 
     def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
         """The result of a probe, cached until a weight or the code of a pass changes; other threads wait for it."""
         with self._probing:
-            version, known = _version_of(model), self._probed.get(name)
+            version, known = version_of(model), self._probed.get(name)
             if known is not None and known[0].number == version.number:
                 value: T = known[1]
                 return value
             value = probe()
-            self._probed[name] = _version_of(model), value
+            self._probed[name] = version_of(model), value
             return value
 
 
@@ -92,7 +93,7 @@ def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
         state.learned = own
 
 
-class _Version(NamedTuple):
+class Version(NamedTuple):
     """A number for the weights and the code of a pass, and the references to them that it was made of.
 
     While these are kept, no other object gets their ids, although the weights and the code may go.
@@ -109,7 +110,7 @@ def _reference(value: Any) -> Any:
         return value
 
 
-def _version_of(model: Any) -> _Version:
+def version_of(model: Any) -> Version:
     """What changes with the weights and with the code of a pass: attention, hooks, `forward`, autocast.
 
     Every in-place operation increments the version of a tensor.
@@ -129,7 +130,7 @@ def _version_of(model: Any) -> _Version:
     attention = model.config.get_text_config()._attn_implementation
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     versions = [each._version for each in weights]
-    return _Version(hash((*map(id, references), *versions, *hooks, attention, *autocast)), references)
+    return Version(hash((*map(id, references), *versions, *hooks, attention, *autocast)), references)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from lookahead.models import fused_layers
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import CACHE, TreeCache, windows_of
 from lookahead.models.compiled import CompiledLayers
-from lookahead.models.cuda_graphs import GraphRunner
+from lookahead.models.cuda_graphs import GraphRunner, KeptGraphs
 from lookahead.models.exact_attention import takes_rows
 from lookahead.models.kernel_trial import try_kernels
 from lookahead.models.linears import LinearScope
@@ -117,7 +117,9 @@ class Target:
         is_fixed = captures and self._takes_masks and self._takes_positions
         compiles = compiles and self._takes_masks
         self._windows = windows_of(model)
-        self.cache = TreeCache(rows=rows, capacity=capacity, windows=self._windows)
+        kind = tuple(hidden_layers), most_nodes, compiles, str(self._device)
+        kept = KeptGraphs.take(model, kind, rows, capacity, self._windows) if is_fixed else None
+        self.cache = kept.cache if kept else TreeCache(rows=rows, capacity=capacity, windows=self._windows)
         self.positions = position_limit(model)
         self.is_aligned = False  # whether rows must accept equally many tokens, so that they keep one length
         self.counts_nodes = False  # whether a tree needs a position for every node, not only for every depth
@@ -145,9 +147,9 @@ class Target:
         self.is_cold = False  # whether the newest pass did work, such as compiling, that later ones do not repeat
         self._layers = CompiledLayers(model, is_masked=self._scope is None) if compiles else None
         self._graphs = None
-        if is_fixed:
+        if kept is not None:
             self._graphs = GraphRunner(
-                model, self.cache, self._device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
+                model, kept, self._device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
                 scope=self._scope,
             )  # fmt: skip
 
