@@ -73,8 +73,8 @@ class LookaheadConfig:
         compile: Whether decoder layers are compiled by `torch.compile` for passes over drafts: once for all layers of a
             kind, on first use, which takes seconds, or less with PyTorch's cache on disk. A model whose layers cannot
             be compiled runs as it is; the log says why.
-        cuda_graphs: Whether those passes, compiled ones too, are recorded as CUDA graphs on first use; on a GPU only. The
-            graphs and the KV cache that they use stay with the model for later calls.
+        cuda_graphs: Whether those passes, compiled ones too, are recorded as CUDA graphs on first use; on a GPU only.
+            They and the KV cache that they use stay with the model for later calls.
 
     Raises:
         ConfigError: A value is out of its range.

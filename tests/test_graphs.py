@@ -102,7 +102,7 @@ def test_a_later_call_replays_what_an_earlier_one_recorded(
     assert made == [1, 1, 1]
 
 
-def test_what_was_recorded_is_not_replayed_for_other_weights_or_longer_outputs(recordings: list[Recording]) -> None:
+def test_what_was_recorded_is_not_replayed_for_other_weights_settings_or_sizes(recordings: list[Recording]) -> None:
     model, options = build(FAMILIES["Llama"]), {"max_new_tokens": 40, "do_sample": False}
     ids = ragged(1, 20)["input_ids"]
     decode(model, input_ids=ids, **options)
@@ -110,7 +110,10 @@ def test_what_was_recorded_is_not_replayed_for_other_weights_or_longer_outputs(r
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
     assert torch.equal(decode(model, input_ids=ids, **options), model.generate(ids, **options))
     made.append(len(recordings))
-    assert made[1] > made[0]
+    model.model.norm.variance_epsilon = 0.5
+    assert torch.equal(decode(model, input_ids=ids, **options), model.generate(ids, **options))
+    made.append(len(recordings))
+    assert made[2] > made[1] > made[0]
     kept = recorded_cache(model)
     for rows, capacity in ((2, 80), (1, 2 * kept.slots.capacity)):
         kind = {"rows": rows, "capacity": capacity, "captures": True, "most_nodes": 8}

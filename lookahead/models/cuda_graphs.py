@@ -154,7 +154,7 @@ class KeptGraphs:
         with its pass again.
         """
         kept: KeptGraphs | None = vars(state_of(model)).pop("graphs", None)  # at once: another thread may take them
-        version = version_of(model)
+        kind, version = (kind, _settings_of(model)), version_of(model)
         slots = None if kept is None or (kept.kind, kept.version.number) != (kind, version.number) else kept.cache.slots
         if kept is None or slots is None or slots.rows != rows or slots.capacity < capacity:
             capacity = max(_FEWEST_SLOTS, 1 << (capacity - 1).bit_length())
@@ -172,6 +172,17 @@ class KeptGraphs:
         left = state()
         if left is not None:
             left.graphs = self
+
+
+def _settings_of(model: torch.nn.Module) -> int:
+    """A number that changes with the plain attributes of modules, such as a norm's epsilon or the active adapters."""
+    found, plain = [], (bool, int, float, str, type(None))
+    for module in model.modules():
+        for name, value in vars(module).items():
+            parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+            if all(isinstance(each, plain) for each in parts):
+                found.append((name, str(value)))
+    return hash(tuple(found))
 
 
 class GraphRunner:
