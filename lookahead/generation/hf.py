@@ -27,7 +27,7 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation import validation
-from lookahead.generation.beams import BEAM_MODES, BeamLoop, beam_search
+from lookahead.generation.beams import BEAM_MODES, BeamLoop
 from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
 from lookahead.generation.request import prompt_lengths, stateful_reason, stopping_rule
 from lookahead.models import support
@@ -86,15 +86,11 @@ def decode(
     """
     validation.check_config("lookahead_config", lookahead_config)
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    if generation_config.get_generation_mode() in BEAM_MODES:
-        if lookahead_streamer is not None:
-            raise UnsupportedModelError("a streamer is not served with beams")
-        return beam_search(*arguments, lookahead_config, **model_kwargs)
     engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, inputs_tensor, **model_kwargs)
-    if lookahead_streamer is not None:
+    if lookahead_streamer is not None and not isinstance(engine, BeamLoop):
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
-        return cast(Tensor | GenerateNonBeamOutput, engine.sample(streamer=lookahead_streamer))
+        return cast(Tensor | GenerateNonBeamOutput | GenerateBeamOutput, engine.sample(streamer=lookahead_streamer))
     outputs, _ = collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
     sequences = padded_sequences(input_ids, outputs, generation_config)
     past = cache_in(model_kwargs)
