@@ -232,7 +232,7 @@ def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch)
 def test_a_model_that_scores_no_trees_is_served_one_prompt_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):
     from lookahead.models.support import Support
 
-    monkeypatch.setattr("lookahead.generation.queue.support_of", lambda *_, **__: Support("chains", "of a test"))
+    monkeypatch.setattr("lookahead.generation.scheduler.support_of", lambda *_, **__: Support("chains", "of a test"))
     prompts = texts(3)
     done = many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9)
     assert [each.token_ids for each in done] == [
@@ -249,3 +249,20 @@ def test_an_option_out_of_range_is_refused_at_once(tiny_llama, tiny_tokenizer, o
 def test_a_mode_without_exact_form_is_refused(tiny_llama, tiny_tokenizer):
     with pytest.raises(UnsupportedModelError, match="beam search"):
         list(lookahead.stream_many(tiny_llama, tiny_tokenizer, ["abc"], num_beams=2, max_new_tokens=4))
+
+
+@pytest.mark.filterwarnings("ignore:LlamaForCausalLM cannot be decoded speculatively")
+def test_a_model_that_scores_no_drafts_is_decoded_plainly_unless_drafts_were_asked_for(
+    tiny_llama, tiny_tokenizer, monkeypatch
+):
+    from lookahead.models.support import Support
+
+    for place in ("lookahead.models.support", "lookahead.generation.scheduler"):
+        monkeypatch.setattr(f"{place}.support_of", lambda *_, **__: Support("none", "it is told so"))
+    prompts = texts(3)
+    done = many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9)
+    assert [each.token_ids for each in done] == [
+        plainly(tiny_llama, tiny_tokenizer, prompt, max_new_tokens=9) for prompt in prompts
+    ]
+    with pytest.raises(UnsupportedModelError, match="leave out the configuration to decode it plainly"):
+        many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9, config=LookaheadConfig())

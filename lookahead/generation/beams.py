@@ -28,8 +28,13 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.hf_outputs import adopt, append_states
-from lookahead.generation.request import prompt_lengths
-from lookahead.generation.validation import is_cache_returned, validate_call, validate_lengths, validate_positions
+from lookahead.generation.validation import (
+    is_cache_returned,
+    prompt_lengths,
+    validate_call,
+    validate_lengths,
+    validate_positions,
+)
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.encoder_decoder import empty_cache

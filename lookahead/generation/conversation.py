@@ -45,7 +45,7 @@ class Conversation:
         context = context_limit(model)
         reserved = max_new_tokens if context is None else min(max_new_tokens, context // 4)
         self._model, self._tokenizer = model, tokenizer
-        fitting: Any = {"truncate": "left", "options": {"max_new_tokens": reserved}}
+        fitting: Any = {"truncate": "left", "max_new_tokens": reserved}
         self._reader = PromptReader(model, tokenizer, chat_template_kwargs=chat_template_kwargs, **fitting)
         self._options: dict[str, Any] = {"config": config, "max_new_tokens": max_new_tokens, **options}
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]

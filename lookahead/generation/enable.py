@@ -14,8 +14,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
-from lookahead.generation.request import serve_stop_strings
-from lookahead.generation.validation import check_config, resolved
+from lookahead.generation.validation import check_config, resolved, serve_stop_strings
 from lookahead.models.support import validate_model
 
 _OURS = ("lookahead_config", "lookahead_streamer", "lookahead_tokenizer", "inputs_tensor")  # no loop takes them

@@ -29,7 +29,6 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.generation import validation
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
 from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
-from lookahead.generation.request import prompt_lengths, stateful_reason, stopping_rule
 from lookahead.models import support
 from lookahead.models.cache import cache_in, tokens_in
 from lookahead.models.calibration import node_cost
@@ -40,7 +39,7 @@ from lookahead.models.tensor_parallel import tensor_parallel_group, validate_ten
 from lookahead.pools.open_pool import pool_of
 from lookahead.proposers import ProposerState, make_proposers
 from lookahead.verification.sampling import TokenChooser, warp_of
-from lookahead.verification.stopping import StoppingRule
+from lookahead.verification.stopping import StoppingRule, stateful_reason, stopping_rule
 
 
 def decode(
@@ -128,7 +127,7 @@ def prepare(
     if isinstance(past, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
         config = replace(config, exactness="fast")
     mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-    lengths = prompt_lengths(input_ids, mask, support.decoder_vocabulary(model))
+    lengths = validation.prompt_lengths(input_ids, mask, support.decoder_vocabulary(model))
     batch_size, longest = input_ids.shape
     validation.validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
     is_continued = not has_encoder and tokens_in(past) > 0

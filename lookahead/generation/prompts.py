@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
-from lookahead.generation.validation import check_token_ids, context_limit, resolved
+from lookahead.generation.hf import prepare
+from lookahead.generation.validation import (
+    check_options,
+    check_pair,
+    check_token_ids,
+    context_limit,
+    resolved,
+    serve_stop_strings,
+)
 from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.support import vocabulary_size
+from lookahead.models.target import input_device
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""
@@ -59,8 +73,15 @@ def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return pad
 
 
+def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -> tuple[Tensor, Tensor]:
+    """Prompts, int64 `[batch, tokens]`, and their mask; a decoder's are padded left, an encoder's on the right."""
+    ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
+    fill = partial(pad_sequence, batch_first=True, padding_side="right" if on_the_right else "left")
+    return fill(ids, padding_value=pad), fill([torch.ones_like(each) for each in ids])
+
+
 class PromptReader:
-    """Reads the prompts of one call, with the arguments of `lookahead.generate` and the options of `model.generate`.
+    """Reads the prompts of a call and prepares their decoding, with the arguments of `lookahead.generate`.
 
     A prompt has at most `limit` tokens, and `room` if it leaves room for its output; None for no limit.
     """
@@ -69,29 +90,79 @@ class PromptReader:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        config: LookaheadConfig | None = None,
         generation_config: GenerationConfig | None = None,
+        seed: int | None = None,
         add_special_tokens: bool = True,
         truncate: Truncation | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
+        compile: bool = False,
+        stacklevel: int = 4,  # of the caller of whoever made this
+        **options: Any,
     ) -> None:
-        reserved = _limits(model, generation_config, options or {})[0] or 1
+        check_pair(model, tokenizer, stacklevel=stacklevel)
+        check_options(model, tokenizer, config, generation_config, options, seed)
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
-        self._tokenizer = tokenizer
-        self._special = add_special_tokens
+        self.config = replace(config or LookaheadConfig(), compile=True) if compile else config
+        self._model, self._tokenizer, self._seed = model, tokenizer, seed
+        self._generation_config, self._options = serve_stop_strings(model, tokenizer, generation_config, options)
+        self._special, self._truncate = add_special_tokens, truncate
         self._chat_kwargs = dict(chat_template_kwargs or {})
-        self._truncate = truncate
         has_encoder = model.config.is_encoder_decoder
         self._names = ("input", "encoder") if has_encoder else ("prompt", "model")
         self._vocabulary = vocabulary_size(model)
         self.limit = side_positions(model, "encoder") if has_encoder else context_limit(model)
+        reserved = self.option("max_new_tokens") or 1
         self.room = self.limit if has_encoder or self.limit is None else self.limit - reserved
         if truncate is not None and self.room is not None and self.room < 1:
             raise ConfigError(
                 f"max_new_tokens must be less than the model's context of {self.limit} tokens to truncate a prompt, "
                 f"got {reserved}"
             )
+
+    def option(self, name: str) -> Any:
+        """An option of the call as `model.generate` resolves it."""
+        return resolved(self._model, self._generation_config, self._options, name)
+
+    def prepare(
+        self, encoded: Sequence[list[int]], max_new_tokens: int | None = None, method: Callable[..., Any] = prepare
+    ) -> Any:
+        """Pad prompts, and let `model.generate` resolve its options for a custom method: `prepare`, or one like it.
+
+        They ask for no more new tokens than there is room for behind the shortest prompt.
+        """
+        causal_lm: Any = self._model
+        device, pad, has_encoder = (
+            input_device(causal_lm),
+            pad_token_of(self._tokenizer),
+            causal_lm.config.is_encoder_decoder,
+        )
+        padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
+        longest, context = (1, None) if has_encoder else (padded.shape[1], self.limit)
+        options = dict(self._options)
+        new, total = max_new_tokens or self.option("max_new_tokens"), self.option("max_length")
+        if new is None and total is not None and total <= longest:
+            raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {total}")
+        room = math.inf if context is None else context + 1 - min(map(len, encoded))
+        if max_new_tokens is not None or (new is not None and new > room):
+            options["max_new_tokens"] = min(new, room)
+        elif total is not None and total > longest + room:
+            options["max_length"] = longest + room
+        if self.option("pad_token_id") is None:
+            options["pad_token_id"] = pad
+        if self._seed is not None:
+            torch.manual_seed(self._seed)
+        return causal_lm.generate(
+            padded.to(device),
+            attention_mask=mask.to(device),
+            generation_config=self._generation_config,
+            custom_generate=method,
+            lookahead_config=self.config,
+            lookahead_tokenizer=self._tokenizer,
+            lookahead_context=context,
+            **options,
+        )
 
     def separate(self, prompts: object) -> Iterable[Any]:
         """One prompt or several, each of them to be read; several may come from a stream."""
@@ -236,32 +307,6 @@ class PromptReader:
     def _cut(self, ids: list[int], keep: int) -> list[int]:
         """The last or the first ids, as `truncate` says."""
         return ids[len(ids) - keep :] if self._truncate == "left" else ids[:keep]
-
-
-def _limits(
-    model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any]
-) -> tuple[int | None, int | None]:
-    """`max_new_tokens` and `max_length` of a call, as far as they are given."""
-    of_call = partial(resolved, model, generation_config, options)
-    return of_call("max_new_tokens"), of_call("max_length")
-
-
-def within(
-    room: int | None,
-    longest: int,
-    model: PreTrainedModel,
-    generation_config: GenerationConfig | None,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    """Options that ask for no more new tokens than there is room for, behind prompts padded to so many tokens."""
-    new, total = _limits(model, generation_config, options)
-    if new is None and total is not None and total <= longest:
-        raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {total}")
-    if room is not None and new is not None:
-        return {**options, "max_new_tokens": min(new, room)}
-    if room is not None and total is not None:
-        return {**options, "max_length": min(total, longest + room)}
-    return options
 
 
 def _check_text(text: str, name: str) -> None:

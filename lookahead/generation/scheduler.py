@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
-from lookahead.errors import LogitsError, PromptError
+from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.hf import assemble
-from lookahead.generation.prompts import Prompt, Prompts, Truncation
-from lookahead.generation.queue import Request, RequestReader
-from lookahead.models.target import OnPrefill, input_device
+from lookahead.generation.prompts import Prompt, PromptReader
+from lookahead.generation.validation import validate_call
+from lookahead.models.support import support_of
+from lookahead.models.target import OnPrefill, input_device, prefills_at_once
 from lookahead.stats import DecodingStats
-from lookahead.verification.stopping import FinishReason
+from lookahead.verification.sampling import TokenChooser
+from lookahead.verification.stopping import FinishReason, StoppingRule, stateful_name, stopping_rule
 
 MOST_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
@@ -45,6 +49,17 @@ def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and its options: its `row`, None if it is decoded apart, and the most `slots` that it may need."""
+
+    index: int
+    ids: list[int]
+    max_new_tokens: int | None
+    row: Row | None = None
+    slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The result of one prompt.
 
@@ -66,93 +81,12 @@ class Completion:
     finish_reason: FinishReason | None = None
 
 
-def stream_many(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
-    *,
-    rows: int | None = None,
-    config: LookaheadConfig | None = None,
-    generation_config: GenerationConfig | None = None,
-    add_special_tokens: bool = True,
-    truncate: Truncation | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    cache_tokens: int | None = None,
-    **generate_kwargs: Any,
-) -> Iterator[Completion]:
-    """Continue any number of prompts, several at a time; each is yielded as soon as it is done.
-
-    A prompt is taken from `prompts` only when a row is free for it, so that they may come from a stream without an end.
-    The tokens are those that `generate` gives for every prompt alone. A prompt that cannot be served is yielded with
-    its `error`. Where `prompts` itself raises, what is being decoded is finished and yielded first.
-
-    Example:
-        >>> for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=128):  # doctest: +SKIP
-        ...     print(done.index, done.text)
-
-    Args:
-        model: Any HuggingFace causal LM.
-        tokenizer: Its tokenizer.
-        prompts: The prompts, each as `generate` takes it: text, chat messages, token ids.
-        rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other
-            where nothing else is exact: where tokens are sampled, with processors or criteria that you give, or sources
-            of drafts of your own, and with causal models that score no trees. Prompts of an encoder-decoder model are
-            decoded in batches: a batch is taken when the one before has ended.
-        config: How to draft; the defaults when None.
-        generation_config: As for `model.generate`.
-        add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
-        truncate: What a prompt loses that leaves no room for its output, as for `generate`.
-        chat_template_kwargs: Further arguments of the chat template.
-        cache_tokens: Tokens that the cache has room for, all rows together; when None 2048 a row on a CPU and 4096 on
-            a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there
-            is room for it and its output, and one that needs more than all of it is decoded alone.
-        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`; processors and criteria must be of
-            transformers' own kinds that keep no state.
-
-    Raises:
-        ConfigError: An option is out of its range.
-        PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
-        UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
-            `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
-    """
-    scheduler = Scheduler(
-        model,
-        tokenizer,
-        rows=rows,
-        config=config,
-        generation_config=generation_config,
-        add_special_tokens=add_special_tokens,
-        truncate=truncate,
-        chat_template_kwargs=chat_template_kwargs,
-        cache_tokens=cache_tokens,
-        **generate_kwargs,
-    )
-    return _stream(scheduler, iter(scheduler.separate(prompts)))
-
-
-def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Completion]:
-    numbered: Iterator[tuple[int, Prompt]] = enumerate(prompts)
-    error: Exception | None = None
-    is_open = True
-    while True:
-        while is_open and scheduler.is_free:
-            try:
-                scheduler.put(*next(numbered))
-            except StopIteration:
-                is_open = False
-            except Exception as raised:
-                error, is_open = raised, False
-        if scheduler.is_idle:
-            if error is not None:
-                raise error
-            return
-        yield from scheduler.step()
-
-
 class Scheduler:
     """Decodes prompts in `rows` rows; they may be added while others are being decoded.
 
-    The arguments are those of `stream_many`; `on_prefill` may be set to what `generate` takes by that name.
+    The arguments are those of `stream_many`; `on_prefill` may be set to what `generate` takes by that name. A prompt is
+    decoded apart from these rows where nothing else is exact: if tokens are sampled, with a user's own processors,
+    criteria or sources of drafts, and with models that score no trees.
     """
 
     def __init__(
@@ -161,21 +95,33 @@ class Scheduler:
         tokenizer: PreTrainedTokenizerBase,
         *,
         rows: int | None = None,
-        config: LookaheadConfig | None = None,
         cache_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        self._config = config if config is not None else LookaheadConfig()
-        self._requests = RequestReader(model, tokenizer, self._config, **options)
-        self.separate = self._requests.reader.separate
-        kind = input_device(model).type
+        self._model, self._tokenizer = model, tokenizer
+        self._reader = PromptReader(model, tokenizer, stacklevel=5, **options)
+        self._config = self._reader.config or LookaheadConfig()
+        self.separate = self._reader.separate
+        _validate_stateless(options)
+        has_encoder, kind = model.config.is_encoder_decoder, input_device(model).type
+        own = any(options.get(name) for name in ("logits_processor", "stopping_criteria"))
+        own = own or not all(isinstance(each, str) for each in self._config.proposers)
+        # A user's objects are made for the rows of one call. An encoder would read the prompt only to resolve options.
+        self._is_apart = own or prefills_at_once(model) or has_encoder
+        # A draw, a beam, stop strings or a limit of time belong to their call.
+        self._shares_batches = (
+            has_encoder
+            and not own
+            and not any(map(self._reader.option, ("do_sample", "max_time", "stopping_criteria")))
+            and (self._reader.option("num_beams") or 1) == 1
+            and self._config.acceptance == "exact"
+            and support_of(model, shortest=1, max_length=1).shape != "none"
+        )
         self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
         check_whole("rows", self.rows, 1, MOST_ROWS)
         self._cache_tokens = cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
-        self._model = model
-        self._tokenizer = tokenizer
         self._engine: Engine | None = None
         self.on_prefill: OnPrefill | None = None
         self._waiting: deque[Request] = deque()
@@ -196,9 +142,20 @@ class Scheduler:
     def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None) -> None:
         """Add a prompt as `generate` takes it; its `index` is unique among the prompts that are not done."""
         try:
-            self._waiting.append(self._requests.take(index, prompt, max_new_tokens))
+            request = Request(index, self._reader.read(prompt, index), max_new_tokens)
+            self._waiting.append(request if self._is_apart else self._with_row(request))
         except PromptError as error:
             self._failed.append(Completion(index, error=error))
+
+    def _with_row(self, request: Request) -> Request:
+        """A request with a row, if its tokens do not depend on what is decoded beside them."""
+        processors, stopping, do_sample = self._reader.prepare([request.ids], request.max_new_tokens, _resolved)
+        most, shortest = stopping.max_length, len(request.ids)
+        if do_sample or support_of(self._model, shortest=shortest, max_length=most).shape != "trees":
+            return request
+        chooser = TokenChooser(processors, do_sample=False, batch_size=1)
+        row = Row(request.index, request.ids, chooser, stopping, device=input_device(self._model))
+        return replace(request, row=row, slots=most + self._config.node_budget + 1)
 
     def step(self) -> list[Completion]:
         """Admit the prompts that fit; if there are none, advance the rows until one ends, or by a few passes."""
@@ -225,18 +182,31 @@ class Scheduler:
                 step_outputs = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
                 if any(each.finished for each in step_outputs):
                     break
-        return [self._complete(step_output) for step_output in step_outputs if step_output.finished]
+        done = []
+        for last in (each for each in step_outputs if each.finished):
+            row: Any = self._running[last.row].row
+            done.append(self._completion(last, row.index, row.ids[row.length - row.emitted : row.length], row.stats))
+        return done
+
+    def _completion(self, last: StepOutput, index: int, tokens: Any, stats: DecodingStats) -> Completion:
+        """The result of a prompt that ended with a step."""
+        del self._running[index]
+        if last.error is not None:
+            return Completion(index, stats=stats, error=last.error)
+        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return Completion(index, text, [int(token) for token in tokens], stats, finish_reason=last.finish_reason)
 
     def _decode_apart(self) -> Iterator[list[Completion]]:
         """Decode the first waiting prompt, which has no row, and those of about its length that may share its batch."""
-        first = self._waiting.popleft()
-        group, most = [first], int(self._cache_tokens * _SIMILAR / len(first.ids))
-        for request in list(self._waiting) if self._requests.shares_batches else ():
+        first = self._waiting[0]
+        most = int(self._cache_tokens * _SIMILAR / len(first.ids)) if self._shares_batches else 1
+
+        def is_similar(request: Request) -> bool:
             lengths = len(request.ids), len(first.ids)
-            is_similar = min(lengths) >= _SIMILAR * max(lengths) and request.max_new_tokens == first.max_new_tokens
-            if is_similar and len(group) < most:
-                self._waiting.remove(request)
-                group.append(request)
+            return min(lengths) >= _SIMILAR * max(lengths) and request.max_new_tokens == first.max_new_tokens
+
+        group = list(filter(is_similar, self._waiting))[: max(1, most)]
+        self._waiting = deque(request for request in self._waiting if request not in group)
         yield from self._decode_group(group)
 
     def _decode_group(self, group: Sequence[Request]) -> Iterator[list[Completion]]:
@@ -244,18 +214,17 @@ class Scheduler:
         tokens: dict[int, list[int]] = {row: [] for row in range(len(group))}
         self._running |= {request.index: request for request in group}
         try:
-            engine = self._requests.engine(group)
+            engine = self._reader.prepare([request.ids for request in group], group[0].max_new_tokens)
             engine.report_prefill(self.on_prefill)
             for step_outputs in engine.run():
                 done = []
-                for step_output in step_outputs:
-                    row = step_output.row
-                    if row not in tokens:  # a further sequence of a prompt
+                for each in step_outputs:
+                    if each.row not in tokens:  # a further sequence of a prompt
                         continue
-                    tokens[row] += step_output.tokens.tolist()
-                    if step_output.finish_reason is not None:
-                        del self._running[group[row].index]
-                        done.append(self._completion(step_output, group[row].index, tokens.pop(row), engine.stats[row]))
+                    tokens[each.row] += each.tokens.tolist()
+                    if each.finished:
+                        ids, stats = tokens.pop(each.row), engine.stats[each.row]
+                        done.append(self._completion(each, group[each.row].index, ids, stats))
                 yield done
         except (PromptError, LogitsError) as error:
             if len(group) == 1:
@@ -285,7 +254,6 @@ class Scheduler:
 
     def _make_room(self, first: Row, rows: int, longest: int) -> None:
         """Grow the cache to at least so many rows and slots."""
-        too_large = False
         if self._engine is None:
             self._engine = assemble(
                 self._model,
@@ -296,9 +264,9 @@ class Scheduler:
                 capacity=longest,
                 isolates=True,
             )
-            too_large = self.rows * longest > self._cache_tokens
         slots = self._engine.cache.slots
-        if too_large or longest > slots.capacity or rows > slots.rows:
+        is_too_large = slots.rows > rows and slots.rows * slots.capacity > self._cache_tokens
+        if is_too_large or longest > slots.capacity or rows > slots.rows:
             most = max(rows, min(self.rows, self._cache_tokens // longest))
             capacity = max(longest, min(slots.capacity, self._cache_tokens // most))
             self._engine.cache.resize(rows=most, capacity=capacity)
@@ -315,14 +283,31 @@ class Scheduler:
                 passes.append([row])
         return passes
 
-    def _complete(self, step_output: StepOutput) -> Completion:
-        row = self._running.pop(step_output.row).row
-        assert row is not None
-        if step_output.error is not None:
-            return Completion(row.index, stats=row.stats, error=step_output.error)
-        tokens = row.ids[row.length - row.emitted : row.length].tolist()
-        return self._completion(step_output, row.index, tokens, row.stats)
 
-    def _completion(self, last: StepOutput, index: int, tokens: list[int], stats: DecodingStats) -> Completion:
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        return Completion(index, text, tokens, stats, finish_reason=last.finish_reason)
+def _validate_stateless(options: dict[str, Any]) -> None:
+    """Refuse processors and criteria that may keep a state from one prompt to another."""
+    given = LogitsProcessorList(options.get("logits_processor") or ())
+    name = stateful_name(given, StoppingCriteriaList(options.get("stopping_criteria") or ()), GenerationConfig())
+    name = name or ("prefix_allowed_tokens_fn" if options.get("prefix_allowed_tokens_fn") is not None else "")
+    if name:
+        raise UnsupportedModelError(
+            f"{name} may keep a state, which would go from one prompt to another; call lookahead.generate for one "
+            "prompt at a time, each with an object of its own"
+        )
+
+
+def _resolved(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig,
+    lookahead_tokenizer: PreTrainedTokenizerBase,
+    lookahead_context: int | None,
+    **model_kwargs: Any,
+) -> tuple[LogitsProcessorList, StoppingRule, bool]:
+    """A custom method of `model.generate`, called as `prepare` is, that returns the options as they are resolved."""
+    validate_call(model, generation_config, model_kwargs)
+    rule = stopping_rule(stopping_criteria, generation_config).within(lookahead_context)
+    return logits_processor, rule, bool(generation_config.do_sample)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
@@ -146,6 +148,30 @@ def resolved(
         return options[name]
     given = getattr(generation_config, name, None)
     return given if given is not None else getattr(model.generation_config, name, None)
+
+
+def serve_stop_strings(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    generation_config: GenerationConfig | None,
+    generate_kwargs: dict[str, Any],
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """The configuration and arguments for `model.generate` with stop strings as the stopping criterion they mean.
+
+    It cannot do that itself, since it hands no tokenizer to a custom method.
+    """
+    stop_strings = resolved(model, generation_config, generate_kwargs, "stop_strings")
+    if stop_strings is None or tokenizer is None:
+        return generation_config, generate_kwargs
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings)])
+    criteria.extend(generate_kwargs.get("stopping_criteria") or [])
+    if generation_config is not None and generation_config.stop_strings is not None:
+        generation_config = copy(generation_config)
+        generation_config.stop_strings = None
+    kept = {name: value for name, value in generate_kwargs.items() if name != "stop_strings"}
+    if model.generation_config.stop_strings is not None:
+        kept["stop_strings"] = None  # else the model's own would take their place
+    return generation_config, {**kept, "stopping_criteria": criteria}
 
 
 def check_config(name: str, config: object) -> None:
@@ -315,3 +341,31 @@ def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> Non
             f"prompt {prompt} holds token {stranger}, and the model's vocabulary ends at {vocab_size - 1}: "
             "is the tokenizer that of another model?"
         )
+
+
+def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
+    """Number of tokens of each prompt without its left padding; checks that all are in the vocabulary."""
+    batch_size, longest = input_ids.shape
+    if not batch_size:
+        raise PromptError("input_ids hold no prompt")
+    if not longest:
+        raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
+    if input_ids.is_floating_point():
+        raise PromptError(f"input_ids must be whole numbers, got a tensor of {input_ids.dtype}")
+    mask = np.ones((batch_size, longest), bool)
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            shapes = f"{[*input_ids.shape]}, got {[*attention_mask.shape]}"
+            raise UnsupportedModelError(f"attention_mask must have the shape of input_ids, {shapes}")
+        mask = attention_mask.bool().cpu().numpy()
+    lengths: NDArray[np.int64] = mask.sum(1)
+    if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
+        raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")
+    if (lengths == 0).any():
+        raise UnsupportedModelError(
+            f"attention_mask of prompt {int(lengths.argmin())} is all zeros: a prompt needs at least one token; "
+            "leave out custom_generate for it"
+        )
+    for row, ids in enumerate(input_ids.cpu().numpy()):
+        check_token_ids(ids[longest - lengths[row] :], row, vocab_size)
+    return lengths
