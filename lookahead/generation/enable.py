@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import wraps
+from functools import partial, wraps
 from threading import Lock
 from typing import Any
 
@@ -68,11 +68,15 @@ class Enabled:
 
     def disable(self) -> None:
         """Turn the switch off; with the last one the model is as it was. A second call does nothing."""
+        serving = self._serving
         with _guard:
-            if self in self._serving.switches:
-                self._serving.switches.remove(self)
-                if not self._serving.switches:
-                    self._serving.restore()
+            if self not in serving.switches:
+                return
+            serving.switches.remove(self)
+            if not serving.switches:
+                del serving.model.generate
+                if serving.had_its_own:
+                    serving.model.generate = serving.original
 
     def __enter__(self) -> Enabled:
         return self
@@ -86,42 +90,32 @@ class Generate:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._had_its_own = "generate" in model.__dict__
-        self._original = model.generate
+        self.had_its_own = "generate" in model.__dict__
+        self.original = model.generate
         self.switches: list[Enabled] = []
-
-    def restore(self) -> None:
-        """Put the original back."""
-        del self.model.generate
-        if self._had_its_own:
-            self.model.generate = self._original
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model is another model, for which `enable` was not called.
-        return _itself, (self._original,)
+        return partial, (self.original,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `model.generate` does."""
         switches = self.switches[:]  # another thread may turn one off meanwhile
-        if not switches or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
-            return self._original(*args, **kwargs)
-        if kwargs.get("adapter_names") is not None:
-            # PEFT does not remove its hooks when an error passes through them.
-            warnings.warn("decoded by transformers alone: adapter_names gives every row its own", stacklevel=2)
-            return self._original(*args, **kwargs)
-        served = dict(kwargs)
-        streamer = served.pop("streamer", None)
-        # The inputs and the configuration may come by position.
-        given_config = args[1] if len(args) == 2 else served.pop("generation_config", None)
-        if len(args) > 2 or getattr(given_config, "is_assistant", False):  # an assistant's drafts need its own loop
-            return self._original(*args, **kwargs)
-        if resolved(self.model, given_config, kwargs, "token_healing"):
-            warnings.warn("decoded by transformers alone: token_healing is not served", stacklevel=2)
-            return self._original(*args, **kwargs)
-        tokenizer = served.pop("tokenizer", None)
-        generation_config, served = serve_stop_strings(self.model, tokenizer, given_config, served)
+        # The inputs and the configuration may come by position. An assistant's drafts need its own loop.
+        given = args[1] if len(args) == 2 else kwargs.get("generation_config")
+        is_own = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model"))
+        if not switches or is_own or len(args) > 2 or getattr(given, "is_assistant", False):
+            return self.original(*args, **kwargs)
         try:
-            return self._original(
+            if kwargs.get("adapter_names") is not None:
+                # PEFT does not remove its hooks when an error passes through them.
+                raise UnsupportedModelError("adapter_names gives every row its own")
+            if resolved(self.model, given, kwargs, "token_healing"):
+                raise UnsupportedModelError("token_healing is not served")
+            served = {name: value for name, value in kwargs.items() if name != "generation_config"}
+            streamer, tokenizer = served.pop("streamer", None), served.pop("tokenizer", None)
+            generation_config, served = serve_stop_strings(self.model, tokenizer, given, served)
+            return self.original(
                 *args[:1],
                 **served,
                 generation_config=generation_config,
@@ -132,11 +126,7 @@ class Generate:
             )
         except UnsupportedModelError as error:
             warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
-            return self._original(*args, **kwargs)
-
-
-def _itself(original: Any) -> Any:
-    return original
+            return self.original(*args, **kwargs)
 
 
 @wraps(decode)  # transformers reads the names of arguments from the signature

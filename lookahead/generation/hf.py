@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -143,16 +143,13 @@ def prepare(
         warnings.warn(reason, stacklevel=2)
         return plain
     found = support.support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
-    is_padded = bool(lengths.min() < longest)
-    if has_encoder and found.shape == "trees":
-        found = _decoder_support(model, batch_size, is_padded, config)
-    reason = _unsupported_reason(model, found, batch_size, is_padded, config)
+    shape, reason = _verified(model, found, batch_size, bool(lengths.min() < longest), config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
         # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
-    if found.shape == "none" or reason:
+    if shape == "none" or reason:
         warnings.warn(f"{reason}; it is decoded plainly", stacklevel=2)
         return plain
     if is_continued:
@@ -166,9 +163,8 @@ def prepare(
     )
     rows = []
     for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True)):
-        padding = longest - length
-        rule = stopping if lookahead_context is None else stopping.within(padding + lookahead_context)
-        rows.append(Row(i, ids, chooser, rule, padding=padding, place=i, device=input_ids.device))
+        rule = stopping.within(lookahead_context, longest - length)
+        rows.append(Row(i, ids, chooser, rule, padding=longest - length, place=i, device=input_ids.device))
     encoded = _encoded(model, generation_config, inputs_tensor, model_kwargs) if has_encoder else None
     for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
         row.inputs, row.stats.prompt_tokens = tokens, row.stats.prompt_tokens + len(tokens)
@@ -182,7 +178,7 @@ def prepare(
         warp=warp_of(logits_processor) if generation_config.do_sample else None,
         # Enough for short outputs; the cache grows with a longer one.
         capacity=longest + min(stopping.max_length - longest, 256) + config.node_budget + 1,
-        shape=found.shape,
+        shape=shape,
         encoded=encoded,
         keep_cache=not has_encoder and (is_continued or validation.is_cache_returned(past, generation_config)),
     )
@@ -283,39 +279,29 @@ def _drafting(
     )
 
 
-def _decoder_support(model: PreTrainedModel, rows: int, is_padded: bool, config: LookaheadConfig) -> support.Support:
-    """What a call verifies of the decoder of an encoder-decoder model, which can verify trees of a single row."""
-    if rows > 1 or is_padded:
-        return support.Support("chains", "the rows of its batches keep one length")
-    # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
-    is_half = model.dtype in (torch.bfloat16, torch.float16)
-    if config.exactness == "auto" and is_half and input_device(model).type == "cpu":
-        return support.Support(
-            "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
-        )
-    return support.Support("trees")
-
-
-def _unsupported_reason(
+def _verified(
     model: PreTrainedModel, found: support.Support, rows: int, is_padded: bool, config: LookaheadConfig
-) -> str:
-    """Why a model cannot verify what is asked for, or an empty string."""
-    name, has_encoder = type(model).__name__, model.config.is_encoder_decoder
-    if found.shape == "none":
-        return f"{name} cannot be decoded speculatively: {found.reason}"
-    if found.shape == "trees":
-        return ""
-    if rows > 1 and not has_encoder:
-        return f"{name} cannot be decoded speculatively for {rows} prompts at once: {found.reason}"
-    if has_encoder and is_padded:
-        return f"{name} cannot be decoded speculatively behind a padded decoder_attention_mask"
-    if "jacobi" in config.proposers and not config.decides_branch:
-        return f"{name} cannot verify the lookahead branch: {found.reason}"
-    if config.acceptance == "rejection" and len(config.proposers) > 1:
-        return f"{name} cannot verify what several proposers draw: {found.reason}"
-    if config.acceptance != "exact" and rows > 1:
-        return f"{name} cannot accept {rows} inputs by acceptance={config.acceptance!r}: {found.reason}"
-    return ""
+) -> tuple[Shape | Literal["none"], str]:
+    """What a call verifies in one pass, and why the model cannot verify what is asked for, or an empty string."""
+    shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
+    if has_encoder and shape == "trees":
+        is_half = model.dtype in (torch.bfloat16, torch.float16)
+        if rows > 1 or is_padded:
+            shape, why = "chains", "the rows of its batches keep one length"
+        # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
+        elif config.exactness == "auto" and is_half and input_device(model).type == "cpu":
+            shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
+    acceptance = config.acceptance
+    obstacles = {
+        f"be decoded speculatively: {why}": shape == "none",
+        f"be decoded speculatively for {rows} prompts at once: {why}": rows > 1 and not has_encoder,
+        "be decoded speculatively behind a padded decoder_attention_mask": has_encoder and is_padded,
+        f"verify the lookahead branch: {why}": "jacobi" in config.proposers and not config.decides_branch,
+        f"verify what several proposers draw: {why}": acceptance == "rejection" and len(config.proposers) > 1,
+        f"accept {rows} inputs by acceptance={acceptance!r}: {why}": acceptance != "exact" and rows > 1,
+    }
+    met = [obstacle for obstacle, is_met in obstacles.items() if is_met and shape != "trees"]
+    return shape, f"{type(model).__name__} cannot {met[0]}" if met else ""
 
 
 def _encoded(

@@ -43,9 +43,9 @@ class StoppingRule:
     eos_tokens: frozenset[int]
     custom: tuple[tuple[FinishReason, Criterion], ...] = ()
 
-    def within(self, context: int | None) -> StoppingRule:
-        """The rule for a model with a context of so many ids, None for any; one more id follows the last of them."""
-        return self if context is None else replace(self, max_length=min(self.max_length, context + 1))
+    def within(self, context: int | None, padding: int = 0) -> StoppingRule:
+        """The rule for a model with a context of so many tokens, None for any; one more follows the last of them."""
+        return self if context is None else replace(self, max_length=min(self.max_length, padding + context + 1))
 
 
 # Criteria that treat every row by itself and keep nothing from step to step. A subclass may do otherwise.
