@@ -182,19 +182,9 @@ def stream_many(
         UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
             `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
     """
-    scheduler = Scheduler(
-        model,
-        tokenizer,
-        rows=rows,
-        config=config,
-        generation_config=generation_config,
-        add_special_tokens=add_special_tokens,
-        truncate=truncate,
-        chat_template_kwargs=chat_template_kwargs,
-        cache_tokens=cache_tokens,
-        **generate_kwargs,
-    )
-    return _stream(scheduler, iter(scheduler.separate(prompts)))
+    given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
+    reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
+    return _stream(Scheduler(reader, rows, cache_tokens), iter(reader.separate(prompts)))
 
 
 def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Completion]:

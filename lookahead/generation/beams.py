@@ -27,14 +27,8 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.generation import validation
 from lookahead.generation.hf_outputs import adopt, append_states
-from lookahead.generation.validation import (
-    is_cache_returned,
-    prompt_lengths,
-    validate_call,
-    validate_lengths,
-    validate_positions,
-)
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.encoder_decoder import empty_cache
@@ -115,7 +109,7 @@ class BeamLoop(PlainLoop):
         lookahead_context: int | None,
         model_kwargs: dict[str, Any],
     ) -> None:
-        validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
+        validation.validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
         past, beams, has_encoder = cache_in(model_kwargs), generation_config.num_beams, model.config.is_encoder_decoder
         if getattr(past, "_is_user_defined", False) or tokens_in(past) > 0:
             raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
@@ -127,7 +121,7 @@ class BeamLoop(PlainLoop):
             )
         mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
         prompts, mask = input_ids[::beams], None if mask is None else mask[::beams]
-        lengths = read = prompt_lengths(prompts, mask, decoder_vocabulary(model))
+        lengths = read = validation.prompt_lengths(prompts, mask, decoder_vocabulary(model))
         if has_encoder and inputs_tensor is not None:
             seen = model_kwargs.get("attention_mask")
             read = lengths + (len(inputs_tensor[0]) if seen is None else seen[::beams].sum(1).cpu().numpy())
@@ -137,7 +131,7 @@ class BeamLoop(PlainLoop):
         self._ids, self._processors, self._generation = input_ids, logits_processor, generation_config
         self._given, self._model_kwargs, self._beams, self._lengths = lookahead_config, model_kwargs, beams, lengths
         self._config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-        self._returns_cache = is_cache_returned(past, generation_config)
+        self._returns_cache = validation.is_cache_returned(past, generation_config)
         self._served: list[int] = []  # steps that each pass behind the prefill served; empty if every step has a pass
         self._drafted, self._is_bitwise = 0, False
 
@@ -183,8 +177,8 @@ class BeamLoop(PlainLoop):
             self._is_bitwise = model.dtype != torch.float32  # all passes are those of transformers
             with linears.serving(), linears.running("together"):
                 return cast(Tensor | GenerateBeamOutput, search(model, **self._with_shared_input()))
-        validate_lengths(model, self._lengths)
-        validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
+        validation.validate_lengths(model, self._lengths)
+        validation.validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
         support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
         if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:
             reason = support.reason or "it is spread over several processes"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
@@ -19,15 +20,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
+from lookahead.generation import validation
 from lookahead.generation.hf import prepare
-from lookahead.generation.validation import (
-    check_options,
-    check_pair,
-    check_token_ids,
-    context_limit,
-    resolved,
-    serve_stop_strings,
-)
 from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.support import vocabulary_size
 from lookahead.models.target import input_device
@@ -83,7 +77,8 @@ def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -
 class PromptReader:
     """Reads the prompts of a call and prepares their decoding, with the arguments of `lookahead.generate`.
 
-    A prompt has at most `limit` tokens, and `room` if it leaves room for its output; None for no limit.
+    A prompt has at most `limit` tokens, and `room` if it leaves room for its output; None for no limit. Of the options
+    of `model.generate`, `has_own` tells whether they hold processors or criteria of a user's own.
     """
 
     def __init__(
@@ -97,22 +92,24 @@ class PromptReader:
         truncate: Truncation | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         compile: bool = False,
-        stacklevel: int = 4,  # of the caller of whoever made this
         **options: Any,
     ) -> None:
-        check_pair(model, tokenizer, stacklevel=stacklevel)
-        check_options(model, tokenizer, config, generation_config, options, seed)
+        validation.check_pair(model, tokenizer, stacklevel=4)
+        validation.check_options(model, tokenizer, config, generation_config, options, seed)
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
         self.config = replace(config or LookaheadConfig(), compile=True) if compile else config
-        self._model, self._tokenizer, self._seed = model, tokenizer, seed
-        self._generation_config, self._options = serve_stop_strings(model, tokenizer, generation_config, options)
+        self.model, self.tokenizer, self._seed = model, tokenizer, seed
+        self.has_own = bool(options.get("logits_processor") or options.get("stopping_criteria"))
+        self._generation_config, self.options = validation.serve_stop_strings(
+            model, tokenizer, generation_config, options
+        )
         self._special, self._truncate = add_special_tokens, truncate
         self._chat_kwargs = dict(chat_template_kwargs or {})
         has_encoder = model.config.is_encoder_decoder
         self._names = ("input", "encoder") if has_encoder else ("prompt", "model")
         self._vocabulary = vocabulary_size(model)
-        self.limit = side_positions(model, "encoder") if has_encoder else context_limit(model)
+        self.limit = side_positions(model, "encoder") if has_encoder else validation.context_limit(model)
         reserved = self.option("max_new_tokens") or 1
         self.room = self.limit if has_encoder or self.limit is None else self.limit - reserved
         if truncate is not None and self.room is not None and self.room < 1:
@@ -123,7 +120,7 @@ class PromptReader:
 
     def option(self, name: str) -> Any:
         """An option of the call as `model.generate` resolves it."""
-        return resolved(self._model, self._generation_config, self._options, name)
+        return validation.resolved(self.model, self._generation_config, self.options, name)
 
     def prepare(
         self, encoded: Sequence[list[int]], max_new_tokens: int | None = None, method: Callable[..., Any] = prepare
@@ -132,15 +129,15 @@ class PromptReader:
 
         They ask for no more new tokens than there is room for behind the shortest prompt.
         """
-        causal_lm: Any = self._model
+        causal_lm: Any = self.model
         device, pad, has_encoder = (
             input_device(causal_lm),
-            pad_token_of(self._tokenizer),
+            pad_token_of(self.tokenizer),
             causal_lm.config.is_encoder_decoder,
         )
         padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
         longest, context = (1, None) if has_encoder else (padded.shape[1], self.limit)
-        options = dict(self._options)
+        options = dict(self.options)
         new, total = max_new_tokens or self.option("max_new_tokens"), self.option("max_length")
         if new is None and total is not None and total <= longest:
             raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {total}")
@@ -159,7 +156,7 @@ class PromptReader:
             generation_config=self._generation_config,
             custom_generate=method,
             lookahead_config=self.config,
-            lookahead_tokenizer=self._tokenizer,
+            lookahead_tokenizer=self.tokenizer,
             lookahead_context=context,
             **options,
         )
@@ -187,12 +184,9 @@ class PromptReader:
         if hidden is not None:
             if [len(row) for row in hidden] != [len(row) for row in rows]:
                 raise PromptError("attention_mask must have the shape of input_ids")
-            return [
-                [token for token, is_seen in zip(row, seen, strict=True) if is_seen]
-                for row, seen in zip(rows, hidden, strict=True)
-            ]
-        pad = self._tokenizer.pad_token_id
-        if len(rows) < 2 or pad is None or pad == self._tokenizer.eos_token_id:
+            return [list(compress(row, seen)) for row, seen in zip(rows, hidden, strict=True)]
+        pad = self.tokenizer.pad_token_id
+        if len(rows) < 2 or pad is None or pad == self.tokenizer.eos_token_id:
             return rows
         kept = [[i for i, token in enumerate(row) if token != pad] for row in rows]
         # As `model.generate` takes it where there is no mask.
@@ -208,7 +202,7 @@ class PromptReader:
         if not ids:
             shown = f": {prompt!r}" if isinstance(prompt, str) else ""
             raise PromptError(f"prompt {index} has no tokens{shown}; a prompt needs at least one")
-        check_token_ids(np.array(ids), index, self._vocabulary)
+        validation.check_token_ids(np.array(ids), index, self._vocabulary)
         if self._truncate is not None and self.room is not None and len(ids) > self.room:
             return self._shorten_chat(prompt, index) if is_chat(prompt) else self._shorten(prompt, ids)
         if self.limit is not None and len(ids) > self.limit:
@@ -218,23 +212,21 @@ class PromptReader:
         return ids
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
     def _ids(self, prompt: Any, index: int) -> list[int]:
-        is_array = isinstance(prompt, Tensor | np.ndarray)
-        if is_array or _are_ids(prompt) or (isinstance(prompt, Mapping) and "input_ids" in prompt):
-            rows = list(self.separate(prompt))
-            if len(rows) != 1:
-                raise PromptError(f"prompt {index} must be one prompt, got {len(rows)}")
-            return [int(token) for token in rows[0]]
-        if isinstance(prompt, list | tuple) and not prompt:
-            return []
-        raise PromptError(f"prompt {index} must be {_KINDS}, got {_got(prompt)}")
+        is_array = isinstance(prompt, Tensor | np.ndarray) or (isinstance(prompt, Mapping) and "input_ids" in prompt)
+        rows = list(self.separate(prompt)) if is_array else [prompt]
+        if len(rows) != 1:
+            raise PromptError(f"prompt {index} must be one prompt, got {len(rows)}")
+        if not _are_ids(rows[0]) and rows[0] not in ([], ()):
+            raise PromptError(f"prompt {index} must be {_KINDS}, got {_got(prompt)}")
+        return [int(token) for token in rows[0]]
 
     def render(self, messages: Sequence[Message], index: int = 0) -> list[int]:
         """The token ids of chat messages by the tokenizer's template. An assistant's message at the end goes on."""
-        if not has_chat_template(self._tokenizer) and "chat_template" not in self._chat_kwargs:
+        if not has_chat_template(self.tokenizer) and "chat_template" not in self._chat_kwargs:
             raise PromptError(
                 f"prompt {index} is chat messages, and the tokenizer has no chat template; pass a string, or set "
                 "tokenizer.chat_template"
@@ -250,7 +242,7 @@ class PromptReader:
                 _check_text(message["content"], where)
         continues = messages[-1]["role"] == "assistant"
         try:
-            encoded: Any = self._tokenizer.apply_chat_template(
+            encoded: Any = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
@@ -284,7 +276,7 @@ class PromptReader:
         keep = len(tokens)
         while len(ids) > self.room and keep:
             keep = max(0, keep - (len(ids) - self.room))
-            content = str(self._tokenizer.decode(self._cut(tokens, keep)))
+            content = str(self.tokenizer.decode(self._cut(tokens, keep)))
             ids = self.render([*before, {**last, "content": content}], index)
         if len(ids) > self.room:
             raise PromptError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from lookahead.models.support import support_of
 from lookahead.models.target import OnPrefill, input_device, prefills_at_once
 from lookahead.stats import DecodingStats
 from lookahead.verification.sampling import TokenChooser
-from lookahead.verification.stopping import FinishReason, StoppingRule, stateful_name, stopping_rule
+from lookahead.verification.stopping import FinishReason, stateful_name, stopping_rule
 
 MOST_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
@@ -50,13 +50,17 @@ def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and its options: its `row`, None if it is decoded apart, and the most `slots` that it may need."""
+    """A prompt and its options; its `row` is None if it is decoded apart."""
 
     index: int
     ids: list[int]
     max_new_tokens: int | None
     row: Row | None = None
-    slots: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that it may have."""
+        return self.row.stopping.max_length if self.row is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,44 +86,40 @@ class Completion:
 
 
 class Scheduler:
-    """Decodes prompts in `rows` rows; they may be added while others are being decoded.
+    """Decodes the prompts of a reader in `rows` rows; they may be added while others are being decoded.
 
-    The arguments are those of `stream_many`; `on_prefill` may be set to what `generate` takes by that name. A prompt is
-    decoded apart from these rows where nothing else is exact: if tokens are sampled, with a user's own processors,
-    criteria or sources of drafts, and with models that score no trees.
+    `rows` and `cache_tokens` are those of `stream_many`; `on_prefill` may be set to what `generate` takes by that name.
+    A prompt is decoded apart from these rows where nothing else is exact: if tokens are sampled, with a user's own
+    processors, criteria or sources of drafts, and with models that score no trees.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        rows: int | None = None,
-        cache_tokens: int | None = None,
-        **options: Any,
-    ) -> None:
-        self._model, self._tokenizer = model, tokenizer
-        self._reader = PromptReader(model, tokenizer, stacklevel=5, **options)
-        self._config = self._reader.config or LookaheadConfig()
-        self.separate = self._reader.separate
-        _validate_stateless(options)
-        has_encoder, kind = model.config.is_encoder_decoder, input_device(model).type
-        own = any(options.get(name) for name in ("logits_processor", "stopping_criteria"))
-        own = own or not all(isinstance(each, str) for each in self._config.proposers)
+    def __init__(self, reader: PromptReader, rows: int | None = None, cache_tokens: int | None = None) -> None:
+        self._reader, self._model, self._tokenizer = reader, reader.model, reader.tokenizer
+        self._config = config = reader.config or LookaheadConfig()
+        processors, criteria = (reader.options.get(name) or () for name in ("logits_processor", "stopping_criteria"))
+        name = stateful_name(LogitsProcessorList(processors), StoppingCriteriaList(criteria), GenerationConfig())
+        if not name and reader.options.get("prefix_allowed_tokens_fn") is not None:
+            name = "prefix_allowed_tokens_fn"
+        if name:
+            raise UnsupportedModelError(
+                f"{name} may keep a state, which would go from one prompt to another; call lookahead.generate for one "
+                "prompt at a time, each with an object of its own"
+            )
+        has_encoder, kind = self._model.config.is_encoder_decoder, input_device(self._model).type
+        own = reader.has_own or not all(isinstance(each, str) for each in config.proposers)
         # A user's objects are made for the rows of one call. An encoder would read the prompt only to resolve options.
-        self._is_apart = own or prefills_at_once(model) or has_encoder
+        self._is_apart = own or prefills_at_once(self._model) or has_encoder
         # A draw, a beam, stop strings or a limit of time belong to their call.
         self._shares_batches = (
             has_encoder
-            and not own
-            and not any(map(self._reader.option, ("do_sample", "max_time", "stopping_criteria")))
-            and (self._reader.option("num_beams") or 1) == 1
-            and self._config.acceptance == "exact"
-            and support_of(model, shortest=1, max_length=1).shape != "none"
+            and not (own or criteria or reader.option("do_sample") or reader.option("max_time"))
+            and (reader.option("num_beams") or 1) == 1
+            and config.acceptance == "exact"
+            and support_of(self._model, shortest=1, max_length=1).shape != "none"
         )
         self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
         check_whole("rows", self.rows, 1, MOST_ROWS)
-        self._cache_tokens = cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
+        self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
         self._engine: Engine | None = None
@@ -142,20 +142,35 @@ class Scheduler:
     def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None) -> None:
         """Add a prompt as `generate` takes it; its `index` is unique among the prompts that are not done."""
         try:
-            request = Request(index, self._reader.read(prompt, index), max_new_tokens)
-            self._waiting.append(request if self._is_apart else self._with_row(request))
+            ids = self._reader.read(prompt, index)
+            row = None if self._is_apart else self._reader.prepare([ids], max_new_tokens, self._row_of)
         except PromptError as error:
             self._failed.append(Completion(index, error=error))
+            return
+        if row is not None:
+            row.index = index
+        self._waiting.append(Request(index, ids, max_new_tokens, row))
 
-    def _with_row(self, request: Request) -> Request:
-        """A request with a row, if its tokens do not depend on what is decoded beside them."""
-        processors, stopping, do_sample = self._reader.prepare([request.ids], request.max_new_tokens, _resolved)
-        most, shortest = stopping.max_length, len(request.ids)
-        if do_sample or support_of(self._model, shortest=shortest, max_length=most).shape != "trees":
-            return request
-        chooser = TokenChooser(processors, do_sample=False, batch_size=1)
-        row = Row(request.index, request.ids, chooser, stopping, device=input_device(self._model))
-        return replace(request, row=row, slots=most + self._config.node_budget + 1)
+    def _row_of(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        lookahead_config: LookaheadConfig | None,
+        lookahead_tokenizer: PreTrainedTokenizerBase,
+        lookahead_context: int | None,
+        **model_kwargs: Any,
+    ) -> Row | None:
+        """A custom method of `model.generate`, called as `prepare` is: a row, if it can be decoded beside others."""
+        validate_call(model, generation_config, model_kwargs)
+        rule = stopping_rule(stopping_criteria, generation_config).within(lookahead_context)
+        support = support_of(model, shortest=input_ids.shape[1], max_length=rule.max_length)
+        if generation_config.do_sample or support.shape != "trees":
+            return None
+        chooser = TokenChooser(logits_processor, do_sample=False, batch_size=1)
+        return Row(0, input_ids[0].cpu().numpy(), chooser, rule, device=input_device(model))
 
     def step(self) -> list[Completion]:
         """Admit the prompts that fit; if there are none, advance the rows until one ends, or by a few passes."""
@@ -238,10 +253,11 @@ class Scheduler:
     def _joining(self) -> list[Row]:
         """Take the next prompts, in order, that there are free rows and slots for."""
         joining: list[Row] = []
-        longest = max((request.slots for request in self._running.values()), default=0)
+        nodes = self._config.node_budget + 1
+        longest = max((request.tokens + nodes for request in self._running.values()), default=0)
         while self._waiting and len(self._running) < self.rows:
             request = self._waiting[0]
-            needed = max(longest, request.slots)
+            needed = max(longest, request.tokens + nodes)
             rows = len(self._running) + 1
             if request.row is None or (rows > 1 and rows * needed > self._cache_tokens):
                 break
@@ -282,32 +298,3 @@ class Scheduler:
             else:
                 passes.append([row])
         return passes
-
-
-def _validate_stateless(options: dict[str, Any]) -> None:
-    """Refuse processors and criteria that may keep a state from one prompt to another."""
-    given = LogitsProcessorList(options.get("logits_processor") or ())
-    name = stateful_name(given, StoppingCriteriaList(options.get("stopping_criteria") or ()), GenerationConfig())
-    name = name or ("prefix_allowed_tokens_fn" if options.get("prefix_allowed_tokens_fn") is not None else "")
-    if name:
-        raise UnsupportedModelError(
-            f"{name} may keep a state, which would go from one prompt to another; call lookahead.generate for one "
-            "prompt at a time, each with an object of its own"
-        )
-
-
-def _resolved(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    lookahead_config: LookaheadConfig,
-    lookahead_tokenizer: PreTrainedTokenizerBase,
-    lookahead_context: int | None,
-    **model_kwargs: Any,
-) -> tuple[LogitsProcessorList, StoppingRule, bool]:
-    """A custom method of `model.generate`, called as `prepare` is, that returns the options as they are resolved."""
-    validate_call(model, generation_config, model_kwargs)
-    rule = stopping_rule(stopping_criteria, generation_config).within(lookahead_context)
-    return logits_processor, rule, bool(generation_config.do_sample)
