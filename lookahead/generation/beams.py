@@ -36,7 +36,7 @@ from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_bits_of_copies, keeps_bits_beside_others
-from lookahead.models.support import decoder_vocabulary, may_keep_bits, support_of, vocabulary_size
+from lookahead.models.support import may_keep_bits, support_of, vocabulary_size
 from lookahead.models.target import Target
 from lookahead.proposers.beam_drafter import drafter_for
 from lookahead.verification.stopping import FinishReason, reason_of
@@ -110,7 +110,7 @@ class BeamLoop(PlainLoop):
         model_kwargs: dict[str, Any],
     ) -> None:
         validation.validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
-        past, beams, has_encoder = cache_in(model_kwargs), generation_config.num_beams, model.config.is_encoder_decoder
+        past, beams = cache_in(model_kwargs), generation_config.num_beams
         if getattr(past, "_is_user_defined", False) or tokens_in(past) > 0:
             raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
         room = None if lookahead_context is None else lookahead_context + 1
@@ -119,10 +119,8 @@ class BeamLoop(PlainLoop):
                 f"max_new_tokens must be at most {room - input_ids.shape[1]} with beams, got more: the longest prompt "
                 f"has {input_ids.shape[1]} tokens and the model a context of {room - 1}"
             )
-        mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-        prompts, mask = input_ids[::beams], None if mask is None else mask[::beams]
-        lengths = read = validation.prompt_lengths(prompts, mask, decoder_vocabulary(model))
-        if has_encoder and inputs_tensor is not None:
+        lengths = read = validation.prompt_lengths(model, input_ids, model_kwargs, beams)
+        if model.config.is_encoder_decoder and inputs_tensor is not None:
             seen = model_kwargs.get("attention_mask")
             read = lengths + (len(inputs_tensor[0]) if seen is None else seen[::beams].sum(1).cpu().numpy())
         sequences = np.repeat(read, cast(int, generation_config.num_return_sequences))
@@ -177,7 +175,6 @@ class BeamLoop(PlainLoop):
             self._is_bitwise = model.dtype != torch.float32  # all passes are those of transformers
             with linears.serving(), linears.running("together"):
                 return cast(Tensor | GenerateBeamOutput, search(model, **self._with_shared_input()))
-        validation.validate_lengths(model, self._lengths)
         validation.validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
         support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
         if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:

@@ -126,10 +126,8 @@ def prepare(
     has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)
     if isinstance(past, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
         config = replace(config, exactness="fast")
-    mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-    lengths = validation.prompt_lengths(input_ids, mask, support.decoder_vocabulary(model))
+    lengths = validation.prompt_lengths(model, input_ids, model_kwargs)
     batch_size, longest = input_ids.shape
-    validation.validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
     is_continued = not has_encoder and tokens_in(past) > 0
     stopping = stopping_rule(stopping_criteria, generation_config)
     lm: Any = model
@@ -153,7 +151,7 @@ def prepare(
         warnings.warn(f"{reason}; it is decoded plainly", stacklevel=2)
         return plain
     if is_continued:
-        validation.validate_past(model, past, input_ids, generation_config, mask)
+        validation.validate_past(model, past, input_ids, generation_config, model_kwargs.get("attention_mask"))
     validation.validate_positions(model_kwargs.get("position_ids"), lengths, longest)
     chooser = TokenChooser(
         logits_processor,

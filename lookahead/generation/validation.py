@@ -23,7 +23,7 @@ from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.models.cache import CACHE, cache_in, may_be_callers
 from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.model_state import state_of
-from lookahead.models.support import check_model, described, validate_model
+from lookahead.models.support import check_model, decoder_vocabulary, described, validate_model
 from lookahead.models.target import input_device, position_limit
 from lookahead.pools.open_pool import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
@@ -295,15 +295,6 @@ def validate_past(
             raise UnsupportedModelError(f"{CACHE} holds {keys.dtype}, which is narrower than the model's {model.dtype}")
 
 
-def validate_lengths(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:
-    """Refuse a prompt that outgrows the model's table of positions: on a GPU the model would end the process."""
-    has_encoder = model.config.is_encoder_decoder
-    limit, longest = side_positions(model, "decoder") if has_encoder else position_limit(model), int(lengths.max())
-    if limit is not None and longest > limit:
-        prompt = "the decoder's prompt" if has_encoder else f"prompt {int(lengths.argmax())}"
-        raise PromptError(f"{prompt} has {longest} tokens and the model positions for {limit}; shorten it")
-
-
 def validate_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:
     """Refuse positions of the user's own, `[…, batch or 1, tokens]`; those of padding may be any."""
     if position_ids is None:
@@ -324,8 +315,17 @@ def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> Non
         )
 
 
-def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
-    """Number of tokens of each prompt without its left padding; checks that all are in the vocabulary."""
+def prompt_lengths(
+    model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any], beams: int = 1
+) -> NDArray[np.int64]:
+    """Number of tokens of each prompt without its left padding, int64 `[batch]`; each stands there for every beam.
+
+    Refuses what is not in the vocabulary, and what outgrows the model's table of positions: on a GPU the model would
+    end the process.
+    """
+    has_encoder, vocab_size = model.config.is_encoder_decoder, decoder_vocabulary(model)
+    given = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+    input_ids, given = input_ids[::beams], None if given is None else given[::beams]
     batch_size, longest = input_ids.shape
     if not batch_size:
         raise PromptError("input_ids hold no prompt")
@@ -333,12 +333,10 @@ def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
         raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
     if input_ids.is_floating_point():
         raise PromptError(f"input_ids must be whole numbers, got a tensor of {input_ids.dtype}")
-    mask = np.ones((batch_size, longest), bool)
-    if attention_mask is not None:
-        if attention_mask.shape != input_ids.shape:
-            shapes = f"{[*input_ids.shape]}, got {[*attention_mask.shape]}"
-            raise UnsupportedModelError(f"attention_mask must have the shape of input_ids, {shapes}")
-        mask = attention_mask.bool().cpu().numpy()
+    if given is not None and given.shape != input_ids.shape:
+        shapes = f"{[*input_ids.shape]}, got {[*given.shape]}"
+        raise UnsupportedModelError(f"attention_mask must have the shape of input_ids, {shapes}")
+    mask = np.ones((batch_size, longest), bool) if given is None else given.bool().cpu().numpy()
     lengths: NDArray[np.int64] = mask.sum(1)
     if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
         raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")
@@ -348,4 +346,9 @@ def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
         )
     for row, ids in enumerate(input_ids.cpu().numpy()):
         check_token_ids(ids[longest - lengths[row] :], row, vocab_size)
+    limit = side_positions(model, "decoder") if has_encoder else position_limit(model)
+    most = longest if has_encoder else int(lengths.max())
+    if limit is not None and most > limit:
+        prompt = "the decoder's prompt" if has_encoder else f"prompt {int(lengths.argmax())}"
+        raise PromptError(f"{prompt} has {most} tokens and the model positions for {limit}; shorten it")
     return lengths
