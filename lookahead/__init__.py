@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from lookahead.generation.hf import decode
     from lookahead.generation.model_memory import save_memory
     from lookahead.generation.scheduler import Completion
-    from lookahead.generation.step_costs import calibrate_costs, load_costs, prepare_costs, save_costs
     from lookahead.models.loading import LoadedModel, load
+    from lookahead.models.step_costs import calibrate_costs, load_costs, prepare_costs, save_costs
     from lookahead.proposers.draft_model import DraftModel
     from lookahead.proposers.heads import Heads
     from lookahead.stats import DecodingStats
@@ -86,7 +86,7 @@ _NAMES_BY_MODULE = {
     "generation.hf": ["decode"],
     "generation.model_memory": ["save_memory"],
     "generation.scheduler": ["Completion"],
-    "generation.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
+    "models.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
     "models.loading": ["LoadedModel", "load"],
     "proposers.draft_model": ["DraftModel"],
     "proposers.heads": ["Heads"],

@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lookahead
 from lookahead.errors import ConfigError, PromptError
 from lookahead.generation.prompts import PromptReader
-from lookahead.generation.validation import context_limit
-from lookahead.models.support import Support
+from lookahead.models.support import Support, context_limit
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "abab abab"}]

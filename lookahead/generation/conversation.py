@@ -12,8 +12,9 @@ from lookahead.errors import PromptError
 from lookahead.generation.api import stream
 from lookahead.generation.hf_outputs import TextStream
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
-from lookahead.generation.validation import check_pair, context_limit
+from lookahead.generation.validation import check_pair
 from lookahead.models.cache import CACHE
+from lookahead.models.support import context_limit
 
 
 class Conversation:

@@ -23,7 +23,7 @@ from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.generation import validation
 from lookahead.generation.hf import prepare
 from lookahead.models.encoder_decoder import side_positions
-from lookahead.models.support import vocabulary_size
+from lookahead.models.support import context_limit, vocabulary_size
 from lookahead.models.target import input_device
 
 Message: TypeAlias = Mapping[str, Any]
@@ -109,7 +109,7 @@ class PromptReader:
         has_encoder = model.config.is_encoder_decoder
         self._names = ("input", "encoder") if has_encoder else ("prompt", "model")
         self._vocabulary = vocabulary_size(model)
-        self.limit = side_positions(model, "encoder") if has_encoder else validation.context_limit(model)
+        self.limit = side_positions(model, "encoder") if has_encoder else context_limit(model)
         reserved = self.option("max_new_tokens") or 1
         self.room = self.limit if has_encoder or self.limit is None else self.limit - reserved
         if truncate is not None and self.room is not None and self.room < 1:

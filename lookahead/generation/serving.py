@@ -18,9 +18,9 @@ from transformers.cli.serving.utils import GenerationState
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.generation.enable import Generate, enable
-from lookahead.generation.step_costs import prepare_costs
 from lookahead.models.loading import first_line, locate_model, resolve_device, resolve_dtype, to_safetensors
 from lookahead.models.quantized import resolve_quantize
+from lookahead.models.step_costs import prepare_costs
 
 if TYPE_CHECKING:
     import uvicorn

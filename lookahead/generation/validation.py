@@ -187,20 +187,6 @@ def check_seed(seed: object) -> None:
         raise ConfigError(f"seed must be a whole number from -2^63 to 2^64 - 1, got {seed!r}")
 
 
-def context_limit(model: PreTrainedModel) -> int | None:
-    """Most positions of a prompt and its output together by the model's configuration, its RoPE scaling included."""
-    config: Any = model.config.get_text_config(decoder=True)
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        return None
-    given = getattr(config, "rope_parameters", None) or {}
-    for rope in (given, *given.values()):
-        if isinstance(rope, Mapping) and rope.get("rope_type") in ("linear", "dynamic", "yarn"):
-            trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            limit = max(limit, int(trained * (rope.get("factor") or 1)))
-    return limit
-
-
 def validate_call(
     model: PreTrainedModel,
     config: GenerationConfig,
