@@ -153,28 +153,19 @@ def stream_many(
     The tokens are those that `generate` gives for every prompt alone. A prompt that cannot be served is yielded with
     its `error`. Where `prompts` itself raises, what is being decoded is finished and yielded first.
 
+    The arguments are those of `generate`; processors and criteria must be of transformers' own kinds that keep no
+    state. `rows`, 1 to 1024, is how many prompts are decoded together; None decides: 16 on a CPU, 32 on a GPU. They are
+    decoded one after the other where nothing else is exact: where tokens are sampled, with processors or criteria that
+    you give, or sources of drafts of your own, and with causal models that score no trees. Prompts of an
+    encoder-decoder model are decoded in batches: a batch is taken when the one before has ended.
+
+    `cache_tokens` is how many tokens the cache has room for, all rows together; when None 2048 a row on a CPU and 4096
+    on a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there is room
+    for it and its output, and one that needs more than all of it is decoded alone.
+
     Example:
         >>> for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=128):  # doctest: +SKIP
         ...     print(done.index, done.text)
-
-    Args:
-        model: Any HuggingFace causal LM.
-        tokenizer: Its tokenizer.
-        prompts: The prompts, each as `generate` takes it: text, chat messages, token ids.
-        rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other
-            where nothing else is exact: where tokens are sampled, with processors or criteria that you give, or sources
-            of drafts of your own, and with causal models that score no trees. Prompts of an encoder-decoder model are
-            decoded in batches: a batch is taken when the one before has ended.
-        config: How to draft; the defaults when None.
-        generation_config: As for `model.generate`.
-        add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
-        truncate: What a prompt loses that leaves no room for its output, as for `generate`.
-        chat_template_kwargs: Further arguments of the chat template.
-        cache_tokens: Tokens that the cache has room for, all rows together; when None 2048 a row on a CPU and 4096 on
-            a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there
-            is room for it and its output, and one that needs more than all of it is decoded alone.
-        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`; processors and criteria must be of
-            transformers' own kinds that keep no state.
 
     Raises:
         ConfigError: An option is out of its range.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from threading import Lock
 from typing import Any
@@ -50,7 +51,7 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
     return Enabled(model, config)
 
 
-class Enabled:
+class Enabled(AbstractContextManager["Enabled"]):
     """A switch that is on until `disable` is called or the `with` block ends; see `enable`."""
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None) -> None:
@@ -77,9 +78,6 @@ class Enabled:
                 del serving.model.generate
                 if serving.had_its_own:
                     serving.model.generate = serving.original
-
-    def __enter__(self) -> Enabled:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.disable()

@@ -130,11 +130,8 @@ class PromptReader:
         They ask for no more new tokens than there is room for behind the shortest prompt.
         """
         causal_lm: Any = self.model
-        device, pad, has_encoder = (
-            input_device(causal_lm),
-            pad_token_of(self.tokenizer),
-            causal_lm.config.is_encoder_decoder,
-        )
+        device, pad = input_device(causal_lm), pad_token_of(self.tokenizer)
+        has_encoder = causal_lm.config.is_encoder_decoder
         padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
         longest, context = (1, None) if has_encoder else (padded.shape[1], self.limit)
         options = dict(self.options)
@@ -144,7 +141,7 @@ class PromptReader:
         room = math.inf if context is None else context + 1 - min(map(len, encoded))
         if max_new_tokens is not None or (new is not None and new > room):
             options["max_new_tokens"] = min(new, room)
-        elif total is not None and total > longest + room:
+        elif new is None and total is not None and total > longest + room:
             options["max_length"] = longest + room
         if self.option("pad_token_id") is None:
             options["pad_token_id"] = pad
