@@ -197,19 +197,17 @@ class Scheduler:
                 step_outputs = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
                 if any(each.finished for each in step_outputs):
                     break
-        done = []
-        for last in (each for each in step_outputs if each.finished):
-            row: Any = self._running[last.row].row
-            done.append(self._completion(last, row.index, row.ids[row.length - row.emitted : row.length], row.stats))
-        return done
+        ended = [(each, self._running[each.row].row) for each in step_outputs if each.finished]
+        return [self._completion(last.row, last, row.stats, row) for last, row in ended if row is not None]
 
-    def _completion(self, last: StepOutput, index: int, tokens: Any, stats: DecodingStats) -> Completion:
-        """The result of a prompt that ended with a step."""
+    def _completion(self, index: int, last: StepOutput, stats: DecodingStats, row: Row | None) -> Completion:
+        """The result of a prompt that ended with a step; without a row that step gave all its tokens."""
         del self._running[index]
         if last.error is not None:
             return Completion(index, stats=stats, error=last.error)
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        return Completion(index, text, [int(token) for token in tokens], stats, finish_reason=last.finish_reason)
+        ids = (last.tokens if row is None else row.ids[row.length - row.emitted : row.length]).tolist()
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return Completion(index, text, ids, stats, finish_reason=last.finish_reason)
 
     def _decode_apart(self) -> Iterator[list[Completion]]:
         """Decode the first waiting prompt, which has no row, and those of about its length that may share its batch."""
@@ -226,26 +224,20 @@ class Scheduler:
 
     def _decode_group(self, group: Sequence[Request]) -> Iterator[list[Completion]]:
         """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
-        tokens: dict[int, list[int]] = {row: [] for row in range(len(group))}
         self._running |= {request.index: request for request in group}
         try:
             engine = self._reader.prepare([request.ids for request in group], group[0].max_new_tokens)
             engine.report_prefill(self.on_prefill)
-            for step_outputs in engine.run():
-                done = []
-                for each in step_outputs:
-                    if each.row not in tokens:  # a further sequence of a prompt
-                        continue
-                    tokens[each.row] += each.tokens.tolist()
-                    if each.finished:
-                        ids, stats = tokens.pop(each.row), engine.stats[each.row]
-                        done.append(self._completion(each, group[each.row].index, ids, stats))
-                yield done
+            rows = engine.batch if isinstance(engine, Engine) else [None] * len(group)
+            for step_outputs in engine.run():  # of which later rows are further sequences of a prompt
+                ended = [(each, each.row) for each in step_outputs if each.finished and each.row < len(group)]
+                yield [self._completion(group[i].index, last, engine.stats[i], rows[i]) for last, i in ended]
         except (PromptError, LogitsError) as error:
             if len(group) == 1:
                 yield [Completion(group[0].index, error=error)]
-            for row in tokens if len(group) > 1 else ():
-                yield from self._decode_group([group[row]])
+            for request in group if len(group) > 1 else ():
+                if request.index in self._running:
+                    yield from self._decode_group([request])
         finally:
             for request in group:
                 self._running.pop(request.index, None)
