@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria
@@ -51,8 +50,6 @@ class StoppingRule:
 # Criteria that treat every row by itself and keep nothing from step to step. A subclass may do otherwise.
 _ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 
-_MOST_INT32 = int(np.iinfo(np.int32).max)
-
 
 def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
     """The name of the first processor or criterion that may keep a state or look across rows, or an empty string."""
@@ -84,8 +81,7 @@ def stateful_reason(
 
 def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingRule:
     """Separate the criteria that count tokens from those that must be called."""
-    eos = [int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)]
-    eos = [token if 0 <= token <= _MOST_INT32 else -1 for token in eos]  # no token has the others
+    eos = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.flatten().tolist()}
     limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     shows_scores = config.return_dict_in_generate and config.output_scores
