@@ -182,16 +182,12 @@ def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Complet
     numbered: Iterator[tuple[int, Prompt]] = enumerate(prompts)
     error: Exception | None = None
     is_open = True
-    while True:
+    while is_open or not scheduler.is_idle:
         while is_open and scheduler.is_free:
             try:
                 scheduler.put(*next(numbered))
-            except StopIteration:
-                is_open = False
             except Exception as raised:
                 error, is_open = raised, False
-        if scheduler.is_idle:
-            if error is not None:
-                raise error
-            return
         yield from scheduler.step()
+    if error is not None and not isinstance(error, StopIteration):
+        raise error

@@ -169,13 +169,10 @@ def prepare(
     engine = assemble(
         model,
         config,
+        stopping,
+        lookahead_tokenizer,
         rows,
-        slots=batch_size,
-        stopping=stopping,
-        tokenizer=lookahead_tokenizer,
         warp=warp_of(logits_processor) if generation_config.do_sample else None,
-        # Enough for short outputs; the cache grows with a longer one.
-        capacity=longest + min(stopping.max_length - longest, 256) + config.node_budget + 1,
         shape=shape,
         encoded=encoded,
         keep_cache=not has_encoder and (is_continued or validation.is_cache_returned(past, generation_config)),
@@ -188,27 +185,26 @@ def prepare(
 def assemble(
     model: PreTrainedModel,
     config: LookaheadConfig,
-    batch: Sequence[Row] = (),
-    *,
-    slots: int,
     stopping: StoppingRule,
     tokenizer: PreTrainedTokenizerBase | None,
-    capacity: int,
+    batch: Sequence[Row] = (),
+    *,
+    slots: int = 0,
     shape: Shape = "trees",
     warp: Callable[[Tensor], Tensor] | None = None,
     encoded: Encoded | None = None,
     keep_cache: bool = False,
-    isolates: bool = False,
 ) -> Engine:
     """Build an engine: a model with its cache, the proposers, and the controller with its learned state.
 
-    `batch`, `keep_cache` and `isolates` are as for `Engine`, and `warp` is as in `Call`. The cache has `slots` rows, at
-    first of `capacity` tokens each.
+    `batch` and `keep_cache` are as for `Engine`, and `warp` is as in `Call`. Without a batch, rows of prompts of their
+    own join the engine later, up to `slots`, and one that fails ends alone.
     """
+    rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
     call = Call(
         model=model,
         tokenizer=tokenizer,
-        rows=slots,
+        rows=rows,
         vocab_size=support.decoder_vocabulary(model),
         max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
         max_nodes=config.node_budget,
@@ -221,14 +217,15 @@ def assemble(
     proposers, controller = _drafting(config, call, runs_to_limit=not (stopping.custom or stopping.eos_tokens))
     target: Target
     if encoded is not None:
-        target = DecoderTarget(model, encoded, slots, packs=config.pack == "auto")
+        target = DecoderTarget(model, encoded, rows, packs=config.pack == "auto")
     else:
-        # `generate` attends to padding under a mask, and rows that may fail alone are those of prompts of their own.
-        is_separate = isolates or (slots == 1 and not any(row.padding for row in batch))
+        # `generate` attends to padding under a mask.
+        is_separate = isolates or (rows == 1 and not batch[0].padding)
         target = Target(
             model,
-            rows=slots,
-            capacity=capacity,
+            rows=rows,
+            # Enough for short outputs; the cache grows with a longer one.
+            capacity=min(stopping.max_length, longest + 256) + config.node_budget + 1,
             shape=shape,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
             compiles=config.compile,

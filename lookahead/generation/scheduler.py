@@ -50,17 +50,12 @@ def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and its options; its `row` is None if it is decoded apart."""
+    """A prompt and its options; its `row`, a `Row`, is None if it is decoded apart."""
 
     index: int
     ids: list[int]
     max_new_tokens: int | None
-    row: Row | None = None
-
-    @property
-    def tokens(self) -> int:
-        """The most tokens that it may have."""
-        return self.row.stopping.max_length if self.row is not None else 0
+    row: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +173,7 @@ class Scheduler:
             failed, self._failed = self._failed, []
             return failed
         if self._apart is None and self._waiting and self._waiting[0].row is None:
-            self._apart = self._decode_apart()
+            self._apart = self._decode_group(self._alike())
         if self._apart is not None:
             done = next(self._apart, None)
             if done is not None:
@@ -186,7 +181,7 @@ class Scheduler:
             self._apart = None
         joining = self._joining()
         engine = self._engine
-        if engine is None:
+        if engine is None or not self._running:
             return []
         step_outputs: list[StepOutput] = []
         engine.report_prefill(self.on_prefill)
@@ -198,7 +193,7 @@ class Scheduler:
                 if any(each.finished for each in step_outputs):
                     break
         ended = [(each, self._running[each.row].row) for each in step_outputs if each.finished]
-        return [self._completion(last.row, last, row.stats, row) for last, row in ended if row is not None]
+        return [self._completion(last.row, last, row.stats, row) for last, row in ended]
 
     def _completion(self, index: int, last: StepOutput, stats: DecodingStats, row: Row | None) -> Completion:
         """The result of a prompt that ended with a step; without a row that step gave all its tokens."""
@@ -209,8 +204,8 @@ class Scheduler:
         text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         return Completion(index, text, ids, stats, finish_reason=last.finish_reason)
 
-    def _decode_apart(self) -> Iterator[list[Completion]]:
-        """Decode the first waiting prompt, which has no row, and those of about its length that may share its batch."""
+    def _alike(self) -> list[Request]:
+        """Take the first waiting prompt, which has no row, and those of about its length that may share its batch."""
         first = self._waiting[0]
         most = int(self._cache_tokens * _SIMILAR / len(first.ids)) if self._shares_batches else 1
 
@@ -220,7 +215,7 @@ class Scheduler:
 
         group = list(filter(is_similar, self._waiting))[: max(1, most)]
         self._waiting = deque(request for request in self._waiting if request not in group)
-        yield from self._decode_group(group)
+        return group
 
     def _decode_group(self, group: Sequence[Request]) -> Iterator[list[Completion]]:
         """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
@@ -246,12 +241,13 @@ class Scheduler:
         """Take the next prompts, in order, that there are free rows and slots for."""
         joining: list[Row] = []
         nodes = self._config.node_budget + 1
-        longest = max((request.tokens + nodes for request in self._running.values()), default=0)
+        longest = max((request.row.stopping.max_length + nodes for request in self._running.values()), default=0)
         while self._waiting and len(self._running) < self.rows:
-            request = self._waiting[0]
-            needed = max(longest, request.tokens + nodes)
-            rows = len(self._running) + 1
-            if request.row is None or (rows > 1 and rows * needed > self._cache_tokens):
+            request, rows = self._waiting[0], len(self._running) + 1
+            if request.row is None:
+                break
+            needed = max(longest, request.row.stopping.max_length + nodes)
+            if rows > 1 and rows * needed > self._cache_tokens:
                 break
             longest = needed
             self._running[request.index] = self._waiting.popleft()
@@ -263,15 +259,8 @@ class Scheduler:
     def _make_room(self, first: Row, rows: int, longest: int) -> None:
         """Grow the cache to at least so many rows and slots."""
         if self._engine is None:
-            self._engine = assemble(
-                self._model,
-                self._config,
-                slots=self.rows,
-                stopping=first.stopping,
-                tokenizer=self._tokenizer,
-                capacity=longest,
-                isolates=True,
-            )
+            model, config, tokenizer = self._model, self._config, self._tokenizer
+            self._engine = assemble(model, config, first.stopping, tokenizer, slots=self.rows)
         slots = self._engine.cache.slots
         is_too_large = slots.rows > rows and slots.rows * slots.capacity > self._cache_tokens
         if is_too_large or longest > slots.capacity or rows > slots.rows:
