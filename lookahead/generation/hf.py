@@ -11,11 +11,17 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateBeamOutput, GenerateNonBeamOutput
+from transformers.generation.utils import (
+    GenerateBeamOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+    GenerateNonBeamOutput,
+)
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.budget import LookaheadBranch
@@ -28,9 +34,9 @@ from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation import validation
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
-from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
+from lookahead.generation.hf_outputs import adopt, collect, return_cache
 from lookahead.models import support
-from lookahead.models.cache import cache_in, tokens_in
+from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
 from lookahead.models.model_state import state_of
@@ -90,15 +96,21 @@ def decode(
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
         return cast(Tensor | GenerateNonBeamOutput | GenerateBeamOutput, engine.sample(streamer=lookahead_streamer))
-    outputs, _ = collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
-    sequences = padded_sequences(input_ids, outputs, generation_config)
-    past = cache_in(model_kwargs)
-    past = past if isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache) else None
+    pad, past = generation_config._pad_token_tensor, cache_in(model_kwargs)
+    tokens, _ = collect(engine, lookahead_streamer, pad)
+    new = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True, padding_value=int(pad or 0))
+    sequences = torch.cat([input_ids, new.to(input_ids.device)], -1)
     return_cache(engine, past)
     if not generation_config.return_dict_in_generate:
         return sequences
-    has_encoder = model.config.is_encoder_decoder
-    return output_dict(sequences, engine.batch[0].chooser, generation_config, past, has_encoder=has_encoder)
+    is_kept = isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache)
+    outputs: dict[str, Any] = {"sequences": sequences, CACHE: past if is_kept else None}
+    chooser = engine.batch[0].chooser
+    for name, rows in {"scores": chooser.scores, "logits": chooser.logits}.items():
+        if getattr(generation_config, f"output_{name}"):  # `[batch, vocab]` a step, zeros for a row that has ended
+            outputs[name] = tuple(pad_sequence([torch.stack(row) for row in rows]))
+    kind = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+    return kind(**outputs)
 
 
 def prepare(

@@ -11,16 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
+from transformers import DynamicCache, PreTrainedTokenizerBase, StaticCache
 from transformers.generation.streamers import TextIteratorStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
-from lookahead.models.cache import CACHE, RowStates, TreeCache
+from lookahead.models.cache import RowStates, TreeCache
 from lookahead.stats import DecodingStats
-from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import FinishReason
 
 
@@ -153,20 +150,3 @@ def append_states(
                 before = max(pad, begin) - begin
                 filled.append(nn.functional.pad(states, (0, 0, before, width - begin - before - states.shape[1])))
         past.update(torch.stack(new[0]), torch.stack(new[1]), index)
-
-
-def padded_sequences(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfig) -> Tensor:
-    """The prompts and their outputs, right-padded to the longest as `model.generate` does."""
-    new = pad_sequence([torch.tensor(out) for out in outputs], True, int(config._pad_token_tensor or 0))
-    return torch.cat([input_ids, new.to(input_ids.device)], -1)
-
-
-def output_dict(
-    sequences: Tensor, chooser: TokenChooser, config: GenerationConfig, past: Cache | None, *, has_encoder: bool
-) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """The output class of `return_dict_in_generate`; scores and logits of a row that has ended are zeros."""
-    outputs: dict[str, Any] = {"sequences": sequences, CACHE: past}
-    for name, rows in {"scores": chooser.scores, "logits": chooser.logits}.items():
-        if getattr(config, f"output_{name}"):  # a tensor `[batch, vocab]` for every step
-            outputs[name] = tuple(pad_sequence([torch.stack(row) for row in rows]))
-    return (GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput)(**outputs)
