@@ -192,14 +192,9 @@ class BeamLoop(PlainLoop):
         # In a batch transformers attends to padding under a mask, which changes bits.
         is_alone = len(self._lengths) == 1 and self._lengths[0] == width
         is_exact = is_alone and self._config.exactness == "auto" and has_bits_of_beams(model, self._beams)
-        target = Target(
-            model,
-            rows=len(self._lengths),
-            capacity=width + min(self._generation.max_length - width, 256) + DEAD_NODES,
-            is_bitwise=is_exact,
-            is_together=True,
-            packs=self._config.pack == "auto",
-        )
+        rows, capacity = len(self._lengths), min(self._generation.max_length, width + 256) + DEAD_NODES
+        packs = self._config.pack == "auto"
+        target = Target(model, rows=rows, capacity=capacity, is_bitwise=is_exact, is_together=True, packs=packs)
         prompts = self._ids[:: self._beams].cpu().numpy()
         texts = [ids[width - length :] for ids, length in zip(prompts, self._lengths.tolist(), strict=True)]
 

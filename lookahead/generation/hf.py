@@ -14,14 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import (
-    GenerateBeamOutput,
-    GenerateDecoderOnlyOutput,
-    GenerateEncoderDecoderOutput,
-    GenerateNonBeamOutput,
-)
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.budget import LookaheadBranch
@@ -59,7 +54,7 @@ def decode(
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
-) -> Tensor | GenerateNonBeamOutput | GenerateBeamOutput:
+) -> Tensor | utils.GenerateOutput:
     """Decode speculatively inside `model.generate`, without changing a token.
 
     Example:
@@ -95,7 +90,7 @@ def decode(
     if lookahead_streamer is not None and not isinstance(engine, BeamLoop):
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
-        return cast(Tensor | GenerateNonBeamOutput | GenerateBeamOutput, engine.sample(streamer=lookahead_streamer))
+        return cast(Tensor | utils.GenerateOutput, engine.sample(streamer=lookahead_streamer))
     pad, past = generation_config._pad_token_tensor, cache_in(model_kwargs)
     tokens, _ = collect(engine, lookahead_streamer, pad)
     new = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True, padding_value=int(pad or 0))
@@ -109,7 +104,7 @@ def decode(
     for name, rows in {"scores": chooser.scores, "logits": chooser.logits}.items():
         if getattr(generation_config, f"output_{name}"):  # `[batch, vocab]` a step, zeros for a row that has ended
             outputs[name] = tuple(pad_sequence([torch.stack(row) for row in rows]))
-    kind = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+    kind = utils.GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else utils.GenerateDecoderOnlyOutput
     return kind(**outputs)
 
 
@@ -165,12 +160,9 @@ def prepare(
     if is_continued:
         validation.validate_past(model, past, input_ids, generation_config, model_kwargs.get("attention_mask"))
     validation.validate_positions(model_kwargs.get("position_ids"), lengths, longest)
-    chooser = TokenChooser(
-        logits_processor,
-        do_sample=bool(generation_config.do_sample),
-        batch_size=batch_size,
-        keep=bool(generation_config.output_scores or generation_config.output_logits),
-    )
+    is_sampled = bool(generation_config.do_sample)
+    is_shown = bool(generation_config.output_scores or generation_config.output_logits)
+    chooser = TokenChooser(logits_processor, do_sample=is_sampled, batch_size=batch_size, keep=is_shown)
     rows = []
     for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True)):
         rule = stopping.within(lookahead_context, longest - length)
@@ -178,17 +170,10 @@ def prepare(
     encoded = _encoded(model, generation_config, inputs_tensor, model_kwargs) if has_encoder else None
     for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
         row.inputs, row.stats.prompt_tokens = tokens, row.stats.prompt_tokens + len(tokens)
-    engine = assemble(
-        model,
-        config,
-        stopping,
-        lookahead_tokenizer,
-        rows,
-        warp=warp_of(logits_processor) if generation_config.do_sample else None,
-        shape=shape,
-        encoded=encoded,
-        keep_cache=not has_encoder and (is_continued or validation.is_cache_returned(past, generation_config)),
-    )
+    warp = warp_of(logits_processor) if is_sampled else None
+    keeps = not has_encoder and (is_continued or validation.is_cache_returned(past, generation_config))
+    given = (model, config, stopping, lookahead_tokenizer, rows)
+    engine = assemble(*given, shape=shape, warp=warp, encoded=encoded, keep_cache=keeps)
     if is_continued:
         adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
     return engine

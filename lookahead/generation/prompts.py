@@ -162,27 +162,26 @@ class PromptReader:
         """One prompt or several, each of them to be read; several may come from a stream."""
         if isinstance(prompts, str) or is_chat(prompts) or _are_ids(prompts):
             return [prompts]
+        if isinstance(prompts, Tensor | np.ndarray):
+            prompts = {"input_ids": prompts}
         if isinstance(prompts, Mapping):
             if "input_ids" not in prompts:
                 hint = "; a chat is a list of messages" if "role" in prompts else ""
                 raise PromptError(f"prompts must be {_KINDS}, got a dict of {', '.join(map(str, prompts))}{hint}")
             return self._rows(prompts["input_ids"], prompts.get("attention_mask"))
-        if isinstance(prompts, Tensor | np.ndarray):
-            return self._rows(prompts, None)
         if isinstance(prompts, bytes | PathLike) or not isinstance(prompts, Iterable):
             raise PromptError(f"prompts must be {_KINDS}, or several of them, got {_got(prompts)}")
         return prompts
 
     def _rows(self, ids: Any, mask: Any) -> list[list[int]]:
         """Ids `[tokens]` or `[batch, tokens]` without what a mask of that shape hides."""
-        if isinstance(mask, Tensor | np.ndarray):
-            mask = (mask != 0) * 1  # booleans and floats mask as whole numbers do
-        rows, hidden = _nested(ids), _nested(mask) if mask is not None else None
-        if hidden is not None:
+        rows, pad = _nested(ids), self.tokenizer.pad_token_id
+        if mask is not None:
+            # Booleans and floats mask as whole numbers do.
+            hidden = _nested((mask != 0) * 1 if isinstance(mask, Tensor | np.ndarray) else mask)
             if [len(row) for row in hidden] != [len(row) for row in rows]:
                 raise PromptError("attention_mask must have the shape of input_ids")
             return [list(compress(row, seen)) for row, seen in zip(rows, hidden, strict=True)]
-        pad = self.tokenizer.pad_token_id
         if len(rows) < 2 or pad is None or pad == self.tokenizer.eos_token_id:
             return rows
         kept = [[i for i, token in enumerate(row) if token != pad] for row in rows]
@@ -314,17 +313,14 @@ def _are_ids(prompt: object) -> bool:
 
 def _nested(values: Any) -> list[list[int]]:
     """Whole numbers `[n]` or `[rows, n]` as lists of rows."""
-    array = values
-    if isinstance(array, Tensor):
-        array = array.detach().cpu().numpy()
-    if isinstance(array, np.ndarray):
-        if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-            shape = "x".join(map(str, array.shape))
-            raise PromptError(f"token ids must be whole numbers [tokens] or [batch, tokens], got {array.dtype} {shape}")
-        array = array.tolist()
-    if _are_ids(array):
-        return [list(array)]
-    rows = array if isinstance(array, list | tuple) else [array]
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "iu" or values.ndim not in (1, 2):
+            got = f"{values.dtype} {'x'.join(map(str, values.shape))}"
+            raise PromptError(f"token ids must be whole numbers [tokens] or [batch, tokens], got {got}")
+        values = values.tolist()
+    rows = values if isinstance(values, list | tuple) and not _are_ids(values) else [values]
     rows = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in rows]
     for row in rows:
         if not _are_ids(row) and row not in ([], ()):
