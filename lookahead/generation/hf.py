@@ -259,16 +259,9 @@ def _drafting(
         proposers = proposers if ensemble.leads else []
     if not proposers or config.draft != "auto":
         return proposers, None
-    return proposers, Controller(
-        cost,
-        rule,
-        branch,
-        proposers,
-        node_budget=config.node_budget,
-        is_padded=config.cuda_graphs and not has_encoder,
-        runs_to_limit=runs_to_limit,
-        by_rejection=call.by_rejection,
-    )
+    is_padded = config.cuda_graphs and not has_encoder
+    limits = {"is_padded": is_padded, "runs_to_limit": runs_to_limit, "by_rejection": call.by_rejection}
+    return proposers, Controller(cost, rule, branch, proposers, node_budget=config.node_budget, **limits)
 
 
 def _verified(

@@ -123,9 +123,12 @@ class PromptReader:
         return validation.resolved(self.model, self._generation_config, self.options, name)
 
     def prepare(
-        self, encoded: Sequence[list[int]], max_new_tokens: int | None = None, method: Callable[..., Any] = prepare
+        self,
+        encoded: Sequence[list[int]],
+        max_new_tokens: int | None = None,
+        method: Callable[..., Any] | None = None,
     ) -> Any:
-        """Pad prompts, and let `model.generate` resolve its options for a custom method: `prepare`, or one like it.
+        """Pad prompts, and let `model.generate` resolve its options for a custom method; None for that of `prepare`.
 
         They ask for no more new tokens than there is room for behind the shortest prompt.
         """
@@ -147,14 +150,12 @@ class PromptReader:
             options["pad_token_id"] = pad
         if self._seed is not None:
             torch.manual_seed(self._seed)
+        ours: dict[str, Any] = {"lookahead_config": self.config, "lookahead_tokenizer": self.tokenizer}
         return causal_lm.generate(
             padded.to(device),
             attention_mask=mask.to(device),
             generation_config=self._generation_config,
-            custom_generate=method,
-            lookahead_config=self.config,
-            lookahead_tokenizer=self.tokenizer,
-            lookahead_context=context,
+            custom_generate=partial(prepare, lookahead_context=context, **ours) if method is None else method,
             **options,
         )
 

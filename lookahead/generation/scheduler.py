@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.config import LookaheadConfig, check_whole
@@ -153,14 +153,11 @@ class Scheduler:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        lookahead_config: LookaheadConfig | None,
-        lookahead_tokenizer: PreTrainedTokenizerBase,
-        lookahead_context: int | None,
         **model_kwargs: Any,
     ) -> Row | None:
-        """A custom method of `model.generate`, called as `prepare` is: a row, if it can be decoded beside others."""
+        """A custom method of `model.generate`: a row for its prompt, if it can be decoded beside others."""
         validate_call(model, generation_config, model_kwargs)
-        rule = stopping_rule(stopping_criteria, generation_config).within(lookahead_context)
+        rule = stopping_rule(stopping_criteria, generation_config).within(self._reader.limit)
         support = support_of(model, shortest=input_ids.shape[1], max_length=rule.max_length)
         if generation_config.do_sample or support.shape != "trees":
             return None
