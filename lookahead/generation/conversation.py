@@ -44,7 +44,7 @@ class Conversation:
                 "with an instruction model"
             )
         context = context_limit(model)
-        reserved = max_new_tokens if context is None else min(max_new_tokens, context // 4)
+        reserved = max_new_tokens if context is None else min(max_new_tokens, max(1, context // 4))
         self._model, self._tokenizer = model, tokenizer
         fitting: Any = {"truncate": "left", "max_new_tokens": reserved}
         self._reader = PromptReader(model, tokenizer, chat_template_kwargs=chat_template_kwargs, **fitting)

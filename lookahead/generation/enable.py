@@ -110,7 +110,7 @@ class Generate:
                 raise UnsupportedModelError("adapter_names gives every row its own")
             if resolved(self.model, given, kwargs, "token_healing"):
                 raise UnsupportedModelError("token_healing is not served")
-            served = {name: value for name, value in kwargs.items() if name != "generation_config"}
+            served = {name: each for name, each in kwargs.items() if name != "generation_config" or len(args) == 2}
             streamer, tokenizer = served.pop("streamer", None), served.pop("tokenizer", None)
             generation_config, served = serve_stop_strings(self.model, tokenizer, given, served)
             return self.original(
