@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -17,8 +17,6 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
 from lookahead.generation.validation import check_config, resolved, serve_stop_strings
 from lookahead.models.support import validate_model
-
-_OURS = ("lookahead_config", "lookahead_streamer", "lookahead_tokenizer", "inputs_tensor")  # no loop takes them
 
 _guard = Lock()  # held while switches are turned
 
@@ -113,30 +111,23 @@ class Generate:
             served = {name: each for name, each in kwargs.items() if name != "generation_config" or len(args) == 2}
             streamer, tokenizer = served.pop("streamer", None), served.pop("tokenizer", None)
             generation_config, served = serve_stop_strings(self.model, tokenizer, given, served)
-            return self.original(
-                *args[:1],
-                **served,
-                generation_config=generation_config,
-                custom_generate=_decode_or_hand_over,
-                lookahead_config=switches[-1].config,
-                lookahead_streamer=streamer,
-                lookahead_tokenizer=tokenizer,
-            )
+            ours = {"lookahead_config": switches[-1].config, "lookahead_tokenizer": tokenizer}
+            method = partial(_decode_or_hand_over, ours=ours, streamer=streamer)
+            return self.original(*args[:1], **served, generation_config=generation_config, custom_generate=method)
         except UnsupportedModelError as error:
             warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
             return self.original(*args, **kwargs)
 
 
-@wraps(decode)  # transformers reads the names of arguments from the signature
-def _decode_or_hand_over(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+def _decode_or_hand_over(
+    model: Any, input_ids: Tensor, ours: dict[str, Any], streamer: Any, inputs_tensor: Any = None, **kwargs: Any
+) -> Any:
     """`decode`; a call that it refuses goes to the loop of transformers, with a warning.
 
     That loop gets the inputs that `generate` prepared, so that no encoder reads its input twice.
     """
-    ours = {name: kwargs.pop(name, None) for name in _OURS}
-    streamer = ours["lookahead_streamer"]
     try:
-        return decode(model, input_ids, **ours, **kwargs)
+        return decode(model, input_ids, inputs_tensor=inputs_tensor, lookahead_streamer=streamer, **ours, **kwargs)
     except UnsupportedModelError as error:
         name = GENERATION_MODES_MAPPING[kwargs["generation_config"].get_generation_mode()]
         loop: Any = getattr(type(model), name, None)  # some are on the Hub
@@ -148,5 +139,5 @@ def _decode_or_hand_over(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
     if name == "_sample":
         kwargs["streamer"] = streamer
     elif name == "_assisted_decoding":
-        kwargs["inputs_tensor"] = ours["inputs_tensor"]
+        kwargs["inputs_tensor"] = inputs_tensor
     return loop(model, input_ids, **kwargs)
