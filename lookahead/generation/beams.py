@@ -20,7 +20,6 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.generation.utils import GenerateBeamOutput
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
@@ -163,7 +162,7 @@ class BeamLoop(PlainLoop):
             return "stop"
         return "length" if len(ids) >= cast(int, self._generation.max_length) else "criteria"
 
-    def _search(self, stopping_criteria: StoppingCriteriaList, streamer: object = None) -> Tensor | GenerateBeamOutput:
+    def _search(self, stopping_criteria: StoppingCriteriaList, streamer: object = None) -> Any:
         """Search as the model itself does, with a cache shared by beams, or by trees."""
         if streamer is not None:
             raise UnsupportedModelError("a streamer is not served with beams")
@@ -174,7 +173,7 @@ class BeamLoop(PlainLoop):
             linears = LinearScope(model, packs=self._config.pack == "auto")
             self._is_bitwise = model.dtype != torch.float32  # all passes are those of transformers
             with linears.serving(), linears.running("together"):
-                return cast(Tensor | GenerateBeamOutput, search(model, **self._with_shared_input()))
+                return search(model, **self._with_shared_input())
         validation.validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
         support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
         if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:
@@ -183,10 +182,10 @@ class BeamLoop(PlainLoop):
             if self._given is not None:
                 raise UnsupportedModelError(f"{reason}; leave out the configuration to search as transformers does")
             warnings.warn(f"{reason}; they are searched as transformers does", stacklevel=2)
-            return cast(Tensor | GenerateBeamOutput, search(model, **options))
+            return search(model, **options)
         return self._search_trees(search)
 
-    def _search_trees(self, search: Callable[..., Any]) -> Tensor | GenerateBeamOutput:
+    def _search_trees(self, search: Callable[..., Any]) -> Any:
         """Search over one token tree per prompt."""
         model, width = self._model, self._ids.shape[1]
         # In a batch transformers attends to padding under a mask, which changes bits.
@@ -223,7 +222,7 @@ class BeamLoop(PlainLoop):
             if not isinstance(output, Tensor):
                 setattr(output, CACHE, past)
         self._served, self._drafted, self._is_bitwise = trees.served, trees.drafted, is_exact
-        return cast(Tensor | GenerateBeamOutput, output)
+        return output
 
     def _read_as_generate(self, target: Target, input_ids: Tensor, config: GenerationConfig) -> Tensor:
         """Read a prompt as often as it has beams, as `model.generate` does, or once where that has the same bits."""
