@@ -31,13 +31,13 @@ if TYPE_CHECKING:
         TrainingError,
         UnsupportedModelError,
     )
-    from lookahead.generation.api import GenerationResult, generate, stream
+    from lookahead.generation.api import GenerationResult, generate, stream, stream_many
     from lookahead.generation.enable import enable
     from lookahead.generation.hf import decode
     from lookahead.generation.model_memory import save_memory
-    from lookahead.generation.scheduler import Completion, stream_many
-    from lookahead.generation.step_costs import calibrate_costs, load_costs, prepare_costs, save_costs
+    from lookahead.generation.scheduler import Completion
     from lookahead.models.loading import LoadedModel, load
+    from lookahead.models.step_costs import calibrate_costs, load_costs, prepare_costs, save_costs
     from lookahead.proposers.draft_model import DraftModel
     from lookahead.proposers.heads import Heads
     from lookahead.stats import DecodingStats
@@ -81,12 +81,12 @@ __all__ = [
 _NAMES_BY_MODULE = {
     "config": ["LookaheadConfig"],
     "errors": [name for name in __all__ if name.endswith("Error")],
-    "generation.api": ["GenerationResult", "generate", "stream"],
+    "generation.api": ["GenerationResult", "generate", "stream", "stream_many"],
     "generation.enable": ["enable"],
     "generation.hf": ["decode"],
     "generation.model_memory": ["save_memory"],
-    "generation.scheduler": ["Completion", "stream_many"],
-    "generation.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
+    "generation.scheduler": ["Completion"],
+    "models.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
     "models.loading": ["LoadedModel", "load"],
     "proposers.draft_model": ["DraftModel"],
     "proposers.heads": ["Heads"],

@@ -18,14 +18,25 @@ from lookahead.cli.app import app
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError
 from lookahead.models import calibration
-from lookahead.models.calibration import (
-    NODES,
-    calibrate,
-    calibrate_quickly,
-    cost_path,
-    read_costs,
-    write_costs,
-)
+from lookahead.models.calibration import NODES, calibrate, calibrate_quickly
+from lookahead.models.model_state import LearnedState, use_learned
+from lookahead.models.step_costs import cost_path
+
+
+def read_costs(model, cost: StepCost, folder: Path) -> bool:
+    """Load a file into these costs."""
+    state = LearnedState()
+    state.costs["plain"] = cost
+    with use_learned(model, state):
+        return lookahead.load_costs(model, folder)
+
+
+def write_costs(model, cost: StepCost, folder: Path) -> Path:
+    """Save these costs."""
+    state = LearnedState()
+    state.costs["plain"] = cost
+    with use_learned(model, state):
+        return lookahead.save_costs(model, folder)
 
 
 def learned() -> StepCost:

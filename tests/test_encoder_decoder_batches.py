@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
-from lookahead.generation.queue import RequestReader
+from lookahead.generation.prompts import PromptReader
 from lookahead.models.cache import CACHE
 from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.families import cases
@@ -154,9 +154,9 @@ def test_prompts_of_a_stream_share_batches_and_each_is_done_at_its_own_end(
     options = {"max_new_tokens": 14, "do_sample": False, "no_repeat_ngram_size": 2, "eos_token_id": 31}
     alone = {i: lookahead.generate(model, tiny_tokenizer, text, **options) for i, text in enumerate(texts) if text}
     config = LookaheadConfig(draft="fixed", memory="request")
-    batches, own_engine = [], RequestReader.engine
+    batches, own = [], PromptReader.prepare
     with monkeypatch.context() as patch:
-        patch.setattr(RequestReader, "engine", lambda *call: (batches.append(len(call[1])), own_engine(*call))[1])
+        patch.setattr(PromptReader, "prepare", lambda *call: (batches.append(len(call[1])), own(*call))[1])
         done = list(lookahead.stream_many(model, tiny_tokenizer, texts, rows=3, config=config, **options))
     assert batches == [2, 1, 1]  # of about one length
     assert {each.index: each.token_ids for each in done if each.error is None} == {
@@ -164,12 +164,13 @@ def test_prompts_of_a_stream_share_batches_and_each_is_done_at_its_own_end(
     }
     assert [each.index for each in done if isinstance(each.error, PromptError)] == [2]
     assert all(each.finish_reason == alone[each.index].finish_reasons[0] for each in done if each.error is None)
-    for own in ({"do_sample": True}, {"num_beams": 2}):
+    for other in ({"do_sample": True}, {"num_beams": 2}):
         torch.manual_seed(0)
-        many = list(lookahead.stream_many(model, tiny_tokenizer, [texts[0]], rows=3, **{**options, **own}))
+        many = list(lookahead.stream_many(model, tiny_tokenizer, [texts[0]], rows=3, **{**options, **other}))
         torch.manual_seed(0)
         assert (
-            many[0].token_ids == lookahead.generate(model, tiny_tokenizer, texts[0], **{**options, **own}).token_ids[0]
+            many[0].token_ids
+            == lookahead.generate(model, tiny_tokenizer, texts[0], **{**options, **other}).token_ids[0]
         )
 
 

@@ -13,15 +13,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import lookahead
 from lookahead.cli.options import read_prompt_file
 from lookahead.documents import byte_sources as opening
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
-from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError, DocumentError
 from lookahead.jobs.job_options import read_job_file
-from lookahead.models.calibration import cost_path, read_costs
+from lookahead.models.step_costs import cost_path
 from lookahead.reporting.report_page import write_report
 
 BOMBS = {
@@ -136,7 +136,7 @@ def test_a_pipe_is_no_job_file(tmp_path):
 def test_a_pipe_is_no_file_of_costs(tmp_path, tiny_llama):
     os.mkfifo(cost_path(tiny_llama, tmp_path))
     with pytest.warns(UserWarning, match=r"are ignored, they will be measured: .*not a regular file"):
-        assert not read_costs(tiny_llama, StepCost(), tmp_path)
+        assert not lookahead.load_costs(tiny_llama, tmp_path)
 
 
 def test_a_prompt_may_come_through_a_pipe_and_is_not_waited_for_without_end(tmp_path, monkeypatch):

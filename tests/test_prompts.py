@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.errors import ConfigError, PromptError
 from lookahead.generation.prompts import PromptReader
-from lookahead.generation.validation import context_limit
-from lookahead.models.support import Support
+from lookahead.models.support import Support, context_limit
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "abab abab"}]
@@ -180,21 +182,17 @@ def test_a_truncated_prompt_leaves_room_for_its_output(small, tiny_tokenizer, si
 
 
 def test_a_truncated_text_keeps_the_special_tokens_around_it(small, tiny_tokenizer):
-    class WithBeginning:
-        """A tokenizer that begins every text with a special token."""
-
-        pad_token_id, eos_token_id = 0, 2
-
-        def __call__(self, text, add_special_tokens=True, **_):
-            ids = tiny_tokenizer(text)["input_ids"]
-            return {"input_ids": [1, *ids] if add_special_tokens else ids}
-
-    reader = PromptReader(small, WithBeginning(), truncate="left", options={"max_new_tokens": 20})
-    assert reader.read("x" * 30 + "y" * 10, 0) == [1, *tiny_tokenizer("x" * 9 + "y" * 10)["input_ids"]]
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    around = {"single": "<bos> $A <eos>", "special_tokens": [("<bos>", 1), ("<eos>", 2)]}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**around)
+    text = "x" * 30 + "y" * 10
+    for side, kept in (("left", "x" * 8 + "y" * 10), ("right", "x" * 18)):
+        reader = PromptReader(small, tokenizer, truncate=side, max_new_tokens=20)
+        assert reader.read(text, 0) == [1, *tiny_tokenizer(kept)["input_ids"], 2]
 
 
 def test_a_truncated_chat_loses_its_oldest_turns_first_and_then_text_of_the_last(small, chat_tokenizer):
-    reader = PromptReader(small, chat_tokenizer, truncate="left", options={"max_new_tokens": 9})
+    reader = PromptReader(small, chat_tokenizer, truncate="left", max_new_tokens=9)
     chat = [
         {"role": "system", "content": "so"},
         {"role": "user", "content": "old question"},

@@ -325,7 +325,7 @@ def test_heads_beside_a_quantized_model_are_refused_before_it_is_loaded(command,
 
 
 def test_step_costs_of_a_quantized_model_are_kept_apart(named, tmp_path):
-    from lookahead.models.calibration import cost_path
+    from lookahead.models.step_costs import cost_path
 
     plain, rounded = (lookahead.load(named, device="cpu", quantize=each).model for each in (None, "int8"))
     assert cost_path(plain, tmp_path) != cost_path(rounded, tmp_path)

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, PromptError, UnsupportedModelError
 from lookahead.errors import LogitsError
+from lookahead.generation.prompts import PromptReader
 from lookahead.generation.scheduler import Scheduler, cache_tokens_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
@@ -110,7 +111,8 @@ def test_prompts_are_taken_as_rows_come_free(tiny_llama, tiny_tokenizer):
 
 
 def test_a_row_that_ends_is_filled_at_once(tiny_llama, tiny_tokenizer):
-    scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=8, config=LookaheadConfig(proposers=()))
+    reader = PromptReader(tiny_llama, tiny_tokenizer, LookaheadConfig(proposers=()), max_new_tokens=8)
+    scheduler = Scheduler(reader, rows=2)
     prompts, done, passes = texts(6), [], []
     waiting = list(enumerate(prompts))
     many(tiny_llama, tiny_tokenizer, prompts[:1])  # with the passes that the first use of a model takes
@@ -183,7 +185,7 @@ def test_a_long_prompt_waits_until_the_cache_has_room_for_it(tiny_llama, tiny_to
     prompts = texts(9, longest=40)
     prompts[3] = texts(1, 300, 300)[0]
     prompts[6] = texts(1, 480, 480)[0]  # more than all of it
-    scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=4, cache_tokens=cache, **options)
+    scheduler = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, **options), rows=4, cache_tokens=cache)
     waiting, done, sizes = list(enumerate(prompts)), [], set()
     while waiting or not scheduler.is_idle:
         while waiting and scheduler.is_free:
@@ -198,7 +200,7 @@ def test_a_long_prompt_waits_until_the_cache_has_room_for_it(tiny_llama, tiny_to
 
 
 def test_a_long_first_prompt_takes_no_more_of_the_cache_than_it_needs(tiny_llama, tiny_tokenizer):
-    scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=4, cache_tokens=600, max_new_tokens=12)
+    scheduler = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, max_new_tokens=12), rows=4, cache_tokens=600)
     scheduler.put(0, texts(1, 300, 300)[0])
     scheduler.step()
     slots = scheduler._engine.cache.slots
@@ -222,7 +224,7 @@ def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch)
     assert told[0] == (0, 100) and told[-1] == (100, 100)
     assert told == sorted(told) and len(told) > 5
     batched = []
-    scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=4)
+    scheduler = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, max_new_tokens=4), rows=2)
     scheduler.on_prefill = lambda *told_now: batched.append(told_now)
     scheduler.put(0, prompt)
     scheduler.step()
@@ -232,7 +234,7 @@ def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch)
 def test_a_model_that_scores_no_trees_is_served_one_prompt_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):
     from lookahead.models.support import Support
 
-    monkeypatch.setattr("lookahead.generation.queue.support_of", lambda *_, **__: Support("chains", "of a test"))
+    monkeypatch.setattr("lookahead.generation.scheduler.support_of", lambda *_, **__: Support("chains", "of a test"))
     prompts = texts(3)
     done = many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9)
     assert [each.token_ids for each in done] == [
@@ -249,3 +251,20 @@ def test_an_option_out_of_range_is_refused_at_once(tiny_llama, tiny_tokenizer, o
 def test_a_mode_without_exact_form_is_refused(tiny_llama, tiny_tokenizer):
     with pytest.raises(UnsupportedModelError, match="beam search"):
         list(lookahead.stream_many(tiny_llama, tiny_tokenizer, ["abc"], num_beams=2, max_new_tokens=4))
+
+
+@pytest.mark.filterwarnings("ignore:LlamaForCausalLM cannot be decoded speculatively")
+def test_a_model_that_scores_no_drafts_is_decoded_plainly_unless_drafts_were_asked_for(
+    tiny_llama, tiny_tokenizer, monkeypatch
+):
+    from lookahead.models.support import Support
+
+    for place in ("lookahead.models.support", "lookahead.generation.scheduler"):
+        monkeypatch.setattr(f"{place}.support_of", lambda *_, **__: Support("none", "it is told so"))
+    prompts = texts(3)
+    done = many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9)
+    assert [each.token_ids for each in done] == [
+        plainly(tiny_llama, tiny_tokenizer, prompt, max_new_tokens=9) for prompt in prompts
+    ]
+    with pytest.raises(UnsupportedModelError, match="leave out the configuration to decode it plainly"):
+        many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9, config=LookaheadConfig())

@@ -1,23 +1,20 @@
-"""The Python API: `generate` and `stream`."""
+"""The Python API: `generate`, `stream` and `stream_many`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
-from lookahead.generation.hf import prepare
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
-from lookahead.generation.prompts import PromptReader, Prompts, Truncation, pad_token_of, within
-from lookahead.generation.request import pad_prompts, serve_stop_strings
-from lookahead.generation.validation import check_options, check_pair, context_limit, resolved
+from lookahead.generation.prompts import Prompt, PromptReader, Prompts, Truncation
+from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.models.cache import cache_in
-from lookahead.models.target import OnPrefill, input_device
+from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats, total
 from lookahead.verification.stopping import FinishReason
 
@@ -90,12 +87,12 @@ def generate(
         PromptError: A prompt has no tokens, or there is no room for a new one.
         UnsupportedModelError: The generation mode cannot be served.
     """
-    reading = add_special_tokens, truncate, chat_template_kwargs
-    encoded = _read(model, tokenizer, prompts, config, generation_config, seed, reading, generate_kwargs)
-    config = replace(config or LookaheadConfig(), compile=True) if compile else config
+    given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs, compile)
+    reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
+    encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
-    engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
+    engine = reader.prepare(encoded)
     engine.report_prefill(on_prefill)
     token_ids, reasons = collect(engine)
     return_cache(engine, cache_in(generate_kwargs))
@@ -126,63 +123,71 @@ def stream(
     Returns:
         An iterator over the pieces of the text, which tells its `token_ids`, `stats` and `finish_reason`.
     """
-    reading = add_special_tokens, truncate, chat_template_kwargs
-    encoded = _read(model, tokenizer, prompt, config, generation_config, seed, reading, generate_kwargs)
-    config = replace(config or LookaheadConfig(), compile=True) if compile else config
+    given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs, compile)
+    reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
+    encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
-    engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
+    engine = reader.prepare(encoded)
     engine.report_prefill(on_prefill)
     return TextStream(engine, tokenizer, cache_in(generate_kwargs))
 
 
-def _read(
+def stream_many(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Prompts,
-    config: LookaheadConfig | None,
-    generation_config: GenerationConfig | None,
-    seed: int | None,
-    reading: tuple[bool, Truncation | None, Mapping[str, Any] | None],
-    generate_kwargs: dict[str, Any],
-) -> list[list[int]]:
-    check_pair(model, tokenizer, stacklevel=5)
-    check_options(model, tokenizer, config, generation_config, generate_kwargs, seed)
-    reader = PromptReader(model, tokenizer, generation_config, *reading, generate_kwargs)
-    return [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
+    *,
+    rows: int | None = None,
+    config: LookaheadConfig | None = None,
+    generation_config: GenerationConfig | None = None,
+    add_special_tokens: bool = True,
+    truncate: Truncation | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    cache_tokens: int | None = None,
+    **generate_kwargs: Any,
+) -> Iterator[Completion]:
+    """Continue any number of prompts, several at a time; each is yielded as soon as it is done.
+
+    A prompt is taken from `prompts` only when a row is free for it, so that they may come from a stream without an end.
+    The tokens are those that `generate` gives for every prompt alone. A prompt that cannot be served is yielded with
+    its `error`. Where `prompts` itself raises, what is being decoded is finished and yielded first.
+
+    The arguments are those of `generate`; processors and criteria must be of transformers' own kinds that keep no
+    state. `rows`, 1 to 1024, is how many prompts are decoded together; None decides: 16 on a CPU, 32 on a GPU. They are
+    decoded one after the other where nothing else is exact: where tokens are sampled, with processors or criteria that
+    you give, or sources of drafts of your own, and with causal models that score no trees. Prompts of an
+    encoder-decoder model are decoded in batches: a batch is taken when the one before has ended.
+
+    `cache_tokens` is how many tokens the cache has room for, all rows together; when None 2048 a row on a CPU and 4096
+    on a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there is room
+    for it and its output, and one that needs more than all of it is decoded alone.
+
+    Example:
+        >>> for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=128):  # doctest: +SKIP
+        ...     print(done.index, done.text)
+
+    Raises:
+        ConfigError: An option is out of its range.
+        PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
+        UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
+            `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
+    """
+    given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
+    reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
+    return _stream(Scheduler(reader, rows, cache_tokens), iter(reader.separate(prompts)))
 
 
-def prepare_ids(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    encoded: Sequence[list[int]],
-    config: LookaheadConfig | None,
-    generation_config: GenerationConfig | None,
-    seed: int | None,
-    generate_kwargs: dict[str, Any],
-    method: Callable[..., Any] = prepare,
-) -> Any:
-    """Pad prompts, and let `model.generate` resolve its options for a custom method: `prepare`, or one like it."""
-    has_encoder = model.config.is_encoder_decoder
-    pad = pad_token_of(tokenizer)
-    padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
-    longest, context = (1, None) if has_encoder else (padded.shape[1], context_limit(model))
-    room = None if context is None else context + 1 - min(map(len, encoded))
-    generate_kwargs = within(room, longest, model, generation_config, generate_kwargs)
-    if resolved(model, generation_config, generate_kwargs, "pad_token_id") is None:
-        generate_kwargs = {**generate_kwargs, "pad_token_id": pad}
-    generation_config, generate_kwargs = serve_stop_strings(model, tokenizer, generation_config, generate_kwargs)
-    if seed is not None:
-        torch.manual_seed(seed)
-    causal_lm: Any = model
-    device = input_device(model)
-    return causal_lm.generate(
-        padded.to(device),
-        attention_mask=mask.to(device),
-        generation_config=generation_config,
-        custom_generate=method,
-        lookahead_config=config,
-        lookahead_tokenizer=tokenizer,
-        lookahead_context=context,
-        **generate_kwargs,
-    )
+def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Completion]:
+    numbered: Iterator[tuple[int, Prompt]] = enumerate(prompts)
+    error: Exception | None = None
+    is_open = True
+    while is_open or not scheduler.is_idle:
+        while is_open and scheduler.is_free:
+            try:
+                scheduler.put(*next(numbered))
+            except Exception as raised:
+                error, is_open = raised, False
+        yield from scheduler.step()
+    if error is not None and not isinstance(error, StopIteration):
+        raise error

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -21,16 +20,14 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.generation.utils import GenerateBeamOutput
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.generation import validation
 from lookahead.generation.hf_outputs import adopt, append_states
-from lookahead.generation.request import prompt_lengths
-from lookahead.generation.validation import is_cache_returned, validate_call, validate_lengths, validate_positions
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.encoder_decoder import empty_cache
@@ -38,121 +35,14 @@ from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_bits_of_copies, keeps_bits_beside_others
-from lookahead.models.support import decoder_vocabulary, may_keep_bits, support_of, vocabulary_size
+from lookahead.models.support import may_keep_bits, support_of, vocabulary_size
 from lookahead.models.target import Target
 from lookahead.proposers.beam_drafter import drafter_for
-from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
 
 LONG_PROMPT = 64
 """Tokens from which on it pays to find out whether the beams' copies of a prompt may be left out."""
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
-
-
-@dataclass(slots=True)
-class Passes:
-    """Passes of a search behind its prefill; `served` has the steps of each, and is empty if every step has a pass."""
-
-    served: list[int] = field(default_factory=list)
-    drafted: int = 0
-    are_bitwise: bool = False
-
-    def count(self, stats: DecodingStats, tokens: int) -> None:
-        """Count the passes of a sequence of so many tokens, the first of which the prefill gave."""
-        left = tokens - 1
-        for steps in self.served or [1] * left:
-            if left > 0:
-                stats.acceptance_histogram[min(steps, left)] += 1
-            left -= steps
-        stats.target_forwards = stats.acceptance_histogram.total()
-        stats.bitwise_forwards = stats.target_forwards if self.are_bitwise else 0
-        stats.drafted_tokens = self.drafted
-        stats.accepted_tokens = stats.decoded_tokens - stats.target_forwards
-
-
-def beam_search(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    lookahead_config: LookaheadConfig | None = None,
-    passes: Passes | None = None,
-    **model_kwargs: Any,
-) -> Tensor | GenerateBeamOutput:
-    """What transformers' beam search returns inside `model.generate`; the arguments are those of `decode`.
-
-    `input_ids`, int64 `[batch * num_beams, tokens]`, holds each prompt as often as it has beams. `passes` counts the
-    passes behind the prefill, where given; then no cache is returned.
-    """
-    validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
-    past = cache_in(model_kwargs)
-    if getattr(past, "_is_user_defined", False) or tokens_in(past) > 0:
-        raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
-    lm: Any = type(model)
-    arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-    config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-    beams = generation_config.num_beams
-    if model.config.is_encoder_decoder:
-        linears = LinearScope(model, packs=config.pack == "auto")
-        with linears.serving(), linears.running("together"):
-            if isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache):
-                model_kwargs[CACHE] = _shared_input(model, past, input_ids, beams, model_kwargs)
-            if passes is not None:
-                passes.are_bitwise = model.dtype != torch.float32  # all passes are those of transformers
-            return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
-    mask = model_kwargs.get("attention_mask")
-    prompts = input_ids[::beams]
-    lengths = prompt_lengths(prompts, None if mask is None else mask[::beams], vocabulary_size(model))
-    validate_lengths(model, lengths)
-    validate_positions(model_kwargs.get("position_ids"), np.repeat(lengths, beams), input_ids.shape[1])
-    support = support_of(model, shortest=int(lengths.min()), max_length=generation_config.max_length)
-    if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:
-        reason = support.reason or "it is spread over several processes"
-        reason = f"the beams of {type(model).__name__} are no token tree: {reason}"
-        if lookahead_config is not None:
-            raise UnsupportedModelError(f"{reason}; leave out the configuration to search as transformers does")
-        warnings.warn(f"{reason}; they are searched as transformers does", stacklevel=2)
-        return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
-    # In a batch transformers attends to padding under a mask, which changes bits.
-    is_alone = len(prompts) == 1 and lengths[0] == input_ids.shape[1]
-    is_exact = is_alone and config.exactness == "auto" and has_bits_of_beams(model, beams)
-    target = Target(
-        model,
-        rows=len(prompts),
-        capacity=input_ids.shape[1] + min(generation_config.max_length - input_ids.shape[1], 256) + DEAD_NODES,
-        is_bitwise=is_exact,
-        is_together=True,
-        packs=config.pack == "auto",
-    )
-    texts = [ids[len(ids) - length :] for ids, length in zip(prompts.cpu().numpy(), lengths.tolist(), strict=True)]
-
-    def read(input_ids: Tensor, config: GenerationConfig) -> Tensor:
-        """Logits `[prompts, vocab]` after the prompts; each is read once where bits are not those of transformers."""
-        if is_exact:
-            return _read_as_generate(model, target, model_kwargs, input_ids, config)
-        with torch.inference_mode():
-            return target.prefill(texts)[:, 0]
-
-    drafts = None
-    # Sampled beams scatter. In half precision the bits of a row may depend on the number of rows.
-    if len(texts) == 1 and not generation_config.do_sample and (not is_exact or keeps_bits_beside_others(model)):
-        ends = generation_config._eos_token_tensor
-        most = MAX_ROWS - beams if is_exact else MAX_NODES_LIMIT
-        drafts = drafter_for(model, texts[0], beams, () if ends is None else ends.tolist(), config, most)
-    fewest = 2 if is_exact else 1  # the product of a single row has other bits on some CPUs
-    search = BeamModel(model, target, texts, beams, read, drafts, generation_config.max_length, fewest)
-    with target.serving(), torch.inference_mode(False), torch.no_grad():
-        output = lm._beam_search(search, *arguments, **{CACHE: search}, use_cache=True)
-        is_returned = passes is None and is_cache_returned(past, generation_config)
-        is_returned = is_returned and isinstance(past, DynamicCache | StaticCache)
-        if is_returned:
-            append_states(past, search.states(), np.repeat(input_ids.shape[1] - lengths, beams).tolist())
-        if not isinstance(output, Tensor):
-            setattr(output, CACHE, past if is_returned else None)
-    if passes is not None:
-        passes.served, passes.drafted, passes.are_bitwise = search.served, search.drafted, is_exact
-    return cast(Tensor | GenerateBeamOutput, output)
 
 
 def has_bits_of_beams(model: PreTrainedModel, beams: int) -> bool:
@@ -192,50 +82,6 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
     return True
 
 
-def _read_as_generate(
-    model: Any, target: Target, model_kwargs: dict[str, Any], input_ids: Tensor, config: GenerationConfig
-) -> Tensor:
-    """Read a prompt as often as it has beams, as `model.generate` does, or once where that has the same bits."""
-    past = DynamicCache(config=model.config.get_text_config(decoder=True))
-    inputs, (beams, width) = {**model_kwargs, CACHE: past}, input_ids.shape
-    is_sdpa = model.config.get_text_config()._attn_implementation == "sdpa"  # it treats each row of a batch alone
-    if is_sdpa and width >= LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
-        inputs = {name: each[:1] if isinstance(each, Tensor) else each for name, each in inputs.items()}
-        input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of the head as there are beams
-    logits: Tensor = model._prefill(input_ids, config, inputs).logits
-    with torch.inference_mode():
-        adopt(past, target.cache, np.zeros(1, np.int64))
-    target.cache.slots.lengths[0] -= 1  # the last token is the root of the tree
-    return logits[:1, -1]
-
-
-def _shared_input(
-    model: PreTrainedModel, past: EncoderDecoderCache, input_ids: Tensor, beams: int, model_kwargs: dict[str, Any]
-) -> EncoderDecoderCache:
-    """A cache whose keys and values of an input are shared by its beams.
-
-    In float32 they are computed once for each input. In half precision their bits depend on the rows of the pass.
-    """
-    cross = past.cross_attention_cache
-    if model.dtype == torch.float32:
-        seq2seq: Any = model
-        outputs, mask, own = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask"), empty_cache(model)
-        seq2seq(
-            encoder_outputs=type(outputs)(last_hidden_state=outputs.last_hidden_state[::beams]),
-            attention_mask=None if mask is None else mask[::beams],
-            decoder_input_ids=input_ids[::beams, :1],
-            use_cache=True,
-            **{CACHE: own},
-        )
-        cross = own.cross_attention_cache
-        for layer in cast(Any, cross.layers):
-            if len(input_ids) > beams:
-                layer.batch_repeat_interleave(beams)
-            else:  # one copy for all
-                layer.keys, layer.values = (each.expand(beams, -1, -1, -1) for each in (layer.keys, layer.values))
-    return _SharedInput(past.self_attention_cache, cross)
-
-
 class _SharedInput(EncoderDecoderCache):
     """A cache for beams: those of one input attend to one input, so its keys and values need not be rearranged."""
 
@@ -245,7 +91,10 @@ class _SharedInput(EncoderDecoderCache):
 
 
 class BeamLoop(PlainLoop):
-    """Searches once and returns all tokens in one step, with the interface of `Engine`; made as by `prepare`."""
+    """What transformers' beam search returns, with the interface of `PlainLoop`; made as by `prepare`.
+
+    `input_ids`, int64 `[batch * num_beams, tokens]`, holds each prompt as often as it has beams.
+    """
 
     def __init__(
         self,
@@ -259,44 +108,159 @@ class BeamLoop(PlainLoop):
         lookahead_context: int | None,
         model_kwargs: dict[str, Any],
     ) -> None:
-        beams, room = generation_config.num_beams, None if lookahead_context is None else lookahead_context + 1
+        validation.validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
+        past, beams = cache_in(model_kwargs), generation_config.num_beams
+        if getattr(past, "_is_user_defined", False) or tokens_in(past) > 0:
+            raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
+        room = None if lookahead_context is None else lookahead_context + 1
         if room is not None and cast(int, generation_config.max_length) > room:
             raise PromptError(
                 f"max_new_tokens must be at most {room - input_ids.shape[1]} with beams, got more: the longest prompt "
                 f"has {input_ids.shape[1]} tokens and the model a context of {room - 1}"
             )
-        mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-        lengths = prompt_lengths(input_ids[::beams], None if mask is None else mask[::beams], decoder_vocabulary(model))
+        lengths = read = validation.prompt_lengths(model, input_ids, model_kwargs, beams)
         if model.config.is_encoder_decoder and inputs_tensor is not None:
-            read = model_kwargs.get("attention_mask")
-            lengths = lengths + (len(inputs_tensor[0]) if read is None else read[::beams].sum(1).cpu().numpy())
-        self._search = partial(beam_search, model, input_ids, logits_processor, stopping_criteria)
-        self._options = {"lookahead_config": lookahead_config, **model_kwargs}
-        sequences = np.repeat(lengths, cast(int, generation_config.num_return_sequences))
+            seen = model_kwargs.get("attention_mask")
+            read = lengths + (len(inputs_tensor[0]) if seen is None else seen[::beams].sum(1).cpu().numpy())
+        sequences = np.repeat(read, cast(int, generation_config.num_return_sequences))
         super().__init__(self._search, input_ids, sequences, stopping_criteria)
-        self._ends, self._config = stopping_criteria, copy(generation_config)
-        self._config.return_dict_in_generate = True
+        self._model: Any = model
+        self._ids, self._processors, self._generation = input_ids, logits_processor, generation_config
+        self._given, self._model_kwargs, self._beams, self._lengths = lookahead_config, model_kwargs, beams, lengths
+        self._config = lookahead_config if lookahead_config is not None else LookaheadConfig()
+        self._returns_cache = validation.is_cache_returned(past, generation_config)
+        self._served: list[int] = []  # steps that each pass behind the prefill served; empty if every step has a pass
+        self._drafted, self._is_bitwise = 0, False
 
     def run(self) -> Iterator[list[StepOutput]]:
         """Search, and yield the sequences."""
-        begin, passes = time.perf_counter(), Passes()
-        output: Any = self._search(generation_config=self._config, passes=passes, **self._options)
+        begin = time.perf_counter()
+        self._generation, self._returns_cache = copy(self._generation), False
+        self._generation.return_dict_in_generate = True
+        output: Any = self.sample()
         seconds = time.perf_counter() - begin
         found = []
         counts = (output.beam_indices >= 0).sum(1).tolist()
         for row, (ids, count) in enumerate(zip(output.sequences.cpu(), counts, strict=True)):
-            ids, stats = ids[: self._width + count], self.stats[row]
+            ids, stats, left = ids[: self._width + count], self.stats[row], count - 1
             stats.emitted_tokens, stats.decode_s, stats.ttft_s = count, seconds, seconds
-            passes.count(stats, count)
-            tokens = ids[self._width :].numpy().astype(np.int32)
-            found.append(StepOutput(row, tokens, self._reason(ids)))
+            for steps in self._served or [1] * left:
+                if left > 0:
+                    stats.acceptance_histogram[min(steps, left)] += 1
+                left -= steps
+            stats.target_forwards = stats.acceptance_histogram.total()
+            stats.bitwise_forwards = stats.target_forwards if self._is_bitwise else 0
+            stats.drafted_tokens = self._drafted
+            stats.accepted_tokens = stats.decoded_tokens - stats.target_forwards
+            found.append(StepOutput(row, ids[self._width :].numpy().astype(np.int32), self._reason(ids)))
         yield found
 
     def _reason(self, ids: Tensor) -> FinishReason:
         """Why a sequence, int64 `[tokens]`, ended; criteria of other kinds may keep a state and are not asked."""
         rows = cast(torch.LongTensor, ids[None])
-        for criterion in self._ends:
-            reason = reason_of(criterion)
-            if reason == "stop" and criterion(rows, cast(Any, None)).any():
-                return reason
-        return "length" if len(ids) >= cast(int, self._config.max_length) else "criteria"
+        if any(reason_of(each) == "stop" and each(rows, cast(Any, None)).any() for each in self._criteria):
+            return "stop"
+        return "length" if len(ids) >= cast(int, self._generation.max_length) else "criteria"
+
+    def _search(self, stopping_criteria: StoppingCriteriaList, streamer: object = None) -> Any:
+        """Search as the model itself does, with a cache shared by beams, or by trees."""
+        if streamer is not None:
+            raise UnsupportedModelError("a streamer is not served with beams")
+        model, width, options = self._model, self._ids.shape[1], self._model_kwargs
+        search = partial(type(model)._beam_search, input_ids=self._ids, logits_processor=self._processors)
+        search = partial(search, stopping_criteria=stopping_criteria, generation_config=self._generation)
+        if model.config.is_encoder_decoder:
+            linears = LinearScope(model, packs=self._config.pack == "auto")
+            self._is_bitwise = model.dtype != torch.float32  # all passes are those of transformers
+            with linears.serving(), linears.running("together"):
+                return search(model, **self._with_shared_input())
+        validation.validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
+        support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
+        if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:
+            reason = support.reason or "it is spread over several processes"
+            reason = f"the beams of {type(model).__name__} are no token tree: {reason}"
+            if self._given is not None:
+                raise UnsupportedModelError(f"{reason}; leave out the configuration to search as transformers does")
+            warnings.warn(f"{reason}; they are searched as transformers does", stacklevel=2)
+            return search(model, **options)
+        return self._search_trees(search)
+
+    def _search_trees(self, search: Callable[..., Any]) -> Any:
+        """Search over one token tree per prompt."""
+        model, width = self._model, self._ids.shape[1]
+        # In a batch transformers attends to padding under a mask, which changes bits.
+        is_alone = len(self._lengths) == 1 and self._lengths[0] == width
+        is_exact = is_alone and self._config.exactness == "auto" and has_bits_of_beams(model, self._beams)
+        rows, capacity = len(self._lengths), min(self._generation.max_length, width + 256) + DEAD_NODES
+        packs = self._config.pack == "auto"
+        target = Target(model, rows=rows, capacity=capacity, is_bitwise=is_exact, is_together=True, packs=packs)
+        prompts = self._ids[:: self._beams].cpu().numpy()
+        texts = [ids[width - length :] for ids, length in zip(prompts, self._lengths.tolist(), strict=True)]
+
+        def read(input_ids: Tensor, config: GenerationConfig) -> Tensor:
+            """Logits `[prompts, vocab]` after the prompts; each is read once unless bits are those of transformers."""
+            if is_exact:
+                return self._read_as_generate(target, input_ids, config)
+            with torch.inference_mode():
+                return target.prefill(texts)[:, 0]
+
+        drafts = None
+        # Sampled beams scatter. In half precision the bits of a row may depend on the number of rows.
+        if len(texts) == 1 and not self._generation.do_sample and (not is_exact or keeps_bits_beside_others(model)):
+            ends = self._generation._eos_token_tensor
+            most = MAX_ROWS - self._beams if is_exact else MAX_NODES_LIMIT
+            eos = () if ends is None else ends.tolist()
+            drafts = drafter_for(model, texts[0], self._beams, eos, self._config, most)
+        fewest = 2 if is_exact else 1  # the product of a single row has other bits on some CPUs
+        trees = BeamModel(model, target, texts, self._beams, read, drafts, self._generation.max_length, fewest)
+        with target.serving(), torch.inference_mode(False), torch.no_grad():
+            output = search(trees, **{CACHE: trees}, use_cache=True)
+            past = cache_in(self._model_kwargs)
+            past = past if self._returns_cache and isinstance(past, DynamicCache | StaticCache) else None
+            if past is not None:
+                append_states(past, trees.states(), np.repeat(width - self._lengths, self._beams).tolist())
+            if not isinstance(output, Tensor):
+                setattr(output, CACHE, past)
+        self._served, self._drafted, self._is_bitwise = trees.served, trees.drafted, is_exact
+        return output
+
+    def _read_as_generate(self, target: Target, input_ids: Tensor, config: GenerationConfig) -> Tensor:
+        """Read a prompt as often as it has beams, as `model.generate` does, or once where that has the same bits."""
+        model, text_config = self._model, self._model.config.get_text_config()
+        past = DynamicCache(config=model.config.get_text_config(decoder=True))
+        inputs, (beams, width) = {**self._model_kwargs, CACHE: past}, input_ids.shape
+        is_sdpa = text_config._attn_implementation == "sdpa"  # it treats each row of a batch alone
+        if is_sdpa and width >= LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
+            inputs = {name: each[:1] if isinstance(each, Tensor) else each for name, each in inputs.items()}
+            input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of the head as there are beams
+        logits: Tensor = model._prefill(input_ids, config, inputs).logits
+        with torch.inference_mode():
+            adopt(past, target.cache, np.zeros(1, np.int64))
+        target.cache.slots.lengths[0] -= 1  # the last token is the root of the tree
+        return logits[:1, -1]
+
+    def _with_shared_input(self) -> dict[str, Any]:
+        """Inputs of the model with a cache whose keys and values of an input are shared by its beams.
+
+        In float32 they are computed once for each input. In half precision their bits depend on the rows of the pass.
+        """
+        past, options, beams = cache_in(self._model_kwargs), self._model_kwargs, self._beams
+        if not (isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache)):
+            return options
+        cross = past.cross_attention_cache
+        if self._model.dtype == torch.float32:
+            outputs, mask, own = options["encoder_outputs"], options.get("attention_mask"), empty_cache(self._model)
+            self._model(
+                encoder_outputs=type(outputs)(last_hidden_state=outputs.last_hidden_state[::beams]),
+                attention_mask=None if mask is None else mask[::beams],
+                decoder_input_ids=self._ids[::beams, :1],
+                use_cache=True,
+                **{CACHE: own},
+            )
+            cross = own.cross_attention_cache
+            for layer in cast(Any, cross.layers):
+                if len(self._ids) > beams:
+                    layer.batch_repeat_interleave(beams)
+                else:  # one copy for all
+                    layer.keys, layer.values = (each.expand(beams, -1, -1, -1) for each in (layer.keys, layer.values))
+        return {**options, CACHE: _SharedInput(past.self_attention_cache, cross)}

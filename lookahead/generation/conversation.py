@@ -12,8 +12,9 @@ from lookahead.errors import PromptError
 from lookahead.generation.api import stream
 from lookahead.generation.hf_outputs import TextStream
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
-from lookahead.generation.validation import check_pair, context_limit
+from lookahead.generation.validation import check_pair
 from lookahead.models.cache import CACHE
+from lookahead.models.support import context_limit
 
 
 class Conversation:
@@ -43,9 +44,9 @@ class Conversation:
                 "with an instruction model"
             )
         context = context_limit(model)
-        reserved = max_new_tokens if context is None else min(max_new_tokens, context // 4)
+        reserved = max_new_tokens if context is None else min(max_new_tokens, max(1, context // 4))
         self._model, self._tokenizer = model, tokenizer
-        fitting: Any = {"truncate": "left", "options": {"max_new_tokens": reserved}}
+        fitting: Any = {"truncate": "left", "max_new_tokens": reserved}
         self._reader = PromptReader(model, tokenizer, chat_template_kwargs=chat_template_kwargs, **fitting)
         self._options: dict[str, Any] = {"config": config, "max_new_tokens": max_new_tokens, **options}
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from functools import wraps
+from contextlib import AbstractContextManager
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -14,11 +15,8 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
-from lookahead.generation.request import serve_stop_strings
-from lookahead.generation.validation import check_config, resolved
+from lookahead.generation.validation import check_config, resolved, serve_stop_strings
 from lookahead.models.support import validate_model
-
-_OURS = ("lookahead_config", "lookahead_streamer", "lookahead_tokenizer", "inputs_tensor")  # no loop takes them
 
 _guard = Lock()  # held while switches are turned
 
@@ -51,7 +49,7 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
     return Enabled(model, config)
 
 
-class Enabled:
+class Enabled(AbstractContextManager["Enabled"]):
     """A switch that is on until `disable` is called or the `with` block ends; see `enable`."""
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None) -> None:
@@ -69,14 +67,15 @@ class Enabled:
 
     def disable(self) -> None:
         """Turn the switch off; with the last one the model is as it was. A second call does nothing."""
+        serving = self._serving
         with _guard:
-            if self in self._serving.switches:
-                self._serving.switches.remove(self)
-                if not self._serving.switches:
-                    self._serving.restore()
-
-    def __enter__(self) -> Enabled:
-        return self
+            if self not in serving.switches:
+                return
+            serving.switches.remove(self)
+            if not serving.switches:
+                del serving.model.generate
+                if serving.had_its_own:
+                    serving.model.generate = serving.original
 
     def __exit__(self, *error: object) -> None:
         self.disable()
@@ -87,69 +86,48 @@ class Generate:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._had_its_own = "generate" in model.__dict__
-        self._original = model.generate
+        self.had_its_own = "generate" in model.__dict__
+        self.original = model.generate
         self.switches: list[Enabled] = []
-
-    def restore(self) -> None:
-        """Put the original back."""
-        del self.model.generate
-        if self._had_its_own:
-            self.model.generate = self._original
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model is another model, for which `enable` was not called.
-        return _itself, (self._original,)
+        return partial, (self.original,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `model.generate` does."""
         switches = self.switches[:]  # another thread may turn one off meanwhile
-        if not switches or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
-            return self._original(*args, **kwargs)
-        if kwargs.get("adapter_names") is not None:
-            # PEFT does not remove its hooks when an error passes through them.
-            warnings.warn("decoded by transformers alone: adapter_names gives every row its own", stacklevel=2)
-            return self._original(*args, **kwargs)
-        served = dict(kwargs)
-        streamer = served.pop("streamer", None)
-        # The inputs and the configuration may come by position.
-        given_config = args[1] if len(args) == 2 else served.pop("generation_config", None)
-        if len(args) > 2 or getattr(given_config, "is_assistant", False):  # an assistant's drafts need its own loop
-            return self._original(*args, **kwargs)
-        if resolved(self.model, given_config, kwargs, "token_healing"):
-            warnings.warn("decoded by transformers alone: token_healing is not served", stacklevel=2)
-            return self._original(*args, **kwargs)
-        tokenizer = served.pop("tokenizer", None)
-        generation_config, served = serve_stop_strings(self.model, tokenizer, given_config, served)
+        # The inputs and the configuration may come by position. An assistant's drafts need its own loop.
+        given = args[1] if len(args) == 2 else kwargs.get("generation_config")
+        is_own = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model"))
+        if not switches or is_own or len(args) > 2 or getattr(given, "is_assistant", False):
+            return self.original(*args, **kwargs)
         try:
-            return self._original(
-                *args[:1],
-                **served,
-                generation_config=generation_config,
-                custom_generate=_decode_or_hand_over,
-                lookahead_config=switches[-1].config,
-                lookahead_streamer=streamer,
-                lookahead_tokenizer=tokenizer,
-            )
+            if kwargs.get("adapter_names") is not None:
+                # PEFT does not remove its hooks when an error passes through them.
+                raise UnsupportedModelError("adapter_names gives every row its own")
+            if resolved(self.model, given, kwargs, "token_healing"):
+                raise UnsupportedModelError("token_healing is not served")
+            served = {name: each for name, each in kwargs.items() if name != "generation_config" or len(args) == 2}
+            streamer, tokenizer = served.pop("streamer", None), served.pop("tokenizer", None)
+            generation_config, served = serve_stop_strings(self.model, tokenizer, given, served)
+            ours = {"lookahead_config": switches[-1].config, "lookahead_tokenizer": tokenizer}
+            method = partial(_decode_or_hand_over, ours=ours, streamer=streamer)
+            return self.original(*args[:1], **served, generation_config=generation_config, custom_generate=method)
         except UnsupportedModelError as error:
             warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
-            return self._original(*args, **kwargs)
+            return self.original(*args, **kwargs)
 
 
-def _itself(original: Any) -> Any:
-    return original
-
-
-@wraps(decode)  # transformers reads the names of arguments from the signature
-def _decode_or_hand_over(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+def _decode_or_hand_over(
+    model: Any, input_ids: Tensor, ours: dict[str, Any], streamer: Any, inputs_tensor: Any = None, **kwargs: Any
+) -> Any:
     """`decode`; a call that it refuses goes to the loop of transformers, with a warning.
 
     That loop gets the inputs that `generate` prepared, so that no encoder reads its input twice.
     """
-    ours = {name: kwargs.pop(name, None) for name in _OURS}
-    streamer = ours["lookahead_streamer"]
     try:
-        return decode(model, input_ids, **ours, **kwargs)
+        return decode(model, input_ids, inputs_tensor=inputs_tensor, lookahead_streamer=streamer, **ours, **kwargs)
     except UnsupportedModelError as error:
         name = GENERATION_MODES_MAPPING[kwargs["generation_config"].get_generation_mode()]
         loop: Any = getattr(type(model), name, None)  # some are on the Hub
@@ -161,5 +139,5 @@ def _decode_or_hand_over(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
     if name == "_sample":
         kwargs["streamer"] = streamer
     elif name == "_assisted_decoding":
-        kwargs["inputs_tensor"] = ours["inputs_tensor"]
+        kwargs["inputs_tensor"] = inputs_tensor
     return loop(model, input_ids, **kwargs)

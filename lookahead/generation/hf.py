@@ -6,16 +6,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateBeamOutput, GenerateNonBeamOutput
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.budget import LookaheadBranch
@@ -27,11 +28,10 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation import validation
-from lookahead.generation.beams import BEAM_MODES, BeamLoop, beam_search
-from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
-from lookahead.generation.request import prompt_lengths, stateful_reason, stopping_rule
+from lookahead.generation.beams import BEAM_MODES, BeamLoop
+from lookahead.generation.hf_outputs import adopt, collect, return_cache
 from lookahead.models import support
-from lookahead.models.cache import cache_in, tokens_in
+from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
 from lookahead.models.model_state import state_of
@@ -40,7 +40,7 @@ from lookahead.models.tensor_parallel import tensor_parallel_group, validate_ten
 from lookahead.pools.open_pool import pool_of
 from lookahead.proposers import ProposerState, make_proposers
 from lookahead.verification.sampling import TokenChooser, warp_of
-from lookahead.verification.stopping import StoppingRule
+from lookahead.verification.stopping import StoppingRule, stateful_reason, stopping_rule
 
 
 def decode(
@@ -54,7 +54,7 @@ def decode(
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
-) -> Tensor | GenerateNonBeamOutput | GenerateBeamOutput:
+) -> Tensor | utils.GenerateOutput:
     """Decode speculatively inside `model.generate`, without changing a token.
 
     Example:
@@ -86,24 +86,26 @@ def decode(
     """
     validation.check_config("lookahead_config", lookahead_config)
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    if generation_config.get_generation_mode() in BEAM_MODES:
-        if lookahead_streamer is not None:
-            raise UnsupportedModelError("a streamer is not served with beams")
-        return beam_search(*arguments, lookahead_config, **model_kwargs)
     engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, inputs_tensor, **model_kwargs)
-    if lookahead_streamer is not None:
+    if lookahead_streamer is not None and not isinstance(engine, BeamLoop):
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
-        return cast(Tensor | GenerateNonBeamOutput, engine.sample(streamer=lookahead_streamer))
-    outputs, _ = collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
-    sequences = padded_sequences(input_ids, outputs, generation_config)
-    past = cache_in(model_kwargs)
-    past = past if isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache) else None
+        return cast(Tensor | utils.GenerateOutput, engine.sample(streamer=lookahead_streamer))
+    pad, past = generation_config._pad_token_tensor, cache_in(model_kwargs)
+    tokens, _ = collect(engine, lookahead_streamer, pad)
+    new = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True, padding_value=int(pad or 0))
+    sequences = torch.cat([input_ids, new.to(input_ids.device)], -1)
     return_cache(engine, past)
     if not generation_config.return_dict_in_generate:
         return sequences
-    has_encoder = model.config.is_encoder_decoder
-    return output_dict(sequences, engine.batch[0].chooser, generation_config, past, has_encoder=has_encoder)
+    is_kept = isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache)
+    outputs: dict[str, Any] = {"sequences": sequences, CACHE: past if is_kept else None}
+    chooser = engine.batch[0].chooser
+    for name, rows in {"scores": chooser.scores, "logits": chooser.logits}.items():
+        if getattr(generation_config, f"output_{name}"):  # `[batch, vocab]` a step, zeros for a row that has ended
+            outputs[name] = tuple(pad_sequence([torch.stack(row) for row in rows]))
+    kind = utils.GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else utils.GenerateDecoderOnlyOutput
+    return kind(**outputs)
 
 
 def prepare(
@@ -131,10 +133,8 @@ def prepare(
     has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)
     if isinstance(past, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
         config = replace(config, exactness="fast")
-    mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-    lengths = prompt_lengths(input_ids, mask, support.decoder_vocabulary(model))
+    lengths = validation.prompt_lengths(model, input_ids, model_kwargs)
     batch_size, longest = input_ids.shape
-    validation.validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
     is_continued = not has_encoder and tokens_in(past) > 0
     stopping = stopping_rule(stopping_criteria, generation_config)
     lm: Any = model
@@ -148,49 +148,32 @@ def prepare(
         warnings.warn(reason, stacklevel=2)
         return plain
     found = support.support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
-    is_padded = bool(lengths.min() < longest)
-    if has_encoder and found.shape == "trees":
-        found = _decoder_support(model, batch_size, is_padded, config)
-    reason = _unsupported_reason(model, found, batch_size, is_padded, config)
+    shape, reason = _verified(model, found, batch_size, bool(lengths.min() < longest), config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
         # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
-    if found.shape == "none" or reason:
+    if shape == "none" or reason:
         warnings.warn(f"{reason}; it is decoded plainly", stacklevel=2)
         return plain
     if is_continued:
-        validation.validate_past(model, past, input_ids, generation_config, mask)
+        validation.validate_past(model, past, input_ids, generation_config, model_kwargs.get("attention_mask"))
     validation.validate_positions(model_kwargs.get("position_ids"), lengths, longest)
-    chooser = TokenChooser(
-        logits_processor,
-        do_sample=bool(generation_config.do_sample),
-        batch_size=batch_size,
-        keep=bool(generation_config.output_scores or generation_config.output_logits),
-    )
+    is_sampled = bool(generation_config.do_sample)
+    is_shown = bool(generation_config.output_scores or generation_config.output_logits)
+    chooser = TokenChooser(logits_processor, do_sample=is_sampled, batch_size=batch_size, keep=is_shown)
     rows = []
     for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True)):
-        padding = longest - length
-        rule = stopping if lookahead_context is None else stopping.within(padding + lookahead_context)
-        rows.append(Row(i, ids, chooser, rule, padding=padding, place=i, device=input_ids.device))
+        rule = stopping.within(lookahead_context, longest - length)
+        rows.append(Row(i, ids, chooser, rule, padding=longest - length, place=i, device=input_ids.device))
     encoded = _encoded(model, generation_config, inputs_tensor, model_kwargs) if has_encoder else None
     for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
         row.inputs, row.stats.prompt_tokens = tokens, row.stats.prompt_tokens + len(tokens)
-    engine = assemble(
-        model,
-        config,
-        rows,
-        slots=batch_size,
-        stopping=stopping,
-        tokenizer=lookahead_tokenizer,
-        warp=warp_of(logits_processor) if generation_config.do_sample else None,
-        # Enough for short outputs; the cache grows with a longer one.
-        capacity=longest + min(stopping.max_length - longest, 256) + config.node_budget + 1,
-        shape=found.shape,
-        encoded=encoded,
-        keep_cache=not has_encoder and (is_continued or validation.is_cache_returned(past, generation_config)),
-    )
+    warp = warp_of(logits_processor) if is_sampled else None
+    keeps = not has_encoder and (is_continued or validation.is_cache_returned(past, generation_config))
+    given = (model, config, stopping, lookahead_tokenizer, rows)
+    engine = assemble(*given, shape=shape, warp=warp, encoded=encoded, keep_cache=keeps)
     if is_continued:
         adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
     return engine
@@ -199,27 +182,26 @@ def prepare(
 def assemble(
     model: PreTrainedModel,
     config: LookaheadConfig,
-    batch: Sequence[Row] = (),
-    *,
-    slots: int,
     stopping: StoppingRule,
     tokenizer: PreTrainedTokenizerBase | None,
-    capacity: int,
+    batch: Sequence[Row] = (),
+    *,
+    slots: int = 0,
     shape: Shape = "trees",
     warp: Callable[[Tensor], Tensor] | None = None,
     encoded: Encoded | None = None,
     keep_cache: bool = False,
-    isolates: bool = False,
 ) -> Engine:
     """Build an engine: a model with its cache, the proposers, and the controller with its learned state.
 
-    `batch`, `keep_cache` and `isolates` are as for `Engine`, and `warp` is as in `Call`. The cache has `slots` rows, at
-    first of `capacity` tokens each.
+    `batch` and `keep_cache` are as for `Engine`, and `warp` is as in `Call`. Without a batch, rows of prompts of their
+    own join the engine later, up to `slots`, and one that fails ends alone.
     """
+    rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
     call = Call(
         model=model,
         tokenizer=tokenizer,
-        rows=slots,
+        rows=rows,
         vocab_size=support.decoder_vocabulary(model),
         max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
         max_nodes=config.node_budget,
@@ -232,14 +214,15 @@ def assemble(
     proposers, controller = _drafting(config, call, runs_to_limit=not (stopping.custom or stopping.eos_tokens))
     target: Target
     if encoded is not None:
-        target = DecoderTarget(model, encoded, slots, packs=config.pack == "auto")
+        target = DecoderTarget(model, encoded, rows, packs=config.pack == "auto")
     else:
-        # `generate` attends to padding under a mask, and rows that may fail alone are those of prompts of their own.
-        is_separate = isolates or (slots == 1 and not any(row.padding for row in batch))
+        # `generate` attends to padding under a mask.
+        is_separate = isolates or (rows == 1 and not batch[0].padding)
         target = Target(
             model,
-            rows=slots,
-            capacity=capacity,
+            rows=rows,
+            # Enough for short outputs; the cache grows with a longer one.
+            capacity=min(stopping.max_length, longest + 256) + config.node_budget + 1,
             shape=shape,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
             compiles=config.compile,
@@ -276,51 +259,34 @@ def _drafting(
         proposers = proposers if ensemble.leads else []
     if not proposers or config.draft != "auto":
         return proposers, None
-    return proposers, Controller(
-        cost,
-        rule,
-        branch,
-        proposers,
-        node_budget=config.node_budget,
-        is_padded=config.cuda_graphs and not has_encoder,
-        runs_to_limit=runs_to_limit,
-        by_rejection=call.by_rejection,
-    )
+    is_padded = config.cuda_graphs and not has_encoder
+    limits = {"is_padded": is_padded, "runs_to_limit": runs_to_limit, "by_rejection": call.by_rejection}
+    return proposers, Controller(cost, rule, branch, proposers, node_budget=config.node_budget, **limits)
 
 
-def _decoder_support(model: PreTrainedModel, rows: int, is_padded: bool, config: LookaheadConfig) -> support.Support:
-    """What a call verifies of the decoder of an encoder-decoder model, which can verify trees of a single row."""
-    if rows > 1 or is_padded:
-        return support.Support("chains", "the rows of its batches keep one length")
-    # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
-    is_half = model.dtype in (torch.bfloat16, torch.float16)
-    if config.exactness == "auto" and is_half and input_device(model).type == "cpu":
-        return support.Support(
-            "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
-        )
-    return support.Support("trees")
-
-
-def _unsupported_reason(
+def _verified(
     model: PreTrainedModel, found: support.Support, rows: int, is_padded: bool, config: LookaheadConfig
-) -> str:
-    """Why a model cannot verify what is asked for, or an empty string."""
-    name, has_encoder = type(model).__name__, model.config.is_encoder_decoder
-    if found.shape == "none":
-        return f"{name} cannot be decoded speculatively: {found.reason}"
-    if found.shape == "trees":
-        return ""
-    if rows > 1 and not has_encoder:
-        return f"{name} cannot be decoded speculatively for {rows} prompts at once: {found.reason}"
-    if has_encoder and is_padded:
-        return f"{name} cannot be decoded speculatively behind a padded decoder_attention_mask"
-    if "jacobi" in config.proposers and not config.decides_branch:
-        return f"{name} cannot verify the lookahead branch: {found.reason}"
-    if config.acceptance == "rejection" and len(config.proposers) > 1:
-        return f"{name} cannot verify what several proposers draw: {found.reason}"
-    if config.acceptance != "exact" and rows > 1:
-        return f"{name} cannot accept {rows} inputs by acceptance={config.acceptance!r}: {found.reason}"
-    return ""
+) -> tuple[Shape | Literal["none"], str]:
+    """What a call verifies in one pass, and why the model cannot verify what is asked for, or an empty string."""
+    shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
+    if has_encoder and shape == "trees":
+        is_half = model.dtype in (torch.bfloat16, torch.float16)
+        if rows > 1 or is_padded:
+            shape, why = "chains", "the rows of its batches keep one length"
+        # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
+        elif config.exactness == "auto" and is_half and input_device(model).type == "cpu":
+            shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
+    acceptance = config.acceptance
+    obstacles = {
+        f"be decoded speculatively: {why}": shape == "none",
+        f"be decoded speculatively for {rows} prompts at once: {why}": rows > 1 and not has_encoder,
+        "be decoded speculatively behind a padded decoder_attention_mask": has_encoder and is_padded,
+        f"verify the lookahead branch: {why}": "jacobi" in config.proposers and not config.decides_branch,
+        f"verify what several proposers draw: {why}": acceptance == "rejection" and len(config.proposers) > 1,
+        f"accept {rows} inputs by acceptance={acceptance!r}: {why}": acceptance != "exact" and rows > 1,
+    }
+    met = [obstacle for obstacle, is_met in obstacles.items() if is_met and shape != "trees"]
+    return shape, f"{type(model).__name__} cannot {met[0]}" if met else ""
 
 
 def _encoded(

@@ -10,16 +10,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedTokenizerBase, StaticCache
 from transformers.generation.streamers import TextIteratorStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
-from lookahead.models.cache import CACHE, RowStates, TreeCache
+from lookahead.models.cache import RowStates, TreeCache
 from lookahead.stats import DecodingStats
-from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import FinishReason
 
 
@@ -144,41 +142,11 @@ def append_states(
     """
     begin = int(past.get_seq_length())
     width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, rows, strict=True))
-    for index in range(len(rows[0])):
-        new: list[Tensor] = []
-        for which in (0, 1):
-            shape = rows[0][index][which].shape
-            filled = rows[0][index][which].new_zeros(len(rows), shape[0], width - begin, shape[2])
-            for i, (row, pad) in enumerate(zip(rows, padding, strict=True)):
-                states, first = row[index][which], max(0, begin - pad)
-                at = pad + first - begin
-                filled[i, :, at : at + states.shape[1] - first] = states[:, first:]
-            new.append(filled)
-        past.update(new[0], new[1], index)
-
-
-def padded_sequences(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfig) -> Tensor:
-    """The prompts and their outputs, right-padded to the longest as `model.generate` does."""
-    longest = max(map(len, outputs))
-    pad = config._pad_token_tensor
-    filled = [out + [int(pad) if pad is not None else 0] * (longest - len(out)) for out in outputs]
-    return torch.cat([input_ids, torch.tensor(filled, dtype=torch.long, device=input_ids.device)], -1)
-
-
-def output_dict(
-    sequences: Tensor, chooser: TokenChooser, config: GenerationConfig, past: Cache | None, *, has_encoder: bool
-) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """The output class of `return_dict_in_generate`; scores and logits of a row that has ended are zeros."""
-
-    def by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-        """Turn lists of `[vocab]` per row into one `[batch, vocab]` per step."""
-        nothing, steps = torch.zeros_like(rows[0][0]), range(max(map(len, rows)))
-        return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in steps)
-
-    kind = GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput
-    outputs: dict[str, Any] = {"sequences": sequences, CACHE: past}
-    if config.output_scores:
-        outputs["scores"] = by_step(chooser.scores)
-    if config.output_logits:
-        outputs["logits"] = by_step(chooser.logits)
-    return kind(**outputs)
+    for index, layer in enumerate(zip(*rows, strict=True)):
+        new: list[list[Tensor]] = [[], []]
+        for pad, row in zip(padding, layer, strict=True):
+            for filled, states in zip(new, row, strict=True):
+                states = states[:, max(0, begin - pad) :]
+                before = max(pad, begin) - begin
+                filled.append(nn.functional.pad(states, (0, 0, before, width - begin - before - states.shape[1])))
+        past.update(torch.stack(new[0]), torch.stack(new[1]), index)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import compress
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
-from lookahead.generation.validation import check_token_ids, context_limit, resolved
+from lookahead.generation import validation
+from lookahead.generation.hf import prepare
 from lookahead.models.encoder_decoder import side_positions
-from lookahead.models.support import vocabulary_size
+from lookahead.models.support import context_limit, vocabulary_size
+from lookahead.models.target import input_device
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""
@@ -59,33 +67,50 @@ def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return pad
 
 
-class PromptReader:
-    """Reads the prompts of one call, with the arguments of `lookahead.generate` and the options of `model.generate`.
+def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -> tuple[Tensor, Tensor]:
+    """Prompts, int64 `[batch, tokens]`, and their mask; a decoder's are padded left, an encoder's on the right."""
+    ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
+    fill = partial(pad_sequence, batch_first=True, padding_side="right" if on_the_right else "left")
+    return fill(ids, padding_value=pad), fill([torch.ones_like(each) for each in ids])
 
-    A prompt has at most `limit` tokens, and `room` if it leaves room for its output; None for no limit.
+
+class PromptReader:
+    """Reads the prompts of a call and prepares their decoding, with the arguments of `lookahead.generate`.
+
+    A prompt has at most `limit` tokens, and `room` if it leaves room for its output; None for no limit. Of the options
+    of `model.generate`, `has_own` tells whether they hold processors or criteria of a user's own.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        config: LookaheadConfig | None = None,
         generation_config: GenerationConfig | None = None,
+        seed: int | None = None,
         add_special_tokens: bool = True,
         truncate: Truncation | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
+        compile: bool = False,
+        **options: Any,
     ) -> None:
-        reserved = _limits(model, generation_config, options or {})[0] or 1
+        validation.check_pair(model, tokenizer, stacklevel=4)
+        validation.check_options(model, tokenizer, config, generation_config, options, seed)
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
-        self._tokenizer = tokenizer
-        self._special = add_special_tokens
+        self.config = replace(config or LookaheadConfig(), compile=True) if compile else config
+        self.model, self.tokenizer, self._seed = model, tokenizer, seed
+        self.has_own = bool(options.get("logits_processor") or options.get("stopping_criteria"))
+        self._generation_config, self.options = validation.serve_stop_strings(
+            model, tokenizer, generation_config, options
+        )
+        self._special, self._truncate = add_special_tokens, truncate
         self._chat_kwargs = dict(chat_template_kwargs or {})
-        self._truncate = truncate
         has_encoder = model.config.is_encoder_decoder
         self._names = ("input", "encoder") if has_encoder else ("prompt", "model")
         self._vocabulary = vocabulary_size(model)
         self.limit = side_positions(model, "encoder") if has_encoder else context_limit(model)
+        reserved = self.option("max_new_tokens") or 1
         self.room = self.limit if has_encoder or self.limit is None else self.limit - reserved
         if truncate is not None and self.room is not None and self.room < 1:
             raise ConfigError(
@@ -93,35 +118,72 @@ class PromptReader:
                 f"got {reserved}"
             )
 
+    def option(self, name: str) -> Any:
+        """An option of the call as `model.generate` resolves it."""
+        return validation.resolved(self.model, self._generation_config, self.options, name)
+
+    def prepare(
+        self,
+        encoded: Sequence[list[int]],
+        max_new_tokens: int | None = None,
+        method: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Pad prompts, and let `model.generate` resolve its options for a custom method; None for that of `prepare`.
+
+        They ask for no more new tokens than there is room for behind the shortest prompt.
+        """
+        causal_lm: Any = self.model
+        device, pad = input_device(causal_lm), pad_token_of(self.tokenizer)
+        has_encoder = causal_lm.config.is_encoder_decoder
+        padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
+        longest, context = (1, None) if has_encoder else (padded.shape[1], self.limit)
+        options = dict(self.options)
+        new, total = max_new_tokens or self.option("max_new_tokens"), self.option("max_length")
+        if new is None and total is not None and total <= longest:
+            raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {total}")
+        room = math.inf if context is None else context + 1 - min(map(len, encoded))
+        if max_new_tokens is not None or (new is not None and new > room):
+            options["max_new_tokens"] = min(new, room)
+        elif new is None and total is not None and total > longest + room:
+            options["max_length"] = longest + room
+        if self.option("pad_token_id") is None:
+            options["pad_token_id"] = pad
+        if self._seed is not None:
+            torch.manual_seed(self._seed)
+        ours: dict[str, Any] = {"lookahead_config": self.config, "lookahead_tokenizer": self.tokenizer}
+        return causal_lm.generate(
+            padded.to(device),
+            attention_mask=mask.to(device),
+            generation_config=self._generation_config,
+            custom_generate=partial(prepare, lookahead_context=context, **ours) if method is None else method,
+            **options,
+        )
+
     def separate(self, prompts: object) -> Iterable[Any]:
         """One prompt or several, each of them to be read; several may come from a stream."""
         if isinstance(prompts, str) or is_chat(prompts) or _are_ids(prompts):
             return [prompts]
+        if isinstance(prompts, Tensor | np.ndarray):
+            prompts = {"input_ids": prompts}
         if isinstance(prompts, Mapping):
             if "input_ids" not in prompts:
                 hint = "; a chat is a list of messages" if "role" in prompts else ""
                 raise PromptError(f"prompts must be {_KINDS}, got a dict of {', '.join(map(str, prompts))}{hint}")
             return self._rows(prompts["input_ids"], prompts.get("attention_mask"))
-        if isinstance(prompts, Tensor | np.ndarray):
-            return self._rows(prompts, None)
         if isinstance(prompts, bytes | PathLike) or not isinstance(prompts, Iterable):
             raise PromptError(f"prompts must be {_KINDS}, or several of them, got {_got(prompts)}")
         return prompts
 
     def _rows(self, ids: Any, mask: Any) -> list[list[int]]:
         """Ids `[tokens]` or `[batch, tokens]` without what a mask of that shape hides."""
-        if isinstance(mask, Tensor | np.ndarray):
-            mask = (mask != 0) * 1  # booleans and floats mask as whole numbers do
-        rows, hidden = _nested(ids), _nested(mask) if mask is not None else None
-        if hidden is not None:
+        rows, pad = _nested(ids), self.tokenizer.pad_token_id
+        if mask is not None:
+            # Booleans and floats mask as whole numbers do.
+            hidden = _nested((mask != 0) * 1 if isinstance(mask, Tensor | np.ndarray) else mask)
             if [len(row) for row in hidden] != [len(row) for row in rows]:
                 raise PromptError("attention_mask must have the shape of input_ids")
-            return [
-                [token for token, is_seen in zip(row, seen, strict=True) if is_seen]
-                for row, seen in zip(rows, hidden, strict=True)
-            ]
-        pad = self._tokenizer.pad_token_id
-        if len(rows) < 2 or pad is None or pad == self._tokenizer.eos_token_id:
+            return [list(compress(row, seen)) for row, seen in zip(rows, hidden, strict=True)]
+        if len(rows) < 2 or pad is None or pad == self.tokenizer.eos_token_id:
             return rows
         kept = [[i for i, token in enumerate(row) if token != pad] for row in rows]
         # As `model.generate` takes it where there is no mask.
@@ -137,7 +199,7 @@ class PromptReader:
         if not ids:
             shown = f": {prompt!r}" if isinstance(prompt, str) else ""
             raise PromptError(f"prompt {index} has no tokens{shown}; a prompt needs at least one")
-        check_token_ids(np.array(ids), index, self._vocabulary)
+        validation.check_token_ids(np.array(ids), index, self._vocabulary)
         if self._truncate is not None and self.room is not None and len(ids) > self.room:
             return self._shorten_chat(prompt, index) if is_chat(prompt) else self._shorten(prompt, ids)
         if self.limit is not None and len(ids) > self.limit:
@@ -147,23 +209,21 @@ class PromptReader:
         return ids
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
     def _ids(self, prompt: Any, index: int) -> list[int]:
-        is_array = isinstance(prompt, Tensor | np.ndarray)
-        if is_array or _are_ids(prompt) or (isinstance(prompt, Mapping) and "input_ids" in prompt):
-            rows = list(self.separate(prompt))
-            if len(rows) != 1:
-                raise PromptError(f"prompt {index} must be one prompt, got {len(rows)}")
-            return [int(token) for token in rows[0]]
-        if isinstance(prompt, list | tuple) and not prompt:
-            return []
-        raise PromptError(f"prompt {index} must be {_KINDS}, got {_got(prompt)}")
+        is_array = isinstance(prompt, Tensor | np.ndarray) or (isinstance(prompt, Mapping) and "input_ids" in prompt)
+        rows = list(self.separate(prompt)) if is_array else [prompt]
+        if len(rows) != 1:
+            raise PromptError(f"prompt {index} must be one prompt, got {len(rows)}")
+        if not _are_ids(rows[0]) and rows[0] not in ([], ()):
+            raise PromptError(f"prompt {index} must be {_KINDS}, got {_got(prompt)}")
+        return [int(token) for token in rows[0]]
 
     def render(self, messages: Sequence[Message], index: int = 0) -> list[int]:
         """The token ids of chat messages by the tokenizer's template. An assistant's message at the end goes on."""
-        if not has_chat_template(self._tokenizer) and "chat_template" not in self._chat_kwargs:
+        if not has_chat_template(self.tokenizer) and "chat_template" not in self._chat_kwargs:
             raise PromptError(
                 f"prompt {index} is chat messages, and the tokenizer has no chat template; pass a string, or set "
                 "tokenizer.chat_template"
@@ -179,7 +239,7 @@ class PromptReader:
                 _check_text(message["content"], where)
         continues = messages[-1]["role"] == "assistant"
         try:
-            encoded: Any = self._tokenizer.apply_chat_template(
+            encoded: Any = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
@@ -213,7 +273,7 @@ class PromptReader:
         keep = len(tokens)
         while len(ids) > self.room and keep:
             keep = max(0, keep - (len(ids) - self.room))
-            content = str(self._tokenizer.decode(self._cut(tokens, keep)))
+            content = str(self.tokenizer.decode(self._cut(tokens, keep)))
             ids = self.render([*before, {**last, "content": content}], index)
         if len(ids) > self.room:
             raise PromptError(
@@ -238,32 +298,6 @@ class PromptReader:
         return ids[len(ids) - keep :] if self._truncate == "left" else ids[:keep]
 
 
-def _limits(
-    model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any]
-) -> tuple[int | None, int | None]:
-    """`max_new_tokens` and `max_length` of a call, as far as they are given."""
-    of_call = partial(resolved, model, generation_config, options)
-    return of_call("max_new_tokens"), of_call("max_length")
-
-
-def within(
-    room: int | None,
-    longest: int,
-    model: PreTrainedModel,
-    generation_config: GenerationConfig | None,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    """Options that ask for no more new tokens than there is room for, behind prompts padded to so many tokens."""
-    new, total = _limits(model, generation_config, options)
-    if new is None and total is not None and total <= longest:
-        raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {total}")
-    if room is not None and new is not None:
-        return {**options, "max_new_tokens": min(new, room)}
-    if room is not None and total is not None:
-        return {**options, "max_length": min(total, longest + room)}
-    return options
-
-
 def _check_text(text: str, name: str) -> None:
     """Refuse halves of surrogate pairs, which no tokenizer encodes."""
     if half := _LONE_SURROGATE.search(text):
@@ -280,17 +314,14 @@ def _are_ids(prompt: object) -> bool:
 
 def _nested(values: Any) -> list[list[int]]:
     """Whole numbers `[n]` or `[rows, n]` as lists of rows."""
-    array = values
-    if isinstance(array, Tensor):
-        array = array.detach().cpu().numpy()
-    if isinstance(array, np.ndarray):
-        if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-            shape = "x".join(map(str, array.shape))
-            raise PromptError(f"token ids must be whole numbers [tokens] or [batch, tokens], got {array.dtype} {shape}")
-        array = array.tolist()
-    if _are_ids(array):
-        return [list(array)]
-    rows = array if isinstance(array, list | tuple) else [array]
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "iu" or values.ndim not in (1, 2):
+            got = f"{values.dtype} {'x'.join(map(str, values.shape))}"
+            raise PromptError(f"token ids must be whole numbers [tokens] or [batch, tokens], got {got}")
+        values = values.tolist()
+    rows = values if isinstance(values, list | tuple) and not _are_ids(values) else [values]
     rows = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in rows]
     for row in rows:
         if not _are_ids(row) and row not in ([], ()):

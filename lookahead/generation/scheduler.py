@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
-from lookahead.errors import LogitsError, PromptError
+from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.hf import assemble
-from lookahead.generation.prompts import Prompt, Prompts, Truncation
-from lookahead.generation.queue import Request, RequestReader
-from lookahead.models.target import OnPrefill, input_device
+from lookahead.generation.prompts import Prompt, PromptReader
+from lookahead.generation.validation import validate_call
+from lookahead.models.support import support_of
+from lookahead.models.target import OnPrefill, input_device, prefills_at_once
 from lookahead.stats import DecodingStats
-from lookahead.verification.stopping import FinishReason
+from lookahead.verification.sampling import TokenChooser
+from lookahead.verification.stopping import FinishReason, stateful_name, stopping_rule
 
 MOST_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
@@ -45,6 +49,16 @@ def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and its options; its `row`, a `Row`, is None if it is decoded apart."""
+
+    index: int
+    ids: list[int]
+    max_new_tokens: int | None
+    row: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The result of one prompt.
 
@@ -66,116 +80,43 @@ class Completion:
     finish_reason: FinishReason | None = None
 
 
-def stream_many(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
-    *,
-    rows: int | None = None,
-    config: LookaheadConfig | None = None,
-    generation_config: GenerationConfig | None = None,
-    add_special_tokens: bool = True,
-    truncate: Truncation | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    cache_tokens: int | None = None,
-    **generate_kwargs: Any,
-) -> Iterator[Completion]:
-    """Continue any number of prompts, several at a time; each is yielded as soon as it is done.
-
-    A prompt is taken from `prompts` only when a row is free for it, so that they may come from a stream without an end.
-    The tokens are those that `generate` gives for every prompt alone. A prompt that cannot be served is yielded with
-    its `error`. Where `prompts` itself raises, what is being decoded is finished and yielded first.
-
-    Example:
-        >>> for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=128):  # doctest: +SKIP
-        ...     print(done.index, done.text)
-
-    Args:
-        model: Any HuggingFace causal LM.
-        tokenizer: Its tokenizer.
-        prompts: The prompts, each as `generate` takes it: text, chat messages, token ids.
-        rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other
-            where nothing else is exact: where tokens are sampled, with processors or criteria that you give, or sources
-            of drafts of your own, and with causal models that score no trees. Prompts of an encoder-decoder model are
-            decoded in batches: a batch is taken when the one before has ended.
-        config: How to draft; the defaults when None.
-        generation_config: As for `model.generate`.
-        add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
-        truncate: What a prompt loses that leaves no room for its output, as for `generate`.
-        chat_template_kwargs: Further arguments of the chat template.
-        cache_tokens: Tokens that the cache has room for, all rows together; when None 2048 a row on a CPU and 4096 on
-            a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there
-            is room for it and its output, and one that needs more than all of it is decoded alone.
-        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`; processors and criteria must be of
-            transformers' own kinds that keep no state.
-
-    Raises:
-        ConfigError: An option is out of its range.
-        PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
-        UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
-            `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
-    """
-    scheduler = Scheduler(
-        model,
-        tokenizer,
-        rows=rows,
-        config=config,
-        generation_config=generation_config,
-        add_special_tokens=add_special_tokens,
-        truncate=truncate,
-        chat_template_kwargs=chat_template_kwargs,
-        cache_tokens=cache_tokens,
-        **generate_kwargs,
-    )
-    return _stream(scheduler, iter(scheduler.separate(prompts)))
-
-
-def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Completion]:
-    numbered: Iterator[tuple[int, Prompt]] = enumerate(prompts)
-    error: Exception | None = None
-    is_open = True
-    while True:
-        while is_open and scheduler.is_free:
-            try:
-                scheduler.put(*next(numbered))
-            except StopIteration:
-                is_open = False
-            except Exception as raised:
-                error, is_open = raised, False
-        if scheduler.is_idle:
-            if error is not None:
-                raise error
-            return
-        yield from scheduler.step()
-
-
 class Scheduler:
-    """Decodes prompts in `rows` rows; they may be added while others are being decoded.
+    """Decodes the prompts of a reader in `rows` rows; they may be added while others are being decoded.
 
-    The arguments are those of `stream_many`; `on_prefill` may be set to what `generate` takes by that name.
+    `rows` and `cache_tokens` are those of `stream_many`; `on_prefill` may be set to what `generate` takes by that name.
+    A prompt is decoded apart from these rows where nothing else is exact: if tokens are sampled, with a user's own
+    processors, criteria or sources of drafts, and with models that score no trees.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        rows: int | None = None,
-        config: LookaheadConfig | None = None,
-        cache_tokens: int | None = None,
-        **options: Any,
-    ) -> None:
-        self._config = config if config is not None else LookaheadConfig()
-        self._requests = RequestReader(model, tokenizer, self._config, **options)
-        self.separate = self._requests.reader.separate
-        kind = input_device(model).type
+    def __init__(self, reader: PromptReader, rows: int | None = None, cache_tokens: int | None = None) -> None:
+        self._reader, self._model, self._tokenizer = reader, reader.model, reader.tokenizer
+        self._config = config = reader.config or LookaheadConfig()
+        processors, criteria = (reader.options.get(name) or () for name in ("logits_processor", "stopping_criteria"))
+        name = stateful_name(LogitsProcessorList(processors), StoppingCriteriaList(criteria), GenerationConfig())
+        if not name and reader.options.get("prefix_allowed_tokens_fn") is not None:
+            name = "prefix_allowed_tokens_fn"
+        if name:
+            raise UnsupportedModelError(
+                f"{name} may keep a state, which would go from one prompt to another; call lookahead.generate for one "
+                "prompt at a time, each with an object of its own"
+            )
+        has_encoder, kind = self._model.config.is_encoder_decoder, input_device(self._model).type
+        own = reader.has_own or not all(isinstance(each, str) for each in config.proposers)
+        # A user's objects are made for the rows of one call. An encoder would read the prompt only to resolve options.
+        self._is_apart = own or prefills_at_once(self._model) or has_encoder
+        # A draw, a beam, stop strings or a limit of time belong to their call.
+        self._shares_batches = (
+            has_encoder
+            and not (own or criteria or reader.option("do_sample") or reader.option("max_time"))
+            and (reader.option("num_beams") or 1) == 1
+            and config.acceptance == "exact"
+            and support_of(self._model, shortest=1, max_length=1).shape != "none"
+        )
         self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
         check_whole("rows", self.rows, 1, MOST_ROWS)
-        self._cache_tokens = cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
+        self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
-        self._model = model
-        self._tokenizer = tokenizer
         self._engine: Engine | None = None
         self.on_prefill: OnPrefill | None = None
         self._waiting: deque[Request] = deque()
@@ -196,9 +137,32 @@ class Scheduler:
     def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None) -> None:
         """Add a prompt as `generate` takes it; its `index` is unique among the prompts that are not done."""
         try:
-            self._waiting.append(self._requests.take(index, prompt, max_new_tokens))
+            ids = self._reader.read(prompt, index)
+            row = None if self._is_apart else self._reader.prepare([ids], max_new_tokens, self._row_of)
         except PromptError as error:
             self._failed.append(Completion(index, error=error))
+            return
+        if row is not None:
+            row.index = index
+        self._waiting.append(Request(index, ids, max_new_tokens, row))
+
+    def _row_of(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Row | None:
+        """A custom method of `model.generate`: a row for its prompt, if it can be decoded beside others."""
+        validate_call(model, generation_config, model_kwargs)
+        rule = stopping_rule(stopping_criteria, generation_config).within(self._reader.limit)
+        support = support_of(model, shortest=input_ids.shape[1], max_length=rule.max_length)
+        if generation_config.do_sample or support.shape != "trees":
+            return None
+        chooser = TokenChooser(logits_processor, do_sample=False, batch_size=1)
+        return Row(0, input_ids[0].cpu().numpy(), chooser, rule, device=input_device(model))
 
     def step(self) -> list[Completion]:
         """Admit the prompts that fit; if there are none, advance the rows until one ends, or by a few passes."""
@@ -206,7 +170,7 @@ class Scheduler:
             failed, self._failed = self._failed, []
             return failed
         if self._apart is None and self._waiting and self._waiting[0].row is None:
-            self._apart = self._decode_apart()
+            self._apart = self._decode_group(self._alike())
         if self._apart is not None:
             done = next(self._apart, None)
             if done is not None:
@@ -214,7 +178,7 @@ class Scheduler:
             self._apart = None
         joining = self._joining()
         engine = self._engine
-        if engine is None:
+        if engine is None or not self._running:
             return []
         step_outputs: list[StepOutput] = []
         engine.report_prefill(self.on_prefill)
@@ -225,43 +189,47 @@ class Scheduler:
                 step_outputs = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
                 if any(each.finished for each in step_outputs):
                     break
-        return [self._complete(step_output) for step_output in step_outputs if step_output.finished]
+        ended = [(each, self._running[each.row].row) for each in step_outputs if each.finished]
+        return [self._completion(last.row, last, row.stats, row) for last, row in ended]
 
-    def _decode_apart(self) -> Iterator[list[Completion]]:
-        """Decode the first waiting prompt, which has no row, and those of about its length that may share its batch."""
-        first = self._waiting.popleft()
-        group, most = [first], int(self._cache_tokens * _SIMILAR / len(first.ids))
-        for request in list(self._waiting) if self._requests.shares_batches else ():
+    def _completion(self, index: int, last: StepOutput, stats: DecodingStats, row: Row | None) -> Completion:
+        """The result of a prompt that ended with a step; without a row that step gave all its tokens."""
+        del self._running[index]
+        if last.error is not None:
+            return Completion(index, stats=stats, error=last.error)
+        ids = (last.tokens if row is None else row.ids[row.length - row.emitted : row.length]).tolist()
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return Completion(index, text, ids, stats, finish_reason=last.finish_reason)
+
+    def _alike(self) -> list[Request]:
+        """Take the first waiting prompt, which has no row, and those of about its length that may share its batch."""
+        first = self._waiting[0]
+        most = int(self._cache_tokens * _SIMILAR / len(first.ids)) if self._shares_batches else 1
+
+        def is_similar(request: Request) -> bool:
             lengths = len(request.ids), len(first.ids)
-            is_similar = min(lengths) >= _SIMILAR * max(lengths) and request.max_new_tokens == first.max_new_tokens
-            if is_similar and len(group) < most:
-                self._waiting.remove(request)
-                group.append(request)
-        yield from self._decode_group(group)
+            return min(lengths) >= _SIMILAR * max(lengths) and request.max_new_tokens == first.max_new_tokens
+
+        group = list(filter(is_similar, self._waiting))[: max(1, most)]
+        self._waiting = deque(request for request in self._waiting if request not in group)
+        return group
 
     def _decode_group(self, group: Sequence[Request]) -> Iterator[list[Completion]]:
         """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
-        tokens: dict[int, list[int]] = {row: [] for row in range(len(group))}
         self._running |= {request.index: request for request in group}
         try:
-            engine = self._requests.engine(group)
+            engine = self._reader.prepare([request.ids for request in group], group[0].max_new_tokens)
             engine.report_prefill(self.on_prefill)
-            for step_outputs in engine.run():
-                done = []
-                for step_output in step_outputs:
-                    row = step_output.row
-                    if row not in tokens:  # a further sequence of a prompt
-                        continue
-                    tokens[row] += step_output.tokens.tolist()
-                    if step_output.finish_reason is not None:
-                        del self._running[group[row].index]
-                        done.append(self._completion(step_output, group[row].index, tokens.pop(row), engine.stats[row]))
-                yield done
+            rows = engine.batch if isinstance(engine, Engine) else [None] * len(group)
+            for step_outputs in engine.run():  # of which later rows are further sequences of a prompt
+                ended = [(each, each.row) for each in step_outputs if each.finished and each.row < len(group)]
+                yield [self._completion(group[i].index, last, engine.stats[i], rows[i]) for last, i in ended]
         except (PromptError, LogitsError) as error:
             if len(group) == 1:
                 yield [Completion(group[0].index, error=error)]
-            for row in tokens if len(group) > 1 else ():
-                yield from self._decode_group([group[row]])
+            for request in group if len(group) > 1 else ():
+                if request.index in self._running:
+                    yield from self._decode_group([request])
         finally:
             for request in group:
                 self._running.pop(request.index, None)
@@ -269,12 +237,14 @@ class Scheduler:
     def _joining(self) -> list[Row]:
         """Take the next prompts, in order, that there are free rows and slots for."""
         joining: list[Row] = []
-        longest = max((request.slots for request in self._running.values()), default=0)
+        nodes = self._config.node_budget + 1
+        longest = max((request.row.stopping.max_length + nodes for request in self._running.values()), default=0)
         while self._waiting and len(self._running) < self.rows:
-            request = self._waiting[0]
-            needed = max(longest, request.slots)
-            rows = len(self._running) + 1
-            if request.row is None or (rows > 1 and rows * needed > self._cache_tokens):
+            request, rows = self._waiting[0], len(self._running) + 1
+            if request.row is None:
+                break
+            needed = max(longest, request.row.stopping.max_length + nodes)
+            if rows > 1 and rows * needed > self._cache_tokens:
                 break
             longest = needed
             self._running[request.index] = self._waiting.popleft()
@@ -285,20 +255,12 @@ class Scheduler:
 
     def _make_room(self, first: Row, rows: int, longest: int) -> None:
         """Grow the cache to at least so many rows and slots."""
-        too_large = False
         if self._engine is None:
-            self._engine = assemble(
-                self._model,
-                self._config,
-                slots=self.rows,
-                stopping=first.stopping,
-                tokenizer=self._tokenizer,
-                capacity=longest,
-                isolates=True,
-            )
-            too_large = self.rows * longest > self._cache_tokens
+            model, config, tokenizer = self._model, self._config, self._tokenizer
+            self._engine = assemble(model, config, first.stopping, tokenizer, slots=self.rows)
         slots = self._engine.cache.slots
-        if too_large or longest > slots.capacity or rows > slots.rows:
+        is_too_large = slots.rows > rows and slots.rows * slots.capacity > self._cache_tokens
+        if is_too_large or longest > slots.capacity or rows > slots.rows:
             most = max(rows, min(self.rows, self._cache_tokens // longest))
             capacity = max(longest, min(slots.capacity, self._cache_tokens // most))
             self._engine.cache.resize(rows=most, capacity=capacity)
@@ -314,15 +276,3 @@ class Scheduler:
             else:
                 passes.append([row])
         return passes
-
-    def _complete(self, step_output: StepOutput) -> Completion:
-        row = self._running.pop(step_output.row).row
-        assert row is not None
-        if step_output.error is not None:
-            return Completion(row.index, stats=row.stats, error=step_output.error)
-        tokens = row.ids[row.length - row.emitted : row.length].tolist()
-        return self._completion(step_output, row.index, tokens, row.stats)
-
-    def _completion(self, last: StepOutput, index: int, tokens: list[int], stats: DecodingStats) -> Completion:
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        return Completion(index, text, tokens, stats, finish_reason=last.finish_reason)

@@ -18,9 +18,9 @@ from transformers.cli.serving.utils import GenerationState
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.generation.enable import Generate, enable
-from lookahead.generation.step_costs import prepare_costs
 from lookahead.models.loading import first_line, locate_model, resolve_device, resolve_dtype, to_safetensors
 from lookahead.models.quantized import resolve_quantize
+from lookahead.models.step_costs import prepare_costs
 
 if TYPE_CHECKING:
     import uvicorn
@@ -82,29 +82,22 @@ class EnabledModels(ModelManager):
                 listed += ModelManager.get_gen_models(cache_dir)
         return listed
 
-    def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> Any:
-        return self._load(super()._load_processor, model_id_and_revision, gguf_file)
+    def _load_processor(self, *args: Any, **options: Any) -> Any:
+        return self._load(super()._load_processor, *args, **options)
 
-    def _load_model(
-        self,
-        model_id_and_revision: str,
-        tqdm_class: type | None = None,
-        progress_callback: Callable[..., Any] | None = None,
-        gguf_file: str | None = None,
-    ) -> PreTrainedModel:
-        options = {"tqdm_class": tqdm_class, "progress_callback": progress_callback}
-        model: PreTrainedModel = self._load(super()._load_model, model_id_and_revision, gguf_file, **options)
+    def _load_model(self, *args: Any, **options: Any) -> PreTrainedModel:
+        model: PreTrainedModel = self._load(super()._load_model, *args, **options)
         try:
             enable(model, self._config)
             prepare_costs(model)
         except UnsupportedModelError as error:
-            warnings.warn(f"{model_id_and_revision} is decoded by transformers alone: {error}", stacklevel=2)
+            warnings.warn(f"{args[0]} is decoded by transformers alone: {error}", stacklevel=2)
         except OSError as error:
             warnings.warn(f"what steps cost is not kept for the next time: {error}", stacklevel=2)
         return model
 
     @staticmethod
-    def _load(load: Callable[..., Any], model_id: str, gguf_file: str | None, **options: Any) -> Any:
+    def _load(load: Callable[..., Any], model_id: str, gguf_file: str | None = None, **options: Any) -> Any:
         """Load a model or a tokenizer, named as for `lookahead.load`, or `NAME@REVISION` on the Hub."""
         name, _, revision = model_id.partition("@")
         if gguf_file is None:

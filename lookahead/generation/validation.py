@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
+from math import inf
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -14,20 +16,27 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.models.cache import CACHE, cache_in, may_be_callers
 from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.model_state import state_of
-from lookahead.models.support import check_model, described, validate_model
+from lookahead.models.support import check_model, decoder_vocabulary, described, validate_model
 from lookahead.models.target import input_device, position_limit
 from lookahead.pools.open_pool import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 # The least value of options that are whole numbers, and the range of those that are any number.
 _WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0, "num_beams": 1}
-_NUMBERS = {"temperature": None, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0, "repetition_penalty": None}
+_NUMBERS = {"temperature": inf, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0, "repetition_penalty": inf}
+# Arguments of `model.generate` that the API does not take if they are set, or at all.
+_NOT_TAKEN = {
+    "streamer": "use stream, or model.generate under lookahead.enable",
+    "custom_generate": "use model.generate",
+    "token_healing": "use model.generate, with the tokenizer",
+}
 _PROMPTS = ("input_ids", "attention_mask", "inputs", "inputs_embeds", "messages")
 _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_config": "config"}
 _LEAST_SHARE = 0.8  # of the rows of an embedding that a tokenizer names; the rest is padding of the table
@@ -51,22 +60,15 @@ _MODE_OPTIONS = (
 _NO_BEAMS = ("num_beams", 1), ("num_beam_groups", 1)
 
 
-def check_pair(model: object, tokenizer: object, *, stacklevel: int = 4) -> None:
+def check_pair(model: Any, tokenizer: object, *, stacklevel: int = 3) -> None:
     """Refuse what is no model or no tokenizer by ConfigError; warn once of the tokenizer of another model."""
     if isinstance(model, PreTrainedTokenizerBase) and isinstance(tokenizer, nn.Module):
         raise ConfigError("model and tokenizer are swapped: pass the model first, then its tokenizer")
     check_model(model)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        if hasattr(tokenizer, "tokenizer"):
-            name = type(tokenizer).__name__
-            raise ConfigError(f"tokenizer must be a tokenizer of transformers, got a {name}; pass its .tokenizer")
-        got = described(tokenizer)
+        has_one = hasattr(tokenizer, "tokenizer")
+        got = f"a {type(tokenizer).__name__}; pass its .tokenizer" if has_one else described(tokenizer)
         raise ConfigError(f"tokenizer must be a tokenizer of transformers, got {got}")
-    _warn_of_a_foreign_tokenizer(model, tokenizer, stacklevel)
-
-
-def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase, stacklevel: int) -> None:
-    """Compare sizes of vocabularies and special tokens, once for every pair."""
     seen = state_of(model).tokenizers
     if tokenizer in seen or not model.can_generate():
         return
@@ -78,19 +80,16 @@ def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase,
     if not _LEAST_SHARE * known <= len(tokenizer) <= known:
         differences.append(f"{len(tokenizer):,} tokens against embeddings for {known:,}")
     for name in ("eos_token_id", "bos_token_id"):
-        own = getattr(tokenizer, name, None)
         configs = (model.config.get_text_config(), getattr(model, "generation_config", None))
-        tokens = [getattr(config, name, None) for config in configs]
+        own, tokens = getattr(tokenizer, name, None), [getattr(config, name, None) for config in configs]
         given: set[Any] = {token for each in tokens for token in (each if isinstance(each, list | tuple) else [each])}
         given = {token for token in given if token is not None and 0 <= token < known}  # others no one set
         if own is not None and given and own not in given:
             differences.append(f"{name} {own} against {', '.join(map(str, sorted(given)))}")
     if differences:
         names = f"{tokenizer.name_or_path!r}", f"{model.config.name_or_path or type(model).__name__!r}"
-        warnings.warn(
-            f"the tokenizer {names[0]} may be that of another model than {names[1]}: {'; '.join(differences)}",
-            stacklevel=stacklevel,
-        )
+        told = f"the tokenizer {names[0]} may be that of another model than {names[1]}: {'; '.join(differences)}"
+        warnings.warn(told, stacklevel=stacklevel)
 
 
 def check_options(
@@ -108,26 +107,29 @@ def check_options(
         pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         hint = "; pass its entries as keyword arguments" if isinstance(generation_config, Mapping) else ""
-        raise ConfigError(
-            f"generation_config must be a GenerationConfig, got a {type(generation_config).__name__}{hint}"
-        )
-    if options.get("streamer") is not None:
-        raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")
-    for name in ("custom_generate", "token_healing"):
-        if options.get(name):
-            raise ConfigError(f"{name} is not taken here; use model.generate, for token_healing with the tokenizer")
-    for name in _PROMPTS:
-        if name in options:
+        got = f"a {type(generation_config).__name__}{hint}"
+        raise ConfigError(f"generation_config must be a GenerationConfig, got {got}")
+    for name in options:
+        if name in _PROMPTS:
             raise ConfigError(
                 f"{name} is not taken here: pass the prompt as the third argument; "
                 "a string, chat messages, token ids and what a tokenizer returns are served"
             )
+        if name in _NOT_TAKEN and options[name]:
+            raise ConfigError(f"{name} is not taken here; {_NOT_TAKEN[name]}")
     check_seed(seed)
-    _check_ranges(options)
-    do_sample = options.get("do_sample")
-    if do_sample is not None and not isinstance(do_sample, bool):
-        raise ConfigError(f"do_sample must be True or False, got {do_sample!r}")
-    if options.get("temperature") == 0 and resolved(model, generation_config, options, "do_sample"):
+    given = {name: value for name, value in options.items() if value is not None}  # None stands for the default
+    for name in given:
+        if name in _WHOLE:
+            check_whole(name, given[name], _WHOLE[name])
+        value, most = given[name], _NUMBERS.get(name)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if most is not None and not (is_number and 0 <= value <= most):
+            span = f"from 0 to {most:g}" if most < inf else "of at least 0"
+            raise ConfigError(f"{name} must be a number {span}, got {value!r}")
+    if not isinstance(given.get("do_sample", False), bool):
+        raise ConfigError(f"do_sample must be True or False, got {given['do_sample']!r}")
+    if given.get("temperature") == 0 and resolved(model, generation_config, options, "do_sample"):
         raise ConfigError("temperature must be more than 0 to sample, got 0; do_sample=False takes the likeliest token")
     known = vars(GenerationConfig())
     for name in options:
@@ -148,26 +150,34 @@ def resolved(
     return given if given is not None else getattr(model.generation_config, name, None)
 
 
+def serve_stop_strings(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    generation_config: GenerationConfig | None,
+    generate_kwargs: dict[str, Any],
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """The configuration and arguments for `model.generate` with stop strings as the stopping criterion they mean.
+
+    It cannot do that itself, since it hands no tokenizer to a custom method.
+    """
+    stop_strings = resolved(model, generation_config, generate_kwargs, "stop_strings")
+    if stop_strings is None or tokenizer is None:
+        return generation_config, generate_kwargs
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings)])
+    criteria.extend(generate_kwargs.get("stopping_criteria") or [])
+    if generation_config is not None and generation_config.stop_strings is not None:
+        generation_config = copy(generation_config)
+        generation_config.stop_strings = None
+    kept = {name: value for name, value in generate_kwargs.items() if name != "stop_strings"}
+    if model.generation_config.stop_strings is not None:
+        kept["stop_strings"] = None  # else the model's own would take their place
+    return generation_config, {**kept, "stopping_criteria": criteria}
+
+
 def check_config(name: str, config: object) -> None:
     """Refuse what is no configuration of ours; None stands for the defaults."""
     if config is not None and not isinstance(config, LookaheadConfig):
         raise ConfigError(f"{name} must be a LookaheadConfig, got a {type(config).__name__}")
-
-
-def _check_ranges(options: Mapping[str, Any]) -> None:
-    """Refuse numbers that are none, or out of range; None stands for the default."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, least in _WHOLE.items():
-        if name in given:
-            check_whole(name, given[name], least)
-    for name, most in _NUMBERS.items():
-        if name not in given:
-            continue
-        value = given[name]
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not (is_number and 0 <= value <= (most or float("inf"))):
-            span = f"from 0 to {most:g}" if most else "of at least 0"
-            raise ConfigError(f"{name} must be a number {span}, got {value!r}")
 
 
 def check_seed(seed: object) -> None:
@@ -175,20 +185,6 @@ def check_seed(seed: object) -> None:
     is_whole = isinstance(seed, Integral) and not isinstance(seed, bool)
     if seed is not None and not (is_whole and -(1 << 63) <= cast(int, seed) < 1 << 64):
         raise ConfigError(f"seed must be a whole number from -2^63 to 2^64 - 1, got {seed!r}")
-
-
-def context_limit(model: PreTrainedModel) -> int | None:
-    """Most positions of a prompt and its output together by the model's configuration, its RoPE scaling included."""
-    config: Any = model.config.get_text_config(decoder=True)
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        return None
-    given = getattr(config, "rope_parameters", None) or {}
-    for rope in (given, *given.values()):
-        if isinstance(rope, Mapping) and rope.get("rope_type") in ("linear", "dynamic", "yarn"):
-            trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            limit = max(limit, int(trained * (rope.get("factor") or 1)))
-    return limit
 
 
 def validate_call(
@@ -199,47 +195,44 @@ def validate_call(
 ) -> None:
     """Refuse by UnsupportedModelError what cannot be served of a call of `model.generate`, resolved by it."""
     validate_model(model)
-    has_encoder = model.config.is_encoder_decoder
+    mode, past, has_encoder = config.get_generation_mode(), cache_in(model_kwargs), model.config.is_encoder_decoder
     cache = EncoderDecoderCache if has_encoder else DynamicCache
     served = _SERVED_BEHIND_ENCODER if has_encoder else _SERVED
     if config.guidance_scale is not None and config.guidance_scale != 1:
-        raise UnsupportedModelError(
-            f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token; "
-            "leave out custom_generate for it"
+        raise _left_out(
+            f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token"
         )
-    mode = config.get_generation_mode()
     if mode not in modes:
         given = {name: getattr(config, name, None) for name in _MODE_OPTIONS}
         given = {name: value for name, value in given.items() if value and (name, value) not in _NO_BEAMS}
         named = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise UnsupportedModelError(
-            f"{mode.value.replace('_', ' ')} ({named}) is not served here; leave out custom_generate for it"
-            + (", or pass num_beams=1" if "beam" in mode.value else "")
-        )
+        hint = ", or pass num_beams=1" if "beam" in mode.value else ""
+        raise _left_out(f"{mode.value.replace('_', ' ')} ({named}) is not served here", hint)
     if config.cache_implementation == "quantized":
-        raise UnsupportedModelError("a quantized cache changes tokens and is not served; leave out custom_generate")
-    past = cache_in(model_kwargs)
+        raise _left_out("a quantized cache changes tokens and is not served")
     if may_be_callers(past, config) and not isinstance(past, cache):
         raise UnsupportedModelError(f"{CACHE} must be a {cache.__name__}, got a {type(past).__name__}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
-            raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
+            raise _left_out(f"{name}=True is not served")
     for name, value in model_kwargs.items():
         # transformers passes an empty dictionary for no images
         if name in served or value is None or (isinstance(value, dict) and all(v is None for v in value.values())):
             continue
-        if name in _TOKEN_TYPES and not value.any() and not _heeds(model, name):
-            continue
-        raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
+        if name not in _TOKEN_TYPES or value.any() or _heeds(model, name):
+            raise _left_out(f"the model input {name!r} is not served")
     if isinstance(past, EncoderDecoderCache):
         if past.get_seq_length() > 0:
-            raise UnsupportedModelError(
-                f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens; "
-                "leave out custom_generate to go on from them"
-            )
+            got = f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens"
+            raise UnsupportedModelError(f"{got}; leave out custom_generate to go on from them")
         kind = type(past.self_attention_cache)
         if is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
-            raise UnsupportedModelError(f"a {kind.__name__} is not given back; leave out custom_generate for it")
+            raise _left_out(f"a {kind.__name__} is not given back")
+
+
+def _left_out(what: str, hint: str = "") -> UnsupportedModelError:
+    """The error for what transformers serves, and we do not."""
+    return UnsupportedModelError(f"{what}; leave out custom_generate for it{hint}")
 
 
 def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
@@ -288,15 +281,6 @@ def validate_past(
             raise UnsupportedModelError(f"{CACHE} holds {keys.dtype}, which is narrower than the model's {model.dtype}")
 
 
-def validate_lengths(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:
-    """Refuse a prompt that outgrows the model's table of positions: on a GPU the model would end the process."""
-    has_encoder = model.config.is_encoder_decoder
-    limit, longest = side_positions(model, "decoder") if has_encoder else position_limit(model), int(lengths.max())
-    if limit is not None and longest > limit:
-        prompt = "the decoder's prompt" if has_encoder else f"prompt {int(lengths.argmax())}"
-        raise PromptError(f"{prompt} has {longest} tokens and the model positions for {limit}; shorten it")
-
-
 def validate_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:
     """Refuse positions of the user's own, `[…, batch or 1, tokens]`; those of padding may be any."""
     if position_ids is None:
@@ -304,7 +288,7 @@ def validate_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], 
     usual = np.arange(longest) - (longest - lengths)[:, None]
     given = position_ids.cpu().numpy()
     if given.shape[-1] != longest or ((given != usual) & (usual >= 0)).any():
-        raise UnsupportedModelError("position_ids of your own are not served; leave out custom_generate for them")
+        raise _left_out("position_ids of your own are not served")
 
 
 def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> None:
@@ -315,3 +299,42 @@ def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> Non
             f"prompt {prompt} holds token {stranger}, and the model's vocabulary ends at {vocab_size - 1}: "
             "is the tokenizer that of another model?"
         )
+
+
+def prompt_lengths(
+    model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any], beams: int = 1
+) -> NDArray[np.int64]:
+    """Number of tokens of each prompt without its left padding, int64 `[batch]`; each stands there for every beam.
+
+    Refuses what is not in the vocabulary, and what outgrows the model's table of positions: on a GPU the model would
+    end the process.
+    """
+    has_encoder, vocab_size = model.config.is_encoder_decoder, decoder_vocabulary(model)
+    given = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+    input_ids, given = input_ids[::beams], None if given is None else given[::beams]
+    batch_size, longest = input_ids.shape
+    if not batch_size:
+        raise PromptError("input_ids hold no prompt")
+    if not longest:
+        raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
+    if input_ids.is_floating_point():
+        raise PromptError(f"input_ids must be whole numbers, got a tensor of {input_ids.dtype}")
+    if given is not None and given.shape != input_ids.shape:
+        shapes = f"{[*input_ids.shape]}, got {[*given.shape]}"
+        raise UnsupportedModelError(f"attention_mask must have the shape of input_ids, {shapes}")
+    mask = np.ones((batch_size, longest), bool) if given is None else given.bool().cpu().numpy()
+    lengths: NDArray[np.int64] = mask.sum(1)
+    if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
+        raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")
+    if (lengths == 0).any():
+        raise _left_out(
+            f"attention_mask of prompt {int(lengths.argmin())} is all zeros: a prompt needs at least one token"
+        )
+    for row, ids in enumerate(input_ids.cpu().numpy()):
+        check_token_ids(ids[longest - lengths[row] :], row, vocab_size)
+    limit = side_positions(model, "decoder") if has_encoder else position_limit(model)
+    most = longest if has_encoder else int(lengths.max())
+    if limit is not None and most > limit:
+        prompt = "the decoder's prompt" if has_encoder else f"prompt {int(lengths.argmax())}"
+        raise PromptError(f"{prompt} has {most} tokens and the model positions for {limit}; shorten it")
+    return lengths

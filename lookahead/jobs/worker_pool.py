@@ -48,7 +48,7 @@ class RayWorker:
 
     async def start(self) -> WorkerInfo | LookaheadError:
         """Load the model and start the engine. An error in the options is returned, not raised."""
-        from lookahead.generation.step_costs import prepare_costs
+        from lookahead.models.step_costs import prepare_costs
 
         options = self._options
         try:

@@ -1,34 +1,25 @@
-"""Step costs: measure what a step costs by its number of nodes, and keep the costs in a file."""
+"""Step costs: measure what a step costs by its number of nodes."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import platform
 import statistics
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from platformdirs import user_cache_path
-from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.config import PASSES
 from lookahead.drafting.cost_model import NODE_COST, StepCost
 from lookahead.drafting.tree import TokenTree
-from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.errors import UnsupportedModelError
 from lookahead.models.support import is_bitwise, support_of
 from lookahead.models.target import Target, input_device, position_limit
-from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.verification.exact import likeliest
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
@@ -42,7 +33,6 @@ QUICK_S = 3.0  # aim of a quick sweep; a slow model takes longer, with one round
 LONGEST_QUICK_S = 30.0
 _STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in plain steps
 
-_VERSION = 4  # of the files of step costs
 # Bytes read over products: 0.0034 by the data sheet of an H100 SXM, 0.0065 by that of an A100, 0.0061 of an RTX 4090.
 _GPU_NODE_COST = 0.005
 
@@ -256,59 +246,3 @@ def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:
     """Seconds of a pass over one token behind 64 others, the median of the rounds."""
     context = min(_QUICK_CONTEXT, (position_limit(model) or sys.maxsize) - 2)
     return _sweep(model, context, (1,), rounds=rounds)[0][0]
-
-
-def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
-    """What step costs depend on: parameter shapes, dtype, device, threads, PyTorch version and kind of passes."""
-    parameter = next(model.parameters())
-    shapes = ",".join(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters())
-    device = parameter.device
-    on_gpu = device.type == "cuda"
-    known = {
-        "model": type(model).__name__,
-        "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine() or device.type,
-        "threads": 0 if on_gpu else torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    return known if passes == PASSES[0] else {**known, "passes": passes}
-
-
-def cost_path(model: nn.Module, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
-    """The file of a model's step costs in a folder; one in the platform's cache folder when None."""
-    known = identity(model, passes)
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-    place = user_cache_path("lookahead", appauthor=False) / "costs" if folder is None else Path(folder)
-    return place / f"{known['model']}-{known['dtype']}-{digest}.json"
-
-
-def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> bool:
-    """Load the costs of this model on this machine from their file; False if there is none.
-
-    A file that cannot be read or holds something else is ignored with a warning; `write_costs` replaces it.
-    """
-    path, known = cost_path(model, folder, passes), identity(model, passes)
-    try:
-        content = read_json(path)
-        if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
-            return False  # an older release wrote it
-        if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, known):
-            raise ConfigError("it is not of this version or for this model")
-        cost.update(content["costs"])
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
-        reason = " ".join(str(error).split())
-        warnings.warn(f"the step costs in {path} are ignored, they will be measured: {reason}", stacklevel=2)
-        return False
-    return True
-
-
-def write_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
-    """Write the costs atomically, replacing an older file; returns the path."""
-    path = cost_path(model, folder, passes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"version": _VERSION, "for": identity(model, passes), "costs": cost.to_dict()}
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
-    return path

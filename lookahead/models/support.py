@@ -327,6 +327,19 @@ def validate_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
 
 
+def context_limit(model: PreTrainedModel) -> int | None:
+    """Most positions of a prompt and its output together by the model's configuration, its RoPE scaling included."""
+    config: Any = model.config.get_text_config(decoder=True)
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    for rope in rope_parameters_of(config):
+        if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
+            trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            limit = max(limit, int(trained * (rope.get("factor") or 1)))
+    return limit
+
+
 def vocabulary_size(model: PreTrainedModel, side: Any = None) -> int:
     """Rows of the embedding table of a model, or of its encoder or decoder `side`, padding included."""
     text_config: Any = model.config.get_text_config()

@@ -13,9 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine.row import StepOutput
-from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, PromptReader, Truncation
-from lookahead.generation.validation import check_options
 from lookahead.models.calibration import Sweep
 from lookahead.reporting.charts import render
 from lookahead.stats import DecodingStats
@@ -75,9 +73,9 @@ def trace(
     **generate_kwargs: Any,
 ) -> Trace:
     """Generate from a text or chat messages as `lookahead.generate` does, recording every step by the clock."""
-    check_options(model, tokenizer, config, None, generate_kwargs)
-    ids = PromptReader(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
-    engine = prepare_ids(model, tokenizer, [ids], config, None, None, generate_kwargs)
+    reader = PromptReader(model, tokenizer, config, truncate=truncate, **generate_kwargs)
+    ids = reader.read(prompt, 0)
+    engine = reader.prepare([ids])
     names = list(getattr(engine, "sources", ()))
     tokens: list[int] = []  # emitted so far
     steps = []

@@ -16,8 +16,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, DocumentError, LookaheadError
 from lookahead.generation.api import GenerationResult, generate
-from lookahead.generation.prompts import pad_token_of
-from lookahead.generation.request import pad_prompts
+from lookahead.generation.prompts import PromptReader, pad_prompts, pad_token_of
 from lookahead.generation.scheduler import Completion, Scheduler, cache_tokens_of
 from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats, total, total_in_sequence
@@ -166,9 +165,8 @@ class Summarizer:
 
     def open_scheduler(self, rows: int | None) -> Scheduler:
         """A scheduler that decodes the prompts of several documents together."""
-        scheduler = Scheduler(
-            self._model, self._tokenizer, rows=rows, config=self._config, do_sample=False, **self._encoding
-        )
+        reader = PromptReader(self._model, self._tokenizer, self._config, do_sample=False, **self._encoding)
+        scheduler = Scheduler(reader, rows)
         scheduler.on_prefill = self.on_prefill
         return scheduler
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import DocumentError, TrainingError
-from lookahead.generation.scheduler import stream_many
+from lookahead.generation.api import stream_many
 from lookahead.models.loading import LoadedModel
 from lookahead.models.support import vocabulary_size
 from lookahead.utils.atomic import parse_json, read_regular, write_atomically

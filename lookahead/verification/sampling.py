@@ -96,15 +96,8 @@ _WARPERS = (
 
 def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
     """One function for the processors that read nothing but scores, `[n, vocab]`; the others are left out."""
-    warpers = [processor for processor in processors if type(processor) in _WARPERS]  # a subclass may have a state
-
-    def warp(scores: Tensor) -> Tensor:
-        nothing = cast(LongTensor, scores.new_zeros(len(scores), 0, dtype=torch.long))
-        for warper in warpers:
-            scores = warper(nothing, cast(FloatTensor, scores))
-        return scores
-
-    return warp
+    warpers = LogitsProcessorList(each for each in processors if type(each) in _WARPERS)  # a subclass may have a state
+    return lambda scores: warpers(cast(Any, scores.new_zeros(len(scores), 0, dtype=torch.long)), cast(Any, scores))
 
 
 def not_a_number(row: int, step: int) -> LogitsError:

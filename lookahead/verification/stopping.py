@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from lookahead.verification.sampling import foreign_processor
 
 FinishReason = Literal["stop", "length", "criteria"]
 """Why an output ended: an end-of-sequence token or a stop string, a limit on its length, or another criterion."""
@@ -37,6 +42,53 @@ class StoppingRule:
     eos_tokens: frozenset[int]
     custom: tuple[tuple[FinishReason, Criterion], ...] = ()
 
-    def within(self, context: int) -> StoppingRule:
-        """The rule for a model with a context of so many ids; one more id follows the last of them."""
-        return replace(self, max_length=min(self.max_length, context + 1))
+    def within(self, context: int | None, padding: int = 0) -> StoppingRule:
+        """The rule for a model with a context of so many tokens, None for any; one more follows the last of them."""
+        return self if context is None else replace(self, max_length=min(self.max_length, padding + context + 1))
+
+
+# Criteria that treat every row by itself and keep nothing from step to step. A subclass may do otherwise.
+_ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
+
+
+def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
+    """The name of the first processor or criterion that may keep a state or look across rows, or an empty string."""
+    others = [criterion for criterion in criteria if type(criterion) not in _ROW_WISE]
+    names = [str(getattr(each, "__qualname__", type(each).__qualname__)) for each in others]  # it may be a function
+    return next(iter(names), "") or foreign_processor(processors, config)
+
+
+def stateful_reason(
+    processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, rows: int, is_lossy: bool
+) -> str:
+    """Why a processor or criterion would see other calls than those of `model.generate`, or an empty string.
+
+    Rows of a batch advance at different rates, and where tokens are sampled, typical acceptance asks processors about
+    tokens that may not be emitted.
+    """
+    if rows > 1 and (name := stateful_name(processors, criteria, config)):
+        return (
+            f"{name} may keep a state, or look at other rows, so it must see every step of the whole batch: the {rows} "
+            "rows are decoded plainly; a prompt by itself is drafted for"
+        )
+    if is_lossy and config.do_sample and (name := foreign_processor(processors, config, is_tentative=True)):
+        return (
+            f"{name} may keep a state, and acceptance='typical' would ask it about tokens that are not emitted: the "
+            "call is decoded plainly; with acceptance='exact' a prompt by itself is drafted for"
+        )
+    return ""
+
+
+def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingRule:
+    """Separate the criteria that count tokens from those that must be called."""
+    eos = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.flatten().tolist()}
+    limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+    others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    shows_scores = config.return_dict_in_generate and config.output_scores
+
+    def ask(criterion: StoppingCriteriaList, ids: Tensor, scores: Sequence[Tensor]) -> bool:
+        steps = tuple(cast(Any, step[None]) for step in scores) if shows_scores else None
+        return bool(criterion(cast(torch.LongTensor, ids), steps))
+
+    custom = tuple((reason_of(c), partial(ask, StoppingCriteriaList([c]))) for c in others)
+    return StoppingRule(max_length=min(limits), eos_tokens=frozenset(eos), custom=custom)

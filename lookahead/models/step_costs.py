@@ -6,18 +6,53 @@ first call, and saves what it learned. The command line prepares them; `lookahea
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import platform
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from platformdirs import user_cache_path
+from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.config import PASSES
 from lookahead.errors import ConfigError
-from lookahead.generation.validation import context_limit
 from lookahead.models import calibration
 from lookahead.models.model_state import state_of
-from lookahead.models.support import validate_causal_lm
+from lookahead.models.support import context_limit, validate_causal_lm
+from lookahead.utils.atomic import read_json, write_atomically
+
+_VERSION = 4  # of the files
+
+
+def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
+    """What step costs depend on: parameter shapes, dtype, device, threads, PyTorch version and kind of passes."""
+    parameter = next(model.parameters())
+    shapes = ",".join(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters())
+    device = parameter.device
+    on_gpu = device.type == "cuda"
+    known = {
+        "model": type(model).__name__,
+        "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine() or device.type,
+        "threads": 0 if on_gpu else torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    return known if passes == PASSES[0] else {**known, "passes": passes}
+
+
+def cost_path(model: nn.Module, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
+    """The file of a model's step costs in a folder; one in the platform's cache folder when None."""
+    known = identity(model, passes)
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+    place = user_cache_path("lookahead", appauthor=False) / "costs" if folder is None else Path(folder)
+    return place / f"{known['model']}-{known['dtype']}-{digest}.json"
 
 
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
@@ -36,9 +71,23 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     Returns:
         Whether there was a file.
     """
-    costs = state_of(model).learned.costs
-    found = [calibration.read_costs(model, costs[passes], folder, passes) for passes in PASSES]
-    return any(found)
+    costs, is_found = state_of(model).learned.costs, False
+    for passes in PASSES:
+        path, known = cost_path(model, folder, passes), identity(model, passes)
+        try:
+            content = read_json(path)
+            if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
+                continue  # an older release wrote it
+            if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, known):
+                raise ConfigError("it is not of this version or for this model")
+            costs[passes].update(content["costs"])
+            is_found = True
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
+            reason = " ".join(str(error).split())
+            warnings.warn(f"the step costs in {path} are ignored, they will be measured: {reason}", stacklevel=2)
+    return is_found
 
 
 def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
@@ -75,7 +124,11 @@ def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, comp
         OSError: It cannot be written; an older file is still whole then.
     """
     passes = PASSES[compile]
-    return calibration.write_costs(model, state_of(model).learned.costs[passes], folder, passes)
+    path, costs = cost_path(model, folder, passes), state_of(model).learned.costs[passes].to_dict()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"version": _VERSION, "for": identity(model, passes), "costs": costs}
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    return path
 
 
 def calibrate_costs(
