@@ -260,7 +260,8 @@ def _add_products(x, first, rows, terms, block, panel, sums, others):
     length = x.shape[1]
     for term in range(0, terms, block):
         count, to = min(block, terms - term), others if term else sums
-        _tile(x, first * length + term, length, 1, panel, term * COLUMNS, COLUMNS, to, 0, COLUMNS, rows, count)
+        at, column = first * length + term, term * COLUMNS
+        _tile((x, at, length, 1), (panel, column, COLUMNS), (to, 0, COLUMNS), rows, count)
         if term:
             for i in range(rows * COLUMNS):
                 sums[i] = others[i] + sums[i]
@@ -272,7 +273,7 @@ def _add_bytes(x, first, rows, terms, block, panel, sums, others):
     length, sums[:] = x.shape[1], 0.0
     for place in range(terms // (block + 1)):
         at, column = first * length + place * (block + 2), place * (block + 1) * COLUMNS
-        _tile_of_bytes(x, at, length, 1, panel, column, COLUMNS, sums, 0, COLUMNS, rows, block)
+        _tile_of_bytes((x, at, length, 1), (panel, column, COLUMNS), (sums, 0, COLUMNS), rows, block)
 
 
 @jit_part
@@ -280,13 +281,12 @@ def _add_by_halves(x, first, rows, terms, block, panel, sums, others):
     """Sums of every 64th product. Each is added to the one 32 further on, these to those 16 further on, and so on."""
     length, size, waiting = x.shape[1], 2 * rows * COLUMNS, 0
     for place in range(_SUMS // 2):
-        at, line, to = first * length + 2 * place * block, place * block * COLUMNS, waiting * size
+        at, line, to, step = first * length + 2 * place * block, place * block * COLUMNS, waiting * size, 2 * COLUMNS
         if rows <= _FEW:
-            _few_of_pairs(x, at, length, 2, panel, line, COLUMNS, others, to, 2 * COLUMNS, rows, block)
+            _few_of_pairs((x, at, length, 2), (panel, line, COLUMNS), (others, to, step), rows, block)
         else:
-            for column in range(0, COLUMNS, LANES):
-                out = to + column
-                _many_of_pairs(x, at, length, 2, panel, line + column, COLUMNS, others, out, 2 * COLUMNS, rows, block)
+            for i in range(0, COLUMNS, LANES):
+                _many_of_pairs((x, at, length, 2), (panel, line + i, COLUMNS), (others, to + i, step), rows, block)
         waiting, done = waiting + 1, place + 1
         while done & 1 == 0:
             waiting, done = waiting - 1, done >> 1

@@ -231,7 +231,7 @@ def _load(keys, words, values, begin, size, head, transposed, block):
     for slot in range(0, whole, LANES):
         at = (begin + slot) * step + head * count
         for word in range(0, together, LANES):
-            transpose(words, at + word, step, transposed, each * word * _STEP + slot, _STEP)
+            transpose((words, at + word, step), (transposed, each * word * _STEP + slot, _STEP))
         for i in range(each * together, dim):
             for lane in range(LANES):
                 transposed[i, slot + lane] = widen(keys[begin + slot + lane, head, i])
@@ -248,9 +248,8 @@ def _score_prompt(queries, transposed, size, scale, scores):
     for first in range(0, rows, ROWS):
         for column in range(0, size, _COLUMNS):
             for i in range(_PARTS):
-                at, line, step = first * dim + i, i * _STEP + column, _PARTS * _STEP
-                count, terms = min(ROWS, rows), dim // _PARTS
-                _score_tile(queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, _COLUMNS, count, terms)
+                at, line, step, out = first * dim + i, i * _STEP + column, _PARTS * _STEP, (parts[i], 0, _COLUMNS)
+                _score_tile((queries, at, dim, _PARTS), (transposed, line, step), out, min(ROWS, rows), dim // _PARTS)
             for row in range(min(ROWS, rows)):
                 scored, at = scores[first + row, column : column + _COLUMNS], row * _COLUMNS
                 a, b, c, d = (
@@ -358,9 +357,9 @@ def _add_prompt(weights, values, size, sums):
         for column in range(0, dim, _COLUMNS):
             at, to, count = first * BLOCK, first * dim + column, min(ROWS, rows)
             if dim - column > LANES:
-                _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, count, size)
+                _two_registers((weights, at, BLOCK, 1), (values, column, dim), (sums, to, dim), count, size)
             else:
-                _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, count, size)
+                _one_register((weights, at, BLOCK, 1), (values, column, dim), (sums, to, dim), count, size)
 
 
 @jit_part

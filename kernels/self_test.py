@@ -55,8 +55,8 @@ def attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> fl
     for slots, split in _SLOTS.items():
         inputs = _inputs(variant, 2, slots, (slots - _WIDTH, slots // 3), (_WIDTH, 9))
         got = attend(**inputs, **options, split=split).double()
-        tensors = (inputs.pop(name).double().nan_to_num() for name in ("query", "keys", "values"))
-        want = _by_torch(*tensors, inputs, options)().nan_to_num()  # NaN for nodes past a row's last
+        query, keys, values = (inputs.pop(name).double().nan_to_num() for name in ("query", "keys", "values"))
+        want = _by_torch(query, keys, values, inputs, options)().nan_to_num()  # NaN for nodes past a row's last
         errors.append(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-3)).flatten())
     return float(torch.cat(errors).max())  # NaN if one is NaN
 

@@ -180,7 +180,7 @@ def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(monkeypatch)
 
         @numba.njit
         def product(left, right, out, tile=tile):
-            tile(left, 0, 18, 1, right, 0, columns, out, 0, columns, rows, 16)
+            tile((left, 0, 18, 1), (right, 0, columns), (out, 0, columns), rows, 16)
 
         products.append(np.ones(rows * columns, np.float32))
         product(left.ravel(), right, products[-1])
