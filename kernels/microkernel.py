@@ -20,9 +20,10 @@ from numba.extending import intrinsic, overload, register_jitable
 
 # Compiled into its callers only, with no entry point for Python.
 jit_part: Any = register_jitable(error_model="numpy")
-_intrinsic: Any = intrinsic
+to_intrinsic: Any = intrinsic
 
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8  # float32 of a vector register
+FEATURES = llvm.get_host_cpu_features()
+LANES = 16 if FEATURES.get("avx512f") else 8  # float32 of a vector register
 ROWS = LANES // 2  # of a tile: with 2 registers each its sums fill half of them, and a product waits for no earlier one
 COLUMNS = 128  # most of a matrix of columns
 STRIDE = COLUMNS + LANES  # elements from one of its rows to the next; no power of two, so that rows share no cache set
@@ -96,7 +97,7 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
             for each, place in zip(line, to_line, strict=True):
                 builder.store(each, place, align=4)
 
-    @_intrinsic
+    @to_intrinsic
     def tile(context: Any, left: Any, right: Any, out: Any, count: Any, terms: Any) -> Any:
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
             *operands, asked, terms = values
@@ -152,7 +153,7 @@ def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 def _emit_bytes(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the four products of every lane."""
-    if llvm.get_host_cpu_features().get("avx512vnni"):
+    if FEATURES.get("avx512vnni"):
         return _call_dot(builder, _DOT_OF_BYTES, total, right[0], left[0])
     kind = ir.VectorType(ir.IntType(16), 2 * LANES)
     byte, mask = (ir.Constant(kind, [n] * 2 * LANES) for n in (8, 255))
@@ -283,7 +284,7 @@ def _narrow_as(number: Any, like: Any) -> Any:
     return narrow
 
 
-@_intrinsic
+@to_intrinsic
 def transpose(context: Any, source: Any, out: Any) -> Any:
     """Store `LANES` rows of as many float32 by columns; or of pairs of bfloat16, held as int32, widened to float32."""
 
@@ -357,7 +358,7 @@ def exp(x):
     return _F(0.0) if x < _SMALLEST else scaled
 
 
-@_intrinsic
+@to_intrinsic
 def _pointer(context: Any, address: Any) -> Any:
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())

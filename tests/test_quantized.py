@@ -174,8 +174,8 @@ def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(monkeypatch)
     left[:, 17] = right[16 * columns :] = np.float32(0.5).view(np.int32)
     left[:, 16] = -7
     products = []
-    for features in ({}, microkernel.llvm.get_host_cpu_features()):
-        monkeypatch.setattr(microkernel.llvm, "get_host_cpu_features", lambda features=features: features)
+    for features in ({}, microkernel.FEATURES):
+        monkeypatch.setattr(microkernel, "FEATURES", features)
         tile = microkernel.tile_of(2, "bytes")
 
         @numba.njit
