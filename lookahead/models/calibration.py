@@ -288,12 +288,12 @@ def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = Non
 
     A file that cannot be read or holds something else is ignored with a warning; `write_costs` replaces it.
     """
-    path, known = cost_path(model, folder, passes), identity(model, passes)
+    path = cost_path(model, folder, passes)
     try:
         content = read_json(path)
-        if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
+        if content["version"] in range(1, _VERSION):
             return False  # an older release wrote it
-        if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, known):
+        if (content["version"], content["for"]) != (_VERSION, identity(model, passes)):
             raise ConfigError("it is not of this version or for this model")
         cost.update(content["costs"])
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import CACHE, TreeCache
-from lookahead.models.compiled import give_up, in_short, largest_error, tolerance_of
+from lookahead.models.compiled import difference_of, give_up, in_short
 from lookahead.models.model_state import state_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows
 
@@ -161,13 +161,9 @@ class GraphRunner:
         self._runners: dict[tuple[int, int], _ShapeRunner] = {}
         self._made_at = -1  # allocations of the cache when the runners were made
         self.is_cold = False  # whether the newest pass recorded or is yet to be, so that its time is no cost
-        self._capture: CudaGraphs | None = None
-        if "capture" not in state_of(model).failed:
-            problem = graph_shortcoming(model, device)
-            if problem is None:
-                self._capture = CudaGraphs(device)
-            else:
-                self._stop(problem)
+        self._capture = None if "capture" in state_of(model).failed else CudaGraphs(device)
+        if self._capture is not None and (problem := graph_shortcoming(model, device)):
+            self._stop(problem)
 
     def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
         """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""
@@ -234,11 +230,10 @@ class GraphRunner:
             return outputs
         self.is_cold = runner.is_checked = True
         wanted = runner.run()
-        error = largest_error(outputs, wanted)
-        if error <= tolerance_of(self._model.dtype):
-            return outputs
-        self._stop(f"a replay differs by {error:.2g} from the pass that was recorded")
-        return wanted
+        if difference := difference_of(self._model, outputs, wanted):
+            self._stop(f"a replay differs by {difference} from the pass that was recorded")
+            return wanted
+        return outputs
 
     def _stop(self, reason: str) -> None:
         """Record no more passes."""

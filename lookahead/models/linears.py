@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from operator import is_not
 from threading import local
@@ -137,11 +137,9 @@ class LinearScope:
             packed.check()
             self._forwards.append((layer, None, partial(_forward, layer, packed)))
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self) -> AbstractContextManager[None]:
         """Let the layers look for packed weights until the last open block of any thread ends."""
-        with replaced("forward", self._forwards):
-            yield
+        return replaced("forward", self._forwards)
 
     @contextmanager
     def running(self, bits: Bits) -> Iterator[None]:
@@ -281,10 +279,9 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Pack
 
 def keeps_bits(model: nn.Module) -> bool:
     """Whether rows of the linear layers in half precision can have the bits they have alone, without many products."""
-    try:
+    with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
         return all(map(_keeps_bits_of_rows, product_bits.linear_layers(model)))
-    except (AttributeError, RuntimeError):  # torch was built without oneDNN
-        return False
+    return False
 
 
 def _keeps_bits_of_rows(layer: nn.Linear | Conv1D) -> bool:
