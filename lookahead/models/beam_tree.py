@@ -186,7 +186,6 @@ class BeamModel:
         return getattr(self._model, name)
 
     def _prefill(self, input_ids: Tensor, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Read the prompts."""
         logits = self._read(input_ids, generation_config)
         self._trees = [BeamTree(*each, self._beams) for each in zip(self._prompts, logits, strict=True)]
         return self._output()

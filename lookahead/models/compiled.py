@@ -166,7 +166,6 @@ class CompiledLayers:
         return output
 
     def _stop(self, reason: str) -> None:
-        """Compile and run no more code."""
         self.serves = False
         self._bound.clear()
         give_up(self._model, "compile", reason)

@@ -34,17 +34,17 @@ _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}  # wait only with a
 _recording = Lock()  # torch records one graph at a time in a process
 
 
+@dataclass(eq=False)
 class Graph:
     """One recorded pass; its outputs live as long as it does."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
-        self._graph = graph
-        self._outputs = outputs
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, ...]
 
     def replay(self) -> tuple[Tensor, ...]:
         """Run the recording on what the static buffers hold now; the next replay overwrites the returned tensors."""
-        self._graph.replay()
-        return self._outputs
+        self.graph.replay()
+        return self.outputs
 
 
 def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | None:
@@ -124,20 +124,12 @@ class CudaGraphs:
 
 @dataclass(slots=True)
 class _ShapeRunner:
-    """A fixed-shape pass, and what runs it: the model's forward, or a graph of it."""
+    """A fixed-shape pass, and a graph of it once it was recorded."""
 
     static: FixedShapePass
-    forward: Run
     graph: Graph | None = None
     is_checked: bool = False  # whether a replay was compared with the pass itself
     uses: int = 0
-
-    def run(self) -> tuple[Tensor, ...]:
-        """Run the pass without its graph, with new masks."""
-        try:
-            return self.forward()
-        finally:
-            self.static.forget()
 
 
 class GraphRunner:
@@ -180,7 +172,7 @@ class GraphRunner:
         runner = self._runners.get((rows, width))
         if runner is None:
             static = FixedShapePass(slots, rows, width, self._device)
-            runner = self._runners[rows, width] = _ShapeRunner(static, partial(self._forward, static))
+            runner = self._runners[rows, width] = _ShapeRunner(static)
         runner.static.fill(trees)
         runs = nullcontext() if self._scope is None else self._scope.running(runner.static)
         with slots.fixed(rows, width, runner.static.index), runs:
@@ -190,14 +182,20 @@ class GraphRunner:
         return tuple(each[: len(trees), :nodes] for each in outputs)
 
     def _forward(self, static: FixedShapePass) -> tuple[Tensor, ...]:
-        """Run the model on the buffers of a pass: logits `[rows, width, vocab]`, and some of the hidden states."""
+        """Run the model on the buffers of a pass, with new masks.
+
+        Returns logits `[rows, width, vocab]`, and some of the hidden states.
+        """
         options: dict[str, Any] = {CACHE: self._cache}
-        if self._scope is None:
-            options["attention_mask"] = static.mask(1, AttentionSpan(), self._model.dtype, static.tokens.device)
         if self._hidden_layers:
             options["output_hidden_states"] = True
         model: Any = self._model
-        output = model(input_ids=static.tokens, position_ids=static.positions, use_cache=True, **options)
+        try:
+            if self._scope is None:
+                options["attention_mask"] = static.mask(1, AttentionSpan(), model.dtype, static.tokens.device)
+            output = model(input_ids=static.tokens, position_ids=static.positions, use_cache=True, **options)
+        finally:
+            static.forget()
         return (output.logits, *(output.hidden_states[layer] for layer in self._hidden_layers))
 
     def _run(self, runner: _ShapeRunner, capture: CudaGraphs) -> tuple[Tensor, ...] | None:
@@ -206,7 +204,7 @@ class GraphRunner:
         if runner.graph is not None:
             return self._replay(runner, runner.graph)
         try:
-            outputs = runner.run()
+            outputs = self._forward(runner.static)
         except Exception as error:
             # The model itself runs next. If it is broken, it raises there.
             self._stop(in_short(error))
@@ -214,7 +212,9 @@ class GraphRunner:
         self.is_cold = True
         if runner.uses >= CAPTURE_AT:
             try:
-                runner.graph = capture(runner.run)  # the next pass of its shape is the first replay
+                runner.graph = capture(
+                    partial(self._forward, runner.static)
+                )  # the next pass of its shape is the first replay
             except Exception as error:
                 self._stop(in_short(error))
         return outputs
@@ -229,14 +229,13 @@ class GraphRunner:
         if runner.is_checked:
             return outputs
         self.is_cold = runner.is_checked = True
-        wanted = runner.run()
+        wanted = self._forward(runner.static)
         if difference := difference_of(self._model, outputs, wanted):
             self._stop(f"a replay differs by {difference} from the pass that was recorded")
             return wanted
         return outputs
 
     def _stop(self, reason: str) -> None:
-        """Record no more passes."""
         self._capture = None
         self._runners.clear()
         give_up(self._model, "capture", reason)

@@ -116,6 +116,7 @@ class LinearScope:
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
         self.has_packed = False  # whether the newest block of `running` packed a weight
+        self._packs, self._fewest = False, 1
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
         layers = [each for each in product_bits.linear_layers(model) if _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
@@ -145,9 +146,8 @@ class LinearScope:
     def running(self, bits: Bits) -> Iterator[None]:
         """Within `serving`, multiply by packed weights on this thread; rows of half precision have these bits."""
         outer, _thread.has_packed = getattr(_thread, "mode", None), False
-        _thread.mode = (bits, self._packs, self._fewest) if self._forwards else (bits, False, 1)
-        if torch.is_autocast_enabled("cpu"):  # which chooses the type of products
-            _thread.mode = None
+        is_autocast = torch.is_autocast_enabled("cpu")  # which chooses the type of products
+        _thread.mode = None if is_autocast else (bits, self._packs, self._fewest)
         try:
             yield
         finally:
@@ -237,7 +237,6 @@ def _is_for_prompts(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool
 
 
 def _digest(weight: Tensor) -> int:
-    """The hash of a contiguous weight's bytes."""
     return int(xxhash.xxh3_64_intdigest(weight.detach().view(torch.uint8).numpy().data))
 
 
