@@ -250,8 +250,9 @@ def _score_prompt(queries, transposed, size, scale, scores):
     for first in range(0, rows, ROWS):
         for column in range(0, size, _COLUMNS):
             for i in range(_PARTS):
-                at, line, step, out = first * dim + i, i * _STEP + column, _PARTS * _STEP, (parts[i], 0, _COLUMNS)
-                _score_tile((queries, at, dim, _PARTS), (transposed, line, step), out, min(ROWS, rows), dim // _PARTS)
+                at, line, step = first * dim + i, i * _STEP + column, _PARTS * _STEP
+                count, terms = min(ROWS, rows), dim // _PARTS
+                _score_tile((queries, at, dim, _PARTS), (transposed, line, step), (parts[i], 0, _COLUMNS), count, terms)
             for row in range(min(ROWS, rows)):
                 scored, at = scores[first + row, column : column + _COLUMNS], row * _COLUMNS
                 a, b, c, d = (
