@@ -302,8 +302,9 @@ def _multiply(address, left, kind, number, add, most):
                 add(x, first, taken, terms, block, packed[place], sums, others)
                 for row in range(taken):
                     sum_of = sums[row * COLUMNS : row * COLUMNS + count]
+                    own_bias = bias[begin : begin + count]
                     for i in range(count if bias_at else 0):
-                        sum_of[i] += widen(bias[begin + i])
+                        sum_of[i] += widen(own_bias[i])
                     _store(sum_of, out[first + row, begin : begin + count])
         part = take(address)
 
