@@ -32,8 +32,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.command import parser_of, publish, use_one_thread
 from bench.gpu_steps import ByHand, Stopwatch, read_bandwidth
 from bench.targets import KERNEL, print_goals
-from lookahead.kernels import cpu_attention, reference
+from lookahead.kernels import cpu_attention
 from lookahead.models.cuda_graphs import CudaGraphs, Graph
+from tests.support import kernel_reference as reference
 from tests.support.random_trees import relative_error, tree_tensors
 
 Layer = tuple[Tensor, Tensor, Tensor]  # query, keys and values as the kernel takes them

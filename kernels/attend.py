@@ -86,11 +86,11 @@ def _fold(
 
 
 @triton.jit
-def _share(peak, total, sink, HAS_SINKS: tl.constexpr):
-    """The final factor on a sum of weighted values; `sink` is a logit that takes part in the softmax."""
+def _share(peak, total, sinks, HAS_SINKS: tl.constexpr):
+    """The final factor on a sum of weighted values; at `sinks` is a logit that takes part in the softmax."""
     share = 1.0 / total
     if HAS_SINKS:
-        sink = sink * LOG2E
+        sink = tl.load(sinks).to(tl.float32) * LOG2E
         top = tl.maximum(peak, sink)
         kept = tl.exp2(peak - top)
         share = kept / tl.fma(total, kept, tl.exp2(sink - top))
@@ -176,10 +176,8 @@ def attend(
 
     dims = tl.arange(0, BLOCK_VALUE)
     if IN_ONE:
-        sink = peak
-        if HAS_SINKS:
-            sink = tl.load(sinks + head).to(tl.float32)
-        result = tl.where(is_live[:, None], acc * _share(peak, total, sink, HAS_SINKS)[:, None], 0.0)
+        share = _share(peak, total, sinks + head, HAS_SINKS)
+        result = tl.where(is_live[:, None], acc * share[:, None], 0.0)
         place = ((row * width + node) * tl.num_programs(1) * GROUPS + head) * VALUE_DIM
         is_written = (node < width)[:, None] & (dims < VALUE_DIM)[None, :]
         tl.store(out + place[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=is_written)
@@ -229,9 +227,6 @@ def merge(
         total = total * shrink + tl.sum(part_total * weight, 0)
         acc = acc * shrink + tl.sum(part_sum * weight[:, None], 0)
         peak = new_peak
-    sink = peak
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
-    result = tl.where(node < count, acc * _share(peak, total, sink, HAS_SINKS), 0.0)
+    result = tl.where(node < count, acc * _share(peak, total, sinks + head, HAS_SINKS), 0.0)
     place = ((row * width + node) * tl.num_programs(1) * GROUPS + head) * VALUE_DIM
     tl.store(out + place + dims, result.to(out.dtype.element_ty), mask=dims < VALUE_DIM)

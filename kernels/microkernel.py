@@ -7,6 +7,7 @@ third of the speed, because their sums are stored after every few products.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -14,12 +15,15 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.cgutils import unpack_tuple
 from numba.extending import intrinsic, overload, register_jitable
 
 # Compiled into its callers only, with no entry point for Python.
 jit_part: Any = register_jitable(error_model="numpy")
+to_intrinsic: Any = intrinsic
 
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8  # float32 of a vector register
+FEATURES = llvm.get_host_cpu_features()
+LANES = 16 if FEATURES.get("avx512f") else 8  # float32 of a vector register
 ROWS = LANES // 2  # of a tile: with 2 registers each its sums fill half of them, and a product waits for no earlier one
 COLUMNS = 128  # most of a matrix of columns
 STRIDE = COLUMNS + LANES  # elements from one of its rows to the next; no power of two, so that rows share no cache set
@@ -47,11 +51,11 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
 
     Elements of both are float32, or int32 that hold two bfloat16; then sums are those of the CPU's instruction.
 
-    It takes the left matrix, the place of its first element, the steps between its rows and its terms; the right
-    matrix, the place of its first element, the step between its terms; the matrix for the product, the place of its
-    first element, the step between its rows; the number of rows, one of `rows`; and the number of terms. A row of the
-    product fills so many registers. The kind `"fours"` adds four products at a time, paired by twos, to what the matrix
-    for the product holds.
+    It takes the left matrix, with the place of its first element and the steps between its rows and its terms; the
+    right matrix, with the place of its first element and the step between its terms; the matrix for the product, with
+    the place of its first element and the step between its rows; the number of rows, one of `rows`; and the number of
+    terms. A row of the product fills so many registers. The kind `"fours"` adds four products at a time, paired by
+    twos, to what the matrix for the product holds.
 
     The kind `"pairs"` takes int32 that hold two bfloat16 in the right matrix, and the two float32 that they are
     multiplied by in the left one, side by side. A row of the product fills so many registers with the sums of the
@@ -61,40 +65,31 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
     unsigned ones in the right. Behind the terms of both stands the float32 by which their sum is multiplied; a row of
     the left one has the number with which its sums begin before that.
     """
-    emit_term, together, parts = {
-        "product": (_emit_product, 1, 1), "pairs": (_emit_product, 1, 2), "fours": (_emit_four, 4, 1),
-        "bytes": (_emit_bytes, 1, 1),
-    }[kind]  # fmt: skip
+    parts = 2 if kind == "pairs" else 1
 
-    def emit_rows(builder: Any, count: int, operands: Any) -> None:
-        left, at, row_step, inner_step, right, column, right_step, out, to, out_step, terms = operands
-        firsts = [
-            (builder.add(at, builder.mul(row_step, row)), builder.add(to, builder.mul(out_step, row)))
-            for row in map(_WHOLE, range(count))
-        ]
-        lefts = [builder.gep(left, [first]) for first, _ in firsts]
+    def emit_rows(builder: Any, count: int, matrices: Any, terms: Any) -> None:
+        (left, at, row_step, inner_step), right, (out, to, out_step) = matrices
+        wholes = [_WHOLE(row) for row in range(count)]
+        lefts = [builder.gep(left, [builder.add(at, builder.mul(row_step, row))]) for row in wholes]
         places = [
             [
                 _vector_at(builder, out, builder.add(first, _WHOLE((2 * part + i) * LANES)))
                 for part in range(parts)
                 for i in range(registers)
             ]
-            for _, first in firsts
+            for first in [builder.add(to, builder.mul(out_step, row)) for row in wholes]
         ]
         ends = [builder.gep(left, [terms]) for left in lefts]
         if kind == "bytes":
             begun = [[_spread(builder, builder.load(end))] * registers for end in ends]
+        elif kind == "fours":
+            begun = [[builder.load(place, align=4) for place in line] for line in places]
         else:
-            begun = [
-                [builder.load(place, align=4) if kind == "fours" else ir.Constant(_VECTOR, None) for place in line]
-                for line in places
-            ]
-        matrices = lefts, inner_step, right, column, right_step
-        sums = _emit_sums(builder, emit_term, together, parts, begun, *matrices, terms)
+            begun = [[ir.Constant(_VECTOR, None)] * len(line) for line in places]
+        sums = _emit_sums(builder, kind, parts, begun, lefts, inner_step, right, terms)
         if kind == "bytes":
-            last = builder.add(column, builder.mul(terms, right_step))
-            steps = [_vector_at(builder, right, builder.add(last, _WHOLE(i * LANES))) for i in range(registers)]
-            steps = [builder.load(each, align=4) for each in steps]
+            array, column, right_step = right
+            steps = _load_line(builder, array, builder.add(column, builder.mul(terms, right_step)), registers, _VECTOR)
             sums = [
                 _emit_scaled(builder, line, end, steps, to) for line, end, to in zip(sums, ends, places, strict=True)
             ]
@@ -102,42 +97,40 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
             for each, place in zip(line, to_line, strict=True):
                 builder.store(each, place, align=4)
 
-    @intrinsic
-    def tile(
-        context: Any,
-        left: Any,
-        at: Any,
-        row_step: Any,
-        inner_step: Any,
-        right: Any,
-        column: Any,
-        right_step: Any,
-        out: Any,
-        to: Any,
-        out_step: Any,
-        count: Any,
-        terms: Any,
-    ) -> Any:
+    @to_intrinsic
+    def tile(context: Any, left: Any, right: Any, out: Any, count: Any, terms: Any) -> Any:
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-            operands = [
-                target.make_array(kind)(target, builder, value).data if isinstance(kind, types.Array) else value
-                for kind, value in zip(signature.args, values, strict=True)
-            ]
-            asked, done = operands.pop(-2), builder.append_basic_block("done")
+            *operands, asked, terms = values
+            matrices = _matrices_of(target, builder, signature, operands)
+            done = builder.append_basic_block("done")
             choice = builder.switch(asked, done)  # a constant leaves one case
             for count in rows:
                 case = builder.append_basic_block("rows")
                 choice.add_case(_WHOLE(count), case)
                 builder.position_at_end(case)
-                emit_rows(builder, count, operands)
+                emit_rows(builder, count, matrices, terms)
                 builder.branch(done)
             builder.position_at_end(done)
             return target.get_dummy_value()
 
-        arguments = left, at, row_step, inner_step, right, column, right_step, out, to, out_step, count, terms
-        return types.void(*arguments), emit
+        return types.void(left, right, out, count, terms), emit
 
     return tile
+
+
+def _matrices_of(target: Any, builder: Any, signature: Any, values: Any) -> list[list[Any]]:
+    """The parts of tuples of an array, a place in it and steps, with the array's address in place of the array."""
+    matrices = []
+    for kind, value in zip(signature.args, values, strict=False):
+        array, *numbers = unpack_tuple(builder, value)
+        matrices.append([target.make_array(kind[0])(target, builder, array).data, *numbers])
+    return matrices
+
+
+def _load_line(builder: Any, array: Any, place: Any, registers: int, kind: Any) -> list[Any]:
+    """Load so many registers of a line of a matrix."""
+    places = [_vector_at(builder, array, builder.add(place, _WHOLE(i * LANES)), kind) for i in range(registers)]
+    return [builder.load(each, align=4) for each in places]
 
 
 def _vector_at(builder: Any, array: Any, place: Any, kind: Any = _VECTOR) -> Any:
@@ -160,7 +153,7 @@ def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 def _emit_bytes(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the four products of every lane."""
-    if llvm.get_host_cpu_features().get("avx512vnni"):
+    if FEATURES.get("avx512vnni"):
         return _call_dot(builder, _DOT_OF_BYTES, total, right[0], left[0])
     kind = ir.VectorType(ir.IntType(16), 2 * LANES)
     byte, mask = (ir.Constant(kind, [n] * 2 * LANES) for n in (8, 255))
@@ -209,22 +202,20 @@ def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 def _emit_sums(
     builder: Any,
-    emit_term: Any,
-    together: int,
+    kind: str,
     parts: int,
     begun: list[list[Any]],
     rows: list[Any],
     inner_step: Any,
     right: Any,
-    column: Any,
-    right_step: Any,
     terms: Any,
 ) -> list[list[Any]]:
-    """Emit a loop over the terms, `together` at a time, at least once; returns the sums of each row, in registers.
+    """Emit a loop over the terms, at least once; returns the sums of each row, in registers.
 
     An element of the right matrix has so many parts, each with sums of its own.
     """
-    kind, registers = ir.VectorType(right.type.pointee, LANES), range(len(begun[0]) // parts)
+    emit_term, together = _EMIT[kind], 4 if kind == "fours" else 1
+    (array, column, right_step), registers = right, len(begun[0]) // parts
     before, loop, after = builder.block, builder.append_basic_block("terms"), builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -232,38 +223,31 @@ def _emit_sums(
     sums = [[builder.phi(each.type) for each in line] for line in begun]
     here = [builder.add(term, _WHOLE(i)) for i in range(together)]
     lines = [builder.add(column, builder.mul(each, right_step)) for each in here]
-    loaded = [
-        [
-            builder.load(_vector_at(builder, right, builder.add(line, _WHOLE(i * LANES)), kind), align=4)
-            for line in lines
-        ]
-        for i in registers
-    ]
+    vectors = ir.VectorType(array.type.pointee, LANES)
+    loaded = list(zip(*(_load_line(builder, array, line, registers, vectors) for line in lines), strict=True))
     if parts == 2:
-        halves = [[_halves_of(builder, each) for each in vectors] for vectors in loaded]
-        loaded = [[each[part] for each in vectors] for part in range(parts) for vectors in halves]
+        halves = [_halves_of(builder, each) for (each,) in loaded]
+        loaded = [(each[part],) for part in range(parts) for each in halves]
     grown = []
     for row, totals in zip(rows, sums, strict=True):
         places = [builder.mul(each, inner_step) for each in here]
         factors = [
             [_spread(builder, builder.load(builder.gep(row, [builder.add(place, _WHOLE(part))]))) for place in places]
             for part in range(parts)
+            for _ in range(registers)
         ]
-        grown.append(
-            [
-                emit_term(builder, total, factors[i // len(registers)], each)
-                for i, (total, each) in enumerate(zip(totals, loaded, strict=True))
-            ]
-        )
+        grown.append([emit_term(builder, *each) for each in zip(totals, factors, loaded, strict=True)])
     following = builder.add(term, _WHOLE(together))
     builder.cbranch(builder.icmp_signed("<", following, terms), loop, after)
-    begins = [_WHOLE(0), *(each for line in begun for each in line)]
-    phis = [term, *(each for line in sums for each in line)]
-    for phi, begin, update in zip(phis, begins, [following, *(e for line in grown for e in line)], strict=True):
+    loops = (term, sums), (_WHOLE(0), begun), (following, grown)
+    for phi, begin, update in zip(*([first, *chain(*lines)] for first, lines in loops), strict=True):
         phi.add_incoming(begin, before)
         phi.add_incoming(update, loop)
     builder.position_at_end(after)
     return grown
+
+
+_EMIT = {"product": _emit_product, "pairs": _emit_product, "fours": _emit_four, "bytes": _emit_bytes}
 
 
 def _halves_of(builder: Any, pairs: Any) -> list[Any]:
@@ -300,15 +284,12 @@ def _narrow_as(number: Any, like: Any) -> Any:
     return narrow
 
 
-@intrinsic
-def _transpose(context: Any, source: Any, at: Any, row_step: Any, out: Any, to: Any, out_step: Any) -> Any:
+@to_intrinsic
+def transpose(context: Any, source: Any, out: Any) -> Any:
     """Store `LANES` rows of as many float32 by columns; or of pairs of bfloat16, held as int32, widened to float32."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        source, at, row_step, out, to, out_step = (
-            target.make_array(kind)(target, builder, value).data if isinstance(kind, types.Array) else value
-            for kind, value in zip(signature.args, values, strict=True)
-        )
+        (source, at, row_step), (out, to, out_step) = _matrices_of(target, builder, signature, values)
         firsts = [builder.add(at, builder.mul(row_step, _WHOLE(row))) for row in range(LANES)]
         is_wide = source.type.pointee == ir.FloatType()
         kind = _VECTOR if is_wide else _PAIRS
@@ -330,10 +311,9 @@ def _transpose(context: Any, source: Any, at: Any, row_step: Any, out: Any, to: 
                 builder.store(each, _vector_at(builder, out, place), align=4)
         return target.get_dummy_value()
 
-    return types.void(source, at, row_step, out, to, out_step), emit
+    return types.void(source, out), emit
 
 
-transpose: Any = _transpose
 _one, _two = tile_of(1), tile_of(2)
 
 
@@ -347,11 +327,11 @@ def multiply(left, row_step, inner_step, right, out, rows, inner, columns):
     """
     for column in range(0, columns, 2 * LANES):
         for row in range(0, rows, ROWS):
-            to = row * STRIDE + column
+            at, to = row * row_step, row * STRIDE + column
             if columns - column > LANES:
-                _two(left, row * row_step, row_step, inner_step, right, column, STRIDE, out, to, STRIDE, ROWS, inner)
+                _two((left, at, row_step, inner_step), (right, column, STRIDE), (out, to, STRIDE), ROWS, inner)
             else:
-                _one(left, row * row_step, row_step, inner_step, right, column, STRIDE, out, to, STRIDE, ROWS, inner)
+                _one((left, at, row_step, inner_step), (right, column, STRIDE), (out, to, STRIDE), ROWS, inner)
 
 
 @njit(cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
@@ -378,15 +358,14 @@ def exp(x):
     return _F(0.0) if x < _SMALLEST else scaled
 
 
-@intrinsic
-def _as_pointer(context: Any, address: Any) -> Any:
+@to_intrinsic
+def _pointer(context: Any, address: Any) -> Any:
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), emit
 
 
-_pointer: Any = _as_pointer
 _view: Any = vars(numba)["carray"]
 
 

@@ -13,17 +13,16 @@ the order of the inputs. So a row has the same bits in any company.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, run, take
 from lookahead.kernels.large_pages import zeros
-from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narrow, tile_of, widen
+from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, array_at, jit_part, narrow, tile_of, widen
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight that a thread takes at a time
@@ -33,8 +32,7 @@ _TERMS = _INPUTS // 4  # int32 that hold them
 _SHARED, _EACH = 8, 5  # numbers that a call of the kernel receives, and those of each weight
 _F = np.float32
 _SMALLEST = _F(1e-30)  # largest number of a block that is not taken for zeros
-_FEATURES = llvm.get_host_cpu_features()
-_HAS_DOT = bool(_FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
+_HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
 _SUMS = 64  # of a row and an output in bfloat16 with AVX2
 _ORDER = np.array([int(f"{i:05b}"[::-1], 2) for i in range(_SUMS // 2)])  # of pairs of them: those added first are near
 _LEVELS = 6  # of pairs of sums that wait to be added
@@ -45,10 +43,10 @@ _TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a su
 def is_supported(weight: Tensor) -> bool:
     """Whether a weight of this type and shape can be packed, and this CPU has the instructions."""
     if weight.dtype != torch.bfloat16:
-        return weight.dtype == torch.float32 and bool(_FEATURES.get("fma"))
+        return weight.dtype == torch.float32 and bool(FEATURES.get("fma"))
     if _HAS_DOT:
         return weight.shape[1] % 2 == 0
-    return weight.shape[1] % _SUMS == 0 and bool(_FEATURES.get("fma")) and not _FEATURES.get("avx512f")
+    return weight.shape[1] % _SUMS == 0 and bool(FEATURES.get("fma")) and not FEATURES.get("avx512f")
 
 
 class PackedWeight(NamedTuple):
@@ -166,34 +164,13 @@ _few_of_pairs: Any = tile_of(2, "pairs", rows=range(1, _FEW + 1))
 _many_of_pairs: Any = tile_of(1, "pairs", rows=range(_FEW + 1, _MANY + 1))
 
 
-def _multiply_floats(address: Any) -> None:
-    _multiply(address, np.float32, np.float32, np.float32, _add_products, ROWS)
+def _multiplying(left: Any, kind: Any, number: Any, add: Any, most: int = ROWS) -> Callable[[Any], None]:
+    """The function of a job that multiplies: by the types of rows, of the weight and of the results."""
 
+    def multiply_panels(address: Any) -> None:
+        _multiply(address, left, kind, number, add, most)
 
-def _multiply_pairs(address: Any) -> None:
-    _multiply(address, np.int32, np.int32, np.uint16, _add_products, ROWS)
-
-
-def _multiply_pairs_in_order(address: Any) -> None:
-    _multiply(address, np.float32, np.int32, np.uint16, _add_by_halves, _MANY)
-
-
-def _multiply_bytes_to_floats(address: Any) -> None:
-    _multiply(address, np.int32, np.int32, np.float32, _add_bytes, ROWS)
-
-
-def _multiply_bytes_to_halves(address: Any) -> None:
-    _multiply(address, np.int32, np.int32, np.uint16, _add_bytes, ROWS)
-
-
-# By the types of a packed weight and of rows.
-_ENTRIES = {
-    (torch.float32, torch.float32): _multiply_floats,
-    (torch.int32, torch.bfloat16): _multiply_pairs,
-    (torch.bfloat16, torch.bfloat16): _multiply_pairs_in_order,
-    (torch.uint8, torch.float32): _multiply_bytes_to_floats,
-    (torch.uint8, torch.bfloat16): _multiply_bytes_to_halves,
-}
+    return multiply_panels
 
 
 def _round_floats(address: Any) -> None:
@@ -260,7 +237,8 @@ def _add_products(x, first, rows, terms, block, panel, sums, others):
     length = x.shape[1]
     for term in range(0, terms, block):
         count, to = min(block, terms - term), others if term else sums
-        _tile(x, first * length + term, length, 1, panel, term * COLUMNS, COLUMNS, to, 0, COLUMNS, rows, count)
+        at, column = first * length + term, term * COLUMNS
+        _tile((x, at, length, 1), (panel, column, COLUMNS), (to, 0, COLUMNS), rows, count)
         if term:
             for i in range(rows * COLUMNS):
                 sums[i] = others[i] + sums[i]
@@ -272,7 +250,7 @@ def _add_bytes(x, first, rows, terms, block, panel, sums, others):
     length, sums[:] = x.shape[1], 0.0
     for place in range(terms // (block + 1)):
         at, column = first * length + place * (block + 2), place * (block + 1) * COLUMNS
-        _tile_of_bytes(x, at, length, 1, panel, column, COLUMNS, sums, 0, COLUMNS, rows, block)
+        _tile_of_bytes((x, at, length, 1), (panel, column, COLUMNS), (sums, 0, COLUMNS), rows, block)
 
 
 @jit_part
@@ -280,13 +258,12 @@ def _add_by_halves(x, first, rows, terms, block, panel, sums, others):
     """Sums of every 64th product. Each is added to the one 32 further on, these to those 16 further on, and so on."""
     length, size, waiting = x.shape[1], 2 * rows * COLUMNS, 0
     for place in range(_SUMS // 2):
-        at, line, to = first * length + 2 * place * block, place * block * COLUMNS, waiting * size
+        at, line, to, step = first * length + 2 * place * block, place * block * COLUMNS, waiting * size, 2 * COLUMNS
         if rows <= _FEW:
-            _few_of_pairs(x, at, length, 2, panel, line, COLUMNS, others, to, 2 * COLUMNS, rows, block)
+            _few_of_pairs((x, at, length, 2), (panel, line, COLUMNS), (others, to, step), rows, block)
         else:
-            for column in range(0, COLUMNS, LANES):
-                out = to + column
-                _many_of_pairs(x, at, length, 2, panel, line + column, COLUMNS, others, out, 2 * COLUMNS, rows, block)
+            for i in range(0, COLUMNS, LANES):
+                _many_of_pairs((x, at, length, 2), (panel, line + i, COLUMNS), (others, to + i, step), rows, block)
         waiting, done = waiting + 1, place + 1
         while done & 1 == 0:
             waiting, done = waiting - 1, done >> 1
@@ -325,16 +302,11 @@ def _multiply(address, left, kind, number, add, most):
                 add(x, first, taken, terms, block, packed[place], sums, others)
                 for row in range(taken):
                     sum_of = sums[row * COLUMNS : row * COLUMNS + count]
-                    if bias_at:
-                        _shift(sum_of, bias[begin : begin + count])
+                    own_bias = bias[begin : begin + count]
+                    for i in range(count if bias_at else 0):
+                        sum_of[i] += widen(own_bias[i])
                     _store(sum_of, out[first + row, begin : begin + count])
         part = take(address)
-
-
-@jit_part
-def _shift(line, bias):
-    for i in range(len(line)):
-        line[i] += widen(bias[i])
 
 
 @jit_part
@@ -346,3 +318,13 @@ def _store(line, out):
     else:
         for i in range(len(line)):
             out[i] = narrow(line[i], out[0])
+
+
+# By the types of a packed weight and of rows.
+_ENTRIES = {
+    (torch.float32, torch.float32): _multiplying(np.float32, np.float32, np.float32, _add_products),
+    (torch.int32, torch.bfloat16): _multiplying(np.int32, np.int32, np.uint16, _add_products),
+    (torch.bfloat16, torch.bfloat16): _multiplying(np.float32, np.int32, np.uint16, _add_by_halves, _MANY),
+    (torch.uint8, torch.float32): _multiplying(np.int32, np.int32, np.float32, _add_bytes),
+    (torch.uint8, torch.bfloat16): _multiplying(np.int32, np.int32, np.uint16, _add_bytes),
+}

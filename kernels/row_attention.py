@@ -12,18 +12,27 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, run, take
-from lookahead.kernels.microkernel import LANES, ROWS, array_at, exp, jit_part, narrow, tile_of, transpose, widen
+from lookahead.kernels.microkernel import (
+    FEATURES,
+    LANES,
+    ROWS,
+    array_at,
+    exp,
+    jit_part,
+    narrow,
+    tile_of,
+    to_intrinsic,
+    transpose,
+    widen,
+)
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
@@ -85,18 +94,12 @@ def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and query.shape[-1] % LANES == 0
         and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
         # For CPUs too: the sums of flash attention are the ones followed. MKL sums otherwise where it has AMX.
-        and (query.dtype == torch.float32 or (torch.backends.cuda.flash_sdp_enabled() and not _has_amx()))
+        and (query.dtype == torch.float32 or (torch.backends.cuda.flash_sdp_enabled() and not FEATURES.get("amx-bf16")))
     )
 
 
-@cache
-def _has_amx() -> bool:
-    """Whether the CPU has Intel's matrix instructions for bfloat16."""
-    return bool(llvm.get_host_cpu_features().get("amx-bf16"))
-
-
-@intrinsic
-def _multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
+@to_intrinsic
+def _fma(context: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z of float32, rounded once."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -105,7 +108,6 @@ def _multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), emit
 
 
-_fma: Any = _multiply_add
 _score_tile: Any = tile_of(2, rows=_SIZES)
 _one_register: Any = tile_of(1, "fours", rows=_SIZES)
 _two_registers: Any = tile_of(2, "fours", rows=_SIZES)
@@ -231,7 +233,7 @@ def _load(keys, words, values, begin, size, head, transposed, block):
     for slot in range(0, whole, LANES):
         at = (begin + slot) * step + head * count
         for word in range(0, together, LANES):
-            transpose(words, at + word, step, transposed, each * word * _STEP + slot, _STEP)
+            transpose((words, at + word, step), (transposed, each * word * _STEP + slot, _STEP))
         for i in range(each * together, dim):
             for lane in range(LANES):
                 transposed[i, slot + lane] = widen(keys[begin + slot + lane, head, i])
@@ -250,7 +252,7 @@ def _score_prompt(queries, transposed, size, scale, scores):
             for i in range(_PARTS):
                 at, line, step = first * dim + i, i * _STEP + column, _PARTS * _STEP
                 count, terms = min(ROWS, rows), dim // _PARTS
-                _score_tile(queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, _COLUMNS, count, terms)
+                _score_tile((queries, at, dim, _PARTS), (transposed, line, step), (parts[i], 0, _COLUMNS), count, terms)
             for row in range(min(ROWS, rows)):
                 scored, at = scores[first + row, column : column + _COLUMNS], row * _COLUMNS
                 a, b, c, d = (
@@ -358,9 +360,9 @@ def _add_prompt(weights, values, size, sums):
         for column in range(0, dim, _COLUMNS):
             at, to, count = first * BLOCK, first * dim + column, min(ROWS, rows)
             if dim - column > LANES:
-                _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, count, size)
+                _two_registers((weights, at, BLOCK, 1), (values, column, dim), (sums, to, dim), count, size)
             else:
-                _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, count, size)
+                _one_register((weights, at, BLOCK, 1), (values, column, dim), (sums, to, dim), count, size)
 
 
 @jit_part

@@ -1,4 +1,4 @@
-"""Test and time kernels against the reference, on random trees: `python -m lookahead.kernels.self_test VARIANTS`.
+"""Test and time kernels against torch, on random trees: `python -m lookahead.kernels.self_test VARIANTS`.
 
 A kernel that reads a wrong address ends the CUDA context of its process. So `lookahead.models.kernel_trial` runs this
 in a process of its own before a kernel serves.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.kernels import dispatch, reference
+from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
 
 # Largest error relative to the norm of a head's output. One slot too many or too few changes it several times more.
@@ -33,28 +33,30 @@ _CALLS = 20
 
 def verdict_of(variant: KernelVariant) -> Verdict:
     """Test a kernel, and time it if it is right."""
-    from lookahead.kernels.compaction import SlotBuffers, compact
+    from lookahead.kernels import compaction
     from lookahead.kernels.tree_attention import tree_attention
 
     is_attention = variant.kernel != COMPACTION
     if is_attention:
         error, most = attention_error(variant, tree_attention), _TOLERANCE[variant.dtype]
     else:
-        error, most = compaction_error(variant.device, compact, SlotBuffers), 0.0
+        error, most = compaction_error(variant.device, compaction.compact, compaction.SlotBuffers), 0.0
     if not error <= most:  # NaN is an error too
         return Verdict(f"it differs by {error:.2g} from the reference")
     return Verdict(gains=gains_of(variant) if is_attention else ())
 
 
 def attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> float:
-    """The largest error of a node in a head, relative to the norm of the reference; unused slots hold NaN."""
+    """The largest error of a node in a head, relative to the norm of torch's in float64; unused slots hold NaN."""
     options = {name: value for name, value in _LIMITS.items() if name in variant.options}
     if "sinks" in variant.options:
         options["sinks"] = torch.linspace(-1, 1, 2 * variant.groups, device=variant.device).to(variant.dtype)
     errors = []
     for slots, split in _SLOTS.items():
         inputs = _inputs(variant, 2, slots, (slots - _WIDTH, slots // 3), (_WIDTH, 9))
-        got, want = attend(**inputs, **options, split=split).double(), reference.tree_attention(**inputs, **options)
+        got = attend(**inputs, **options, split=split).double()
+        query, keys, values = (inputs.pop(name).double().nan_to_num() for name in ("query", "keys", "values"))
+        want = _by_torch(query, keys, values, inputs, options)().nan_to_num()  # NaN for nodes past a row's last
         errors.append(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-3)).flatten())
     return float(torch.cat(errors).max())  # NaN if one is NaN
 
@@ -99,20 +101,52 @@ def gains_of(
         limits["softcap"] = _LIMITS["softcap"] if "softcap" in variant.options else None
         tree = _inputs(variant, _TIMED_KV_HEADS, slots, (slots - nodes,), (nodes,))
         query, keys, values = (tree.pop(name) for name in ("query", "keys", "values"))
-        sees = reference.tree_mask(slots, **tree, window=limits["window"], chunk=limits["chunk"])
-        mask = torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill(~sees, -torch.inf)
-        mask = mask.repeat_interleave(variant.groups, 1)[:, None]
         kernel = bind(query, keys, values, {**limits, "sinks": sinks})
         ways = (
             partial(kernel, query, keys, values, **tree, sinks=sinks),
-            partial(
-                dispatch.masked_attention, query, keys.transpose(1, 2), values.transpose(1, 2), mask,
-                softcap=limits["softcap"], sinks=sinks,
-            ),
-        )  # fmt: skip
+            _by_torch(query, keys, values, tree, {**limits, "sinks": sinks}),
+        )
         kernel_s, torch_s = (_seconds(way, device, clock) for way in ways)
         gains.append((slots, nodes, torch_s / kernel_s))
     return tuple(gains)
+
+
+def _by_torch(
+    query: Tensor, keys: Tensor, values: Tensor, tree: dict[str, Tensor], options: dict[str, Any]
+) -> Callable[[], Tensor]:
+    """The attention that serves where no kernel does, of `tree_attention`'s arguments; its mask is made before."""
+    sees = tree_mask(keys.shape[1], **tree, window=options.get("window"), chunk=options.get("chunk"))
+    mask = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill(~sees, -torch.inf)
+    mask = mask.repeat_interleave(query.shape[1] // keys.shape[2], 1)[:, None]
+    given = {name: options.get(name) for name in ("softcap", "sinks")}
+    return partial(dispatch.masked_attention, query, keys.transpose(1, 2), values.transpose(1, 2), mask, **given)
+
+
+def tree_mask(
+    slots: int, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor, window: int | None, chunk: int | None
+) -> Tensor:
+    """bool `[rows, width, slots]`: which slots each node may look at; nothing for the nodes past a row's last.
+
+    A node sees the committed slots and its ancestors, itself included, as far as their positions are less than
+    `window` behind its own and in the same chunk of `chunk` positions.
+    """
+    rows, width = depths.shape
+    device = depths.device
+    node = torch.arange(width, device=device)
+    slot = torch.arange(slots, device=device)
+    position = lengths[:, None] + depths  # [rows, width]
+    is_ancestor = (words[:, :, node // 64] >> (node % 64)) & 1 == 1  # [rows, width, width]
+    behind = slot - lengths[:, None]  # [rows, slots]; the node a slot holds, negative where it is committed
+    holds_node = (behind >= 0) & (behind < width)
+    index = behind.clamp(0, width - 1)
+    sees = is_ancestor.gather(2, index[:, None].expand(rows, width, slots)) & holds_node[:, None]
+    sees = sees | (behind < 0)[:, None]
+    slot_position = torch.where(holds_node, position.gather(1, index), slot)  # [rows, slots]
+    if window is not None:
+        sees = sees & (slot_position[:, None] > position[:, :, None] - window)
+    if chunk is not None:
+        sees = sees & (slot_position[:, None] // chunk == position[:, :, None] // chunk)
+    return sees & (node < nodes[:, None])[:, :, None]
 
 
 def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
@@ -127,7 +161,13 @@ def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[
     return min(timeit.repeat(work, timer=now, repeat=3, number=_CALLS))
 
 
-def compaction_error(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> float:
+def compact(buffer: Tensor, rows: Tensor, starts: Tensor, counts: Tensor, paths: Tensor) -> None:
+    """What `lookahead.kernels.compaction.compact` does to one buffer `[rows, capacity, …]`, in plain torch."""
+    for row, start, count, path in zip(rows.tolist(), starts.tolist(), counts.tolist(), paths, strict=True):
+        buffer[row, start : start + count] = buffer[row, start + path[:count].long()].clone()
+
+
+def compaction_error(device: torch.device, kernel: Callable[..., None], bind: Callable[..., Any]) -> float:
     """Elements of two buffers that differ from the reference, after short and after long paths."""
     rng = np.random.default_rng(0)
     buffers = [torch.from_numpy(rng.standard_normal((3, 200, size), np.float32)).to(device) for size in (64, 256)]
@@ -140,8 +180,8 @@ def compaction_error(device: torch.device, compact: Callable[..., None], bind: C
         plan = {"rows": (2, 0, 1), "starts": (5, 30, 49), "counts": counts, "paths": paths}
         arguments = {name: torch.from_numpy(np.array(each, np.int32)).to(device) for name, each in plan.items()}
         for buffer in wanted:
-            reference.compact(buffer, **arguments)
-        compact(bound, **arguments)
+            compact(buffer, **arguments)
+        kernel(bound, **arguments)
     return float(sum((got != want).sum().item() for got, want in zip(buffers, wanted, strict=True)))
 
 

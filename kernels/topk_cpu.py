@@ -60,7 +60,6 @@ def _highest(bits):
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _rank(values, bits, argmax, top, chances):
-    """The core of `rank`, on rows of logits and of their bits."""
     vocabulary, count = values.shape[1], top.shape[1]
     blocks = np.empty((vocabulary + _BLOCK - 1) // _BLOCK, np.int32)
     best = np.empty(count, np.int32)

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.kernels import reference, self_test
+from lookahead.kernels import self_test
 from lookahead.kernels.dispatch import KernelVariant
 from lookahead.kernels.self_test import attention_error, compaction_error, gains_of
+from tests.support import kernel_reference as reference
 from tests.support.random_trees import CASES, random_trees, relative_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":

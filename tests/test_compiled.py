@@ -25,13 +25,13 @@ from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import StepCost, padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError
-from lookahead.kernels import reference
 from lookahead.models import compiled
 from lookahead.models.cache import TreeSlots
 from lookahead.models.cuda_graphs import Watch
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows
+from tests.support import kernel_reference as reference
 from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build
 from tests.support.random_trees import ancestor_mask
 

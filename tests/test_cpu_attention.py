@@ -9,10 +9,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import lookahead
-from lookahead.kernels import cpu_attention, reference
+from lookahead.kernels import cpu_attention
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels.cpu_attention import BLOCK, tree_attention
 from lookahead.kernels.microkernel import COLUMNS, LANES
+from tests.support import kernel_reference as reference
 from tests.support.random_trees import CASES, random_trees, relative_error
 
 FULL = torch.float32

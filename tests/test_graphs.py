@@ -21,11 +21,11 @@ from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
 from lookahead.generation.hf import prepare
 from lookahead.kernels import dispatch as choice
-from lookahead.kernels import reference
 from lookahead.models import compiled, cuda_graphs
 from lookahead.models.cache import TreeCache
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Target
+from tests.support import kernel_reference as reference
 from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build
 from tests.support.pass_recorder import Recording
 from tests.support.random_trees import ancestor_mask

@@ -17,11 +17,12 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead.drafting.tree import TokenTree
-from lookahead.kernels import dispatch, reference
+from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
+from tests.support import kernel_reference as reference
 from tests.support.families import for_cpus
 from tests.support.random_trees import ancestor_mask
 

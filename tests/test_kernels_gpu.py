@@ -11,12 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.kernels import dispatch as choice
-from lookahead.kernels import reference
 from lookahead.kernels.dispatch import KernelVariant, Verdict
 from lookahead.models import kernel_trial
 from lookahead.models.kernel_trial import run_tests
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import TreePass
+from tests.support import kernel_reference as reference
 from tests.support.random_trees import random_trees, relative_error
 
 pytestmark = [

@@ -17,7 +17,7 @@ import lookahead
 from lookahead import ConfigError, LookaheadConfig
 from lookahead.models import linears, product_bits
 from lookahead.models.linears import LinearScope, keeps_bits
-from lookahead.models.product_bits import Layout, Packed, Rows, by_torch
+from lookahead.models.product_bits import Kind, Layout, Packed, Rows, by_torch
 from lookahead.models.support import is_bitwise
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -240,9 +240,9 @@ def test_larger_layers_are_given_as_many_rows_as_keep_their_bits(most, rows_of_t
 @pytest.fixture
 def forgets_products() -> Any:
     """What was compared before is forgotten, and what a test compares too."""
-    product_bits._compare_rows.cache_clear()
+    product_bits.rows_of.cache_clear()
     yield
-    product_bits._compare_rows.cache_clear()
+    product_bits.rows_of.cache_clear()
 
 
 def in_blocks(x: Any, weight: Any, bias: Any = None, block: int = 16) -> Any:
@@ -261,7 +261,7 @@ def test_bits_that_change_with_the_rows_are_found(most, has_bias, forgets_produc
 
     monkeypatch.setattr(product_bits, "linear", by_rows)
     weight = torch.randn(512, 512).bfloat16()
-    got = product_bits.rows_of(weight, weight[:, 0] if has_bias else None, Layout())
+    got = product_bits.rows_of(Kind.of(weight, weight[:, 0] if has_bias else None), Layout())
     assert got == Rows(most, 32), "a row has its own bits, and rows together theirs"
 
 
@@ -284,7 +284,7 @@ def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(bits
     monkeypatch.setattr(product_bits, "by_onednn", by_row)
     packed = linears._pack(weight, None, bits, ())
     assert packed is not None and packed.most == 32
-    product_bits._compare_rows.cache_clear()
+    product_bits.rows_of.cache_clear()
     monkeypatch.setattr(product_bits, "by_onednn", lambda *operands: by_row(*operands) * 1.01)
     assert linears._pack(weight, None, bits, ()) is None
 

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from lookahead.kernels import packed_product
 from lookahead.models import linears, product_bits
 from lookahead.models.linears import LinearScope
-from lookahead.models.product_bits import Layout
+from lookahead.models.product_bits import Kind, Layout
 
 SIZES = 64  # of which the inputs of a weight in bfloat16 are a multiple, whatever the CPU
 
@@ -101,7 +101,7 @@ def test_where_torch_multiplies_each_row_alone_any_number_of_rows_has_its_bits(o
     layout, _ = product_bits.best_layout(weight, bias, "together", ("own",))
     if any(llvm.get_host_cpu_features().get(name) for name in ("avx512f", "avxneconvert")):
         pytest.skip("torch multiplies rows together on this CPU")
-    assert product_bits.takes_any_rows(weight, bias, layout)
+    assert product_bits.takes_any_rows(Kind.of(weight, bias), layout)
     product = product_bits.lay_out(weight, layout).product
     for rows in (*range(1, 14), 32, 33, 260):
         assert torch.equal(product(x[:rows], bias), linear(x[:rows], weight, bias))
@@ -128,10 +128,10 @@ def test_a_prompt_goes_to_the_kernel_only_if_any_number_of_rows_has_the_bits_of_
 @needs_halves
 def test_bits_of_many_rows_that_are_not_those_of_torch_are_found(monkeypatch):
     weight = torch.randn(64, 64).bfloat16()
-    product_bits._compare_many.cache_clear()
+    product_bits.takes_any_rows.cache_clear()
     monkeypatch.setattr(product_bits, "rows_of", lambda *layer: product_bits.Rows(32, 32))
     monkeypatch.setattr(product_bits, "linear", lambda *operands: linear(*operands) * 1.01)
     try:
-        assert not product_bits.takes_any_rows(weight, None, Layout(block=512))
+        assert not product_bits.takes_any_rows(Kind.of(weight, None), Layout(block=512))
     finally:
-        product_bits._compare_many.cache_clear()
+        product_bits.takes_any_rows.cache_clear()

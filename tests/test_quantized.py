@@ -174,13 +174,13 @@ def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(monkeypatch)
     left[:, 17] = right[16 * columns :] = np.float32(0.5).view(np.int32)
     left[:, 16] = -7
     products = []
-    for features in ({}, microkernel.llvm.get_host_cpu_features()):
-        monkeypatch.setattr(microkernel.llvm, "get_host_cpu_features", lambda features=features: features)
+    for features in ({}, microkernel.FEATURES):
+        monkeypatch.setattr(microkernel, "FEATURES", features)
         tile = microkernel.tile_of(2, "bytes")
 
         @numba.njit
         def product(left, right, out, tile=tile):
-            tile(left, 0, 18, 1, right, 0, columns, out, 0, columns, rows, 16)
+            tile((left, 0, 18, 1), (right, 0, columns), (out, 0, columns), rows, 16)
 
         products.append(np.ones(rows * columns, np.float32))
         product(left.ravel(), right, products[-1])

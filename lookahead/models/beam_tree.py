@@ -97,12 +97,9 @@ class BeamTree:
 
     def learn(self, logits: Tensor, top: IntArray | None = None, probs: NDArray[np.float32] | None = None) -> None:
         """Take logits `[n, vocab]` of the nodes not scored yet, and their likeliest tokens, `[n, 8]`, if read."""
-        new = range(self.scored, len(self))
-        if top is None or probs is None:
-            self.known.update({node: Known(each) for node, each in zip(new, logits, strict=False)})
-        else:
-            log_probs = np.log(np.maximum(probs, np.float32(1e-12)))
-            self.known.update({node: Known(*each) for node, *each in zip(new, logits, top, log_probs, strict=False)})
+        read = () if top is None or probs is None else (top, np.log(np.maximum(probs, np.float32(1e-12))))
+        new = zip(range(self.scored, len(self)), logits, *read, strict=False)
+        self.known.update({node: Known(*each) for node, *each in new})
         self.scored = len(self)
 
     def path_of(self, node: int) -> NDArray[np.int64]:
@@ -189,7 +186,6 @@ class BeamModel:
         return getattr(self._model, name)
 
     def _prefill(self, input_ids: Tensor, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Read the prompts."""
         logits = self._read(input_ids, generation_config)
         self._trees = [BeamTree(*each, self._beams) for each in zip(self._prompts, logits, strict=True)]
         return self._output()

@@ -222,12 +222,11 @@ def measure_machine(model: PreTrainedModel) -> Machine:
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of some work, with the device synchronized."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
     start = perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait()
     return max(perf_counter() - start, 1e-9)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import Lock, local
 from types import FunctionType
@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lookahead.models import attention
 from lookahead.models.cache import TreeCache
+from lookahead.models.loading import first_line
 from lookahead.models.model_state import replaced, state_of
 
 _BACKEND = "inductor"
@@ -111,11 +112,9 @@ class CompiledLayers:
             state.compiled = LayerCode()
         self._code: LayerCode = state.compiled
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self) -> AbstractContextManager[None]:
         """Let the layers look for compiled code until the last open block of any thread ends."""
-        with replaced("forward", self._forwards):
-            yield
+        return replaced("forward", self._forwards)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -161,14 +160,12 @@ class CompiledLayers:
             return output
         self.is_cold, wanted = True, type(layer).forward(layer, *args, **options)
         pair = (output, wanted) if isinstance(wanted, tuple) else ((output,), (wanted,))
-        difference = largest_error(*pair)
-        if difference <= tolerance_of(self._model.dtype):
-            return output
-        self._stop(f"a compiled layer differs by {difference:.2g} from the layer itself")
-        return wanted
+        if difference := difference_of(self._model, *pair):
+            self._stop(f"a compiled layer differs by {difference} from the layer itself")
+            return wanted
+        return output
 
     def _stop(self, reason: str) -> None:
-        """Compile and run no more code."""
         self.serves = False
         self._bound.clear()
         give_up(self._model, "compile", reason)
@@ -228,13 +225,11 @@ def give_up(model: PreTrainedModel, what: str, reason: str) -> None:
     failed.add(what)
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """The most that `largest_error` may be."""
-    return _TOLERANCE.get(dtype, _TOLERANCE_FP32)
+def difference_of(model: PreTrainedModel, outputs: Sequence[Any], wanted: Sequence[Any]) -> str:
+    """The largest error of a node, relative to the norm of what is wanted; an empty string if that is rounding.
 
-
-def largest_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """The largest error of a node, relative to the norm of what is wanted; NaN where only one of both is a number."""
+    NaN where only one of both is a number.
+    """
     errors = []
     for got, want in zip(outputs, wanted, strict=True):
         if isinstance(want, Tensor):
@@ -242,12 +237,12 @@ def largest_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
             is_same = (got == want) | (got.isnan() & want.isnan())
             lengths = want.nan_to_num().norm(dim=-1).clamp_min(1e-6)
             errors.append((torch.where(is_same, 0, got - want).norm(dim=-1) / lengths).max())
-    return float(torch.stack(errors).max())
+    error = float(torch.stack(errors).max())
+    return "" if error <= _TOLERANCE.get(model.dtype, _TOLERANCE_FP32) else f"{error:.2g}"
 
 
 def in_short(error: Exception) -> str:
     """The first line of an error; for a missing compiler what to install."""
     if type(error).__name__ == "InvalidCxxCompiler" or "InvalidCxxCompiler" in str(error):
         return "there is no C++ compiler; install g++ or clang++, or name one in the environment variable CXX"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -20,7 +20,7 @@ from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import CACHE, TreeCache
-from lookahead.models.compiled import give_up, in_short, largest_error, tolerance_of
+from lookahead.models.compiled import difference_of, give_up, in_short
 from lookahead.models.model_state import ModelState, Version, state_of, version_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows
 
@@ -35,17 +35,17 @@ _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}  # wait only with a
 _recording = Lock()  # torch records one graph at a time in a process
 
 
+@dataclass(eq=False)
 class Graph:
     """One recorded pass; its outputs live as long as it does."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
-        self._graph = graph
-        self._outputs = outputs
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, ...]
 
     def replay(self) -> tuple[Tensor, ...]:
         """Run the recording on what the static buffers hold now; the next replay overwrites the returned tensors."""
-        self._graph.replay()
-        return self._outputs
+        self.graph.replay()
+        return self.outputs
 
 
 def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | None:
@@ -125,7 +125,7 @@ class CudaGraphs:
 
 @dataclass(slots=True)
 class _ShapeRunner:
-    """A fixed-shape pass, and a graph of it."""
+    """A fixed-shape pass, and a graph of it once it was recorded."""
 
     static: FixedShapePass
     graph: Graph | None = None
@@ -204,14 +204,11 @@ class GraphRunner:
         self._model, self._kept, self._device, self._scope = model, kept, device, scope
         self._cache, self._most_nodes, self._hidden_layers = kept.cache, most_nodes, hidden_layers
         self.is_cold = False  # whether the newest pass recorded or is yet to be, so that its time is no cost
-        self._capture: CudaGraphs | None = None
-        if "capture" not in state_of(model).failed:
-            problem = graph_shortcoming(model, device)
-            if problem is None:
-                self._capture = CudaGraphs(device)
-                finalize(self, kept.give_back, ref(state_of(model))).atexit = False
-            else:
-                self._stop(problem)
+        self._capture = None if "capture" in state_of(model).failed else CudaGraphs(device)
+        if self._capture is not None and (problem := graph_shortcoming(model, device)):
+            self._stop(problem)
+        elif self._capture is not None:
+            finalize(self, kept.give_back, ref(state_of(model))).atexit = False
 
     def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
         """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""
@@ -238,14 +235,17 @@ class GraphRunner:
         return tuple(each[: len(trees), :nodes] for each in outputs)
 
     def _forward(self, static: FixedShapePass) -> tuple[Tensor, ...]:
-        """Run the model on the buffers of a pass, with new masks: logits `[rows, width, vocab]`, some hidden states."""
+        """Run the model on the buffers of a pass, with new masks.
+
+        Returns logits `[rows, width, vocab]`, and some of the hidden states.
+        """
         options: dict[str, Any] = {CACHE: self._cache}
-        if self._scope is None:
-            options["attention_mask"] = static.mask(1, AttentionSpan(), self._model.dtype, static.tokens.device)
         if self._hidden_layers:
             options["output_hidden_states"] = True
         model: Any = self._model
         try:
+            if self._scope is None:
+                options["attention_mask"] = static.mask(1, AttentionSpan(), model.dtype, static.tokens.device)
             output = model(input_ids=static.tokens, position_ids=static.positions, use_cache=True, **options)
         finally:
             static.forget()
@@ -265,9 +265,8 @@ class GraphRunner:
         self.is_cold = True
         if runner.uses >= CAPTURE_AT:
             try:
-                runner.graph = capture(
-                    partial(self._forward, runner.static)
-                )  # the next pass of its shape is the first replay
+                # The next pass of its shape is the first replay.
+                runner.graph = capture(partial(self._forward, runner.static))
             except Exception as error:
                 self._stop(in_short(error))
         return outputs
@@ -283,14 +282,12 @@ class GraphRunner:
             return outputs
         self.is_cold = runner.is_checked = True
         wanted = self._forward(runner.static)
-        error = largest_error(outputs, wanted)
-        if error <= tolerance_of(self._model.dtype):
-            return outputs
-        self._stop(f"a replay differs by {error:.2g} from the pass that was recorded")
-        return wanted
+        if difference := difference_of(self._model, outputs, wanted):
+            self._stop(f"a replay differs by {difference} from the pass that was recorded")
+            return wanted
+        return outputs
 
     def _stop(self, reason: str) -> None:
-        """Record no more passes."""
         self._capture = None
         self._kept.runners.clear()
         give_up(self._model, "capture", reason)

@@ -181,26 +181,18 @@ def attend_in_turn(
 ) -> Tensor:
     """Attention of the nodes of all rows, each as if it were the only token of its pass.
 
-    Args:
-        module: The attention layer.
-        query: `[rows, heads, width, dim]`; the nodes of each tree that were not scored before, and padding.
-        key: `[rows, kv_heads, kv, dim]`, a view of the cache, as `value` is.
-        value: `[rows, kv_heads, kv, value_dim]`.
-        turns: The trees, and the order of their nodes.
-        window: How far back a query may look, itself included; None for no limit.
-        crops: Whether the model's own cache drops what is outside the window; else a mask hides it.
-        own: The model's attention function.
-        options: What the model passes to it, `scaling` among them.
+    Takes queries `[rows, heads, width, dim]`, of the nodes of each tree that were not scored before, and padding; and
+    keys and values `[rows, kv_heads, kv, …]`, views of the cache. `window` is how far back a query may look, itself
+    included, None for no limit; `crops` whether the model's own cache drops what is outside of it, else a mask hides
+    it. `own` is the model's attention function, and `options` are what the model passes to it, `scaling` among them.
 
-    Returns:
-        `[rows, width, heads, value_dim]`; zeros for padding.
+    Returns `[rows, width, heads, value_dim]`; zeros for padding.
     """
     rows, heads, width, dim = query.shape
     nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
     is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
     if is_whole and attends_by_kernel(own, keys, values, heads, window, turns, is_exact=True):
-        scale = options.get("scaling")
-        scale = dim**-0.5 if scale is None else scale
+        scale = options.get("scaling", dim**-0.5)
         return row_attention.row_attention(nodes, keys, values, **turns.tensors, scale=scale)
     out = query.new_zeros(rows, width, heads, value.shape[3])
     call = partial(_attend_by_torch, module, window=window, crops=crops, own=own, options=options)
@@ -237,7 +229,6 @@ def _attend_by_torch(
     is_shared = is_sdpa and _has_bits_of_shared_heads(query.dtype, heads, key.shape[1], query.shape[3])
     grouped, keys, values = _by_kv_head(query, key, value)
     queries = grouped.split(1, 2)
-    seen: dict[int, tuple[Tensor, Tensor]] = {}  # views of the slots up to an end
     out: list[Any] = [None] * len(steps)
     for node, depth, first_moved, moved in steps:
         column, end = node - scored, start + depth + 1
@@ -245,9 +236,7 @@ def _attend_by_torch(
             for each, kept in held:
                 each[:, :, start + first_moved : end] = kept[:, :, moved]
         if is_shared and (window is None or end < window):
-            if end not in seen:
-                seen[end] = keys.narrow(2, 0, end), values.narrow(2, 0, end)
-            attended = scaled_dot_product_attention(queries[column], *seen[end], scale=scale)
+            attended = scaled_dot_product_attention(queries[column], keys[:, :, :end], values[:, :, :end], scale=scale)
             out[column] = attended.view(1, heads, -1)
             continue
         first, mask = 0, None
@@ -255,9 +244,7 @@ def _attend_by_torch(
             first = end - window if crops else 0
             mask = torch.arange(first, end, device="cpu")[None, None, None] >= end - window
             if not is_sdpa:
-                mask = torch.zeros(mask.shape, dtype=query.dtype, device="cpu").masked_fill(
-                    ~mask, torch.finfo(query.dtype).min
-                )
+                mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
         one = query[:, :, column : column + 1]
         out[column] = own(module, one, key[:, :, first:end], value[:, :, first:end], mask, **options)[0][0]
     for each, kept in held:

@@ -88,7 +88,7 @@ def run_tests(variants: Sequence[KernelVariant]) -> list[Verdict]:
         except OSError as error:
             unstarted = Verdict(f"no process can be started for its test: {error}", is_lasting=False)
             return verdicts + [unstarted] * len(left)
-        found = [verdict for verdict in map(_parse, lines.splitlines()) if verdict is not None]
+        found = [*filter(None, map(_parse, lines.splitlines()))]
         verdicts += found[: len(left)]
         if len(verdicts) < len(variants) and (code or not found):
             # A signal tells of the kernel; memory of the host, or a package of the test, may be missing today.
@@ -108,11 +108,10 @@ def _parse(line: str | bytes) -> Verdict | None:
 def _read_verdicts(path: Path) -> dict[str, Verdict]:
     """The verdicts of a file; none where there is no such file, or it holds something else."""
     try:
-        stored = read_json(path)["verdicts"]
-        known = {name: _parse(json.dumps(values)) for name, values in stored.items()}
+        stored = read_json(path)["verdicts"].items()
+        return {name: verdict for name, values in stored if (verdict := _parse(json.dumps(values))) is not None}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return {name: verdict for name, verdict in known.items() if verdict is not None}
 
 
 def _write_verdicts(path: Path, machine: dict[str, str], known: dict[str, Verdict]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from operator import is_not
 from threading import local
@@ -30,6 +30,7 @@ from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import replaced, state_of
 from lookahead.models.product_bits import (
     Bits,
+    Kind,
     Layout,
     Packed,
     best_layout,
@@ -115,6 +116,7 @@ class LinearScope:
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
         self.has_packed = False  # whether the newest block of `running` packed a weight
+        self._packs, self._fewest = False, 1
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
         layers = [each for each in product_bits.linear_layers(model) if _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
@@ -136,19 +138,16 @@ class LinearScope:
             packed.check()
             self._forwards.append((layer, None, partial(_forward, layer, packed)))
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self) -> AbstractContextManager[None]:
         """Let the layers look for packed weights until the last open block of any thread ends."""
-        with replaced("forward", self._forwards):
-            yield
+        return replaced("forward", self._forwards)
 
     @contextmanager
     def running(self, bits: Bits) -> Iterator[None]:
         """Within `serving`, multiply by packed weights on this thread; rows of half precision have these bits."""
         outer, _thread.has_packed = getattr(_thread, "mode", None), False
-        _thread.mode = (bits, self._packs, self._fewest) if self._forwards else (bits, False, 1)
-        if torch.is_autocast_enabled("cpu"):  # which chooses the type of products
-            _thread.mode = None
+        is_autocast = torch.is_autocast_enabled("cpu")  # which chooses the type of products
+        _thread.mode = None if is_autocast else (bits, self._packs, self._fewest)
         try:
             yield
         finally:
@@ -204,7 +203,7 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
     if mode[0] != "alone":
         return by_torch(x, own, bias)
     # A split takes as long as a small product.
-    most = max(1, rows_of(own, bias, Layout()).alone) if found is None else found.most
+    most = max(1, rows_of(Kind.of(own, bias), Layout()).alone) if found is None else found.most
     parts = [x] if rows <= most else x.reshape(rows, -1).split(most)
     outs = [by_torch(part, own, bias) if found is None else found.product(part, bias) for part in parts]
     return outs[0] if rows <= most else torch.cat(outs).view(*x.shape[:-1], -1)
@@ -232,13 +231,12 @@ def _is_for_prompts(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool
     """Whether our kernel multiplies any number of rows of half precision with the bits of torch, and faster."""
     return (
         layout.block > 0
-        and takes_any_rows(weight, bias, layout)
+        and takes_any_rows(Kind.of(weight, bias), layout)
         and "own" in faster_ways(weight.dtype, torch.get_num_threads(), _MANY_ROWS)
     )
 
 
 def _digest(weight: Tensor) -> int:
-    """The hash of a contiguous weight's bytes."""
     return int(xxhash.xxh3_64_intdigest(weight.detach().view(torch.uint8).numpy().data))
 
 
@@ -280,21 +278,19 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Pack
 
 def keeps_bits(model: nn.Module) -> bool:
     """Whether rows of the linear layers in half precision can have the bits they have alone, without many products."""
-    try:
+    with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
         return all(map(_keeps_bits_of_rows, product_bits.linear_layers(model)))
-    except (AttributeError, RuntimeError):  # torch was built without oneDNN
-        return False
+    return False
 
 
 def _keeps_bits_of_rows(layer: nn.Linear | Conv1D) -> bool:
     weight = matrix_of(layer)
+    alone = rows_of(Kind.of(weight, layer.bias), Layout()).alone
     if not _is_plain(layer):  # it multiplies all rows of a pass at once
-        return rows_of(weight, layer.bias, Layout()).alone == MAX_ROWS
-    return (
-        weight.numel() < product_bits.FEWEST_WEIGHTS
-        or rows_of(weight, layer.bias, Layout()).alone >= _FEWEST_ROWS
-        or best_layout(weight, layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
-    )
+        return alone == MAX_ROWS
+    if weight.numel() < product_bits.FEWEST_WEIGHTS or alone >= _FEWEST_ROWS:
+        return True
+    return best_layout(weight, layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
 
 
 @cache
@@ -310,15 +306,11 @@ def faster_ways(
         )
         x, weight = x.to(dtype), (weight / inputs).to(dtype)
         products: dict[str, Callable[[Tensor, None], Tensor]] = {"torch": lambda x, _: linear(x, weight)}
-        for way, layout in _LAYOUTS.items():
-            if way == "own" and not packed_product.is_supported(weight):
-                continue
-            try:
-                packed = lay_out(weight, layout).product
+        for way in _LAYOUTS if packed_product.is_supported(weight) else ["onednn"]:
+            with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
+                packed = lay_out(weight, _LAYOUTS[way]).product
                 if torch.allclose(packed(x, None), linear(x, weight), rtol=0.02, atol=1e-3):
                     products[way] = packed
-            except (AttributeError, RuntimeError):  # torch was built without oneDNN
-                continue
         seconds, others = dict[str, float](), torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
         # Time of other processes does not count. On Windows the clock of a thread is too coarse.
         clock = thread_time if threads == 1 and os.name == "posix" else perf_counter

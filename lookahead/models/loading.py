@@ -112,7 +112,6 @@ def load(
 
 
 def _auto_class(config: Any) -> Any:
-    """The class of transformers that loads a model."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -49,13 +50,19 @@ class Packed(NamedTuple):
     own: PackedWeight | None = None  # for the kernel of this package
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What the bits of a layer's products depend on."""
 
     dtype: torch.dtype
     shape: torch.Size  # outputs and inputs
     has_bias: bool
     is_transposed: bool
+    threads: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> Kind:
+        """That of the products with a weight, which a bias is added to."""
+        return cls(weight.dtype, weight.shape, bias is not None, not weight.is_contiguous(), torch.get_num_threads())
 
 
 class Rows(NamedTuple):
@@ -110,7 +117,7 @@ def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, ways: Sequence[
         layouts["own"] = [Layout(block=block) for block in _BLOCKS]
     best, most = Layout(), 0
     for layout in (layout for way in ways for layout in layouts.get(way, ())):
-        rows = rows_of(weight, bias, layout)._asdict()[bits]
+        rows = rows_of(Kind.of(weight, bias), layout)._asdict()[bits]
         if rows > most:
             best, most = layout, rows
         if most == MAX_ROWS:
@@ -118,46 +125,37 @@ def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, ways: Sequence[
     return best, most
 
 
-def takes_any_rows(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool:
-    """Whether a layout has the bits of torch's product for any number of rows, each of which torch multiplies alone."""
-    is_alone = MAX_ROWS == rows_of(weight, bias, Layout()).alone == rows_of(weight, bias, layout).alone
-    return is_alone and _compare_many(_kind_of(weight, bias), layout, torch.get_num_threads())
-
-
 @lru_cache(maxsize=1024)
 @torch.inference_mode()
-def _compare_many(kind: _Kind, layout: Layout, threads: int) -> bool:
+def takes_any_rows(kind: Kind, layout: Layout) -> bool:
+    """Whether a layout has the bits of torch's product for any number of rows, each of which torch multiplies alone."""
+    if not MAX_ROWS == rows_of(kind, Layout()).alone == rows_of(kind, layout).alone:
+        return False
     x, weight, bias = _cancelling(kind, _MANY_ROWS)
     return torch.equal(lay_out(weight, layout).product(x, bias), by_torch(x, weight, bias))
 
 
-def rows_of(weight: Tensor, bias: Tensor | None, layout: Layout) -> Rows:
-    """Most rows whose bits do not change in a product with a weight of this shape; compared once per shape."""
-    return _compare_rows(_kind_of(weight, bias), layout, torch.get_num_threads())
-
-
 @lru_cache(maxsize=1024)
 @torch.inference_mode()
-def _compare_rows(kind: _Kind, layout: Layout, threads: int) -> Rows:
-    """Compare the bits of rows that are multiplied alone, together, and with a weight that is laid out."""
+def rows_of(kind: Kind, layout: Layout) -> Rows:
+    """Most rows whose bits do not change in a product with a weight of this kind that is laid out so."""
     x, weight, bias = _cancelling(kind, MAX_ROWS)
     alone = torch.cat([by_torch(each, weight, bias) for each in x.split(1)])
     other = None if layout == Layout() else lay_out(weight, layout)
     most = {"alone": 0, "together": 0}
-    for rows in _ROWS:
+    for before, rows in pairwise((0, *_ROWS)):
         together = by_torch(x[:rows], weight, bias)
         product = together if other is None else other.product(x[:rows], bias)
-        before = _ROWS[_ROWS.index(rows) - 1] if rows > _ROWS[0] else 0
         for name, expected in (("alone", alone[:rows]), ("together", together)):
             if most[name] == before and torch.equal(product, expected):
                 most[name] = rows
     return Rows(**most)
 
 
-def _cancelling(kind: _Kind, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cancelling(kind: Kind, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows `[rows, inputs]`, a weight and a bias whose sums nearly cancel: the rest shows the order."""
     source = torch.Generator().manual_seed(0)
-    dtype, (outputs, inputs), has_bias, is_transposed = kind
+    dtype, (outputs, inputs), has_bias, is_transposed, _ = kind
     outputs = min(outputs, _OUTPUTS + outputs % _OUTPUTS)
     few, row = (
         torch.randn(n, inputs, generator=source, dtype=torch.float32, device="cpu").to(dtype)
@@ -180,25 +178,20 @@ def has_other_products(model: nn.Module) -> bool:
     return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))
 
 
+def _kinds_of(model: nn.Module, head: nn.Module | None = None) -> set[Kind]:
+    """Those of the linear layers, but for a head."""
+    return {Kind.of(matrix_of(each), each.bias) for each in linear_layers(model) if each is not head}
+
+
 def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
     """Whether rows in half precision have the bits that they have in a pass over copies of them; but for the head."""
-    kinds, threads = _kinds_of(model, model.get_output_embeddings()), torch.get_num_threads()
-    return not has_other_products(model) and all(_compare_copies(kind, rows, copies, threads) for kind in kinds)
-
-
-def _kind_of(weight: Tensor, bias: Tensor | None) -> _Kind:
-    return _Kind(weight.dtype, weight.shape, bias is not None, not weight.is_contiguous())
-
-
-def _kinds_of(model: nn.Module, head: nn.Module | None = None) -> set[_Kind]:
-    """Those of the linear layers, but for a head."""
-    return {_kind_of(matrix_of(each), each.bias) for each in linear_layers(model) if each is not head}
+    kinds = _kinds_of(model, model.get_output_embeddings())
+    return not has_other_products(model) and all(_has_bits_of_copies(kind, rows, copies) for kind in kinds)
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode()
-def _compare_copies(kind: _Kind, rows: int, copies: int, threads: int) -> bool:
-    """Compare rows in a product with a weight of such a kind, and copies of them."""
+def _has_bits_of_copies(kind: Kind, rows: int, copies: int) -> bool:
     x, weight, bias = _cancelling(kind, rows)
     return torch.equal(by_torch(x, weight, bias).repeat(copies, 1), by_torch(x.repeat(copies, 1), weight, bias))
 
@@ -207,17 +200,13 @@ def keeps_bits_beside_others(model: nn.Module) -> bool:
     """Whether rows in half precision have the same bits in a pass over any number of rows, from 2 to `MAX_ROWS`."""
     if has_other_products(model) or any("experts" in name for name, _ in model.named_modules()):
         return False  # an expert multiplies the rows that chose it
-    return all(_keeps_bits_beside_others(kind, torch.get_num_threads()) for kind in _kinds_of(model))
+    return all(map(_keeps_bits_beside_others, _kinds_of(model)))
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode()
-def _keeps_bits_beside_others(kind: _Kind, threads: int) -> bool:
-    """Compare rows in products with a weight of such a kind over all numbers of rows."""
+def _keeps_bits_beside_others(kind: Kind) -> bool:
     x, weight, bias = _cancelling(kind, MAX_ROWS)
     whole = by_torch(x, weight, bias)
-    return all(
-        torch.equal(by_torch(x[first : first + rows], weight, bias), whole[first : first + rows])
-        for rows in _ROWS[1:]
-        for first in {0, MAX_ROWS - rows}
-    )
+    parts = [slice(first, first + rows) for rows in _ROWS[1:] for first in {0, MAX_ROWS - rows}]
+    return all(torch.equal(by_torch(x[part], weight, bias), whole[part]) for part in parts)

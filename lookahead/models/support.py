@@ -225,8 +225,8 @@ def is_bitwise(model: PreTrainedModel) -> bool:
     """
     if not may_keep_bits(model):
         return False
-    name, vocabulary = f"bitwise, {torch.get_num_threads()} threads", model.config.get_text_config().vocab_size
-    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model, vocabulary))
+    name = f"bitwise, {torch.get_num_threads()} threads"
+    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model))
 
 
 def may_keep_bits(model: PreTrainedModel) -> bool:
@@ -244,24 +244,24 @@ def may_keep_bits(model: PreTrainedModel) -> bool:
 
 
 @torch.inference_mode()
-def _has_bits_of_single_tokens(model: PreTrainedModel, vocabulary: int) -> bool:
+def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
     """Compare trees of `MAX_ROWS` nodes with decoding some of their nodes."""
-    # The products of an expert depend on which rows chose it.
-    if any("experts" in name for name, _ in model.named_modules()):
-        return False
-    # Linear layers multiply as many rows as keep their bits. Other products take all rows at once.
-    if has_other_products(model) or not keeps_bits(model):
+    # Linear layers multiply as many rows as keep their bits. Other products take all rows at once, and those of an
+    # expert the rows that chose it.
+    has_experts = any("experts" in name for name, _ in model.named_modules())
+    if has_experts or has_other_products(model) or not keeps_bits(model):
         return False
     # Products of activations that change few bits show in a small model only after many of them.
     trials = 1 if model.num_parameters() > _SMALL_MODEL else _TRIALS
     try:
-        return all(_has_bits_after(model, vocabulary, step) for step in range(7, 7 + trials))
+        return all(_has_bits_after(model, step) for step in range(7, 7 + trials))
     except Exception:  # a model's own attention may raise anything here, and masks still serve it
         return False
 
 
-def _has_bits_after(model: PreTrainedModel, vocabulary: int, step: int) -> bool:
+def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
     """Compare one tree, behind a prompt of tokens that are `step` apart: every node of a chain, and a branch of it."""
+    vocabulary = model.config.get_text_config().vocab_size
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
     tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
