@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from lookahead.drafting.select import Draft
+from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 
 
@@ -27,9 +30,27 @@ class TensorParallelGroup:
 
     def agree(self, drafts: Sequence[Draft]) -> list[Draft]:
         """The drafts of the leader, one per row; those of other processes are ignored."""
-        sent = [[(draft.tree, draft.path_probs) for draft in drafts] if self.leads else None]
-        torch.distributed.broadcast_object_list(sent, self._leader, self._group, self._device)
-        return list(drafts) if self.leads else [Draft(tree, (), path_probs) for tree, path_probs in sent[0] or ()]
+        sizes = self._send(np.array([len(draft.tree) for draft in drafts])).astype(int)
+        nodes = np.zeros((4, sizes.sum()))
+        if self.leads:
+            trees = [(draft.tree.tokens, draft.tree.parents, draft.tree.depths, draft.path_probs) for draft in drafts]
+            np.concatenate(trees, 1, out=nodes)
+        nodes = self._send(nodes)
+        if self.leads:
+            return list(drafts)
+        agreed = []
+        for *tree, path_probs in np.split(nodes, np.cumsum(sizes)[:-1], 1):
+            tokens, parents, depths = (each.astype(np.int32) for each in tree)
+            sources = np.zeros_like(tokens)  # they are not sent
+            agreed.append(Draft(TokenTree(tokens, parents, depths, sources), (), path_probs))
+        return agreed
+
+    def _send(self, numbers: NDArray[Any]) -> NDArray[np.float64]:
+        """Broadcast the leader's numbers, as float64; the others pass an array of the same shape."""
+        sent = torch.from_numpy(numbers.astype(np.float64)).to(self._device)
+        torch.distributed.broadcast(sent, src=self._leader, group=self._group)
+        received: NDArray[np.float64] = sent.cpu().numpy()
+        return received
 
 
 def tensor_parallel_group(model: nn.Module) -> TensorParallelGroup | None:
