@@ -177,7 +177,7 @@ class LookaheadProposer:
                     chains[row] = self._chain(row, tokens[row, : counts[row]])
                 except Exception as error:
                     self._tell(error)
-                    self._known.enter(row, None)
+                    self._known.rows[row] = None
         for row, length in enumerate(self._lengths.choose([path_probs for _, path_probs in chains])):
             if length:
                 drafts[row] = chains[row][0][:length].tolist()
@@ -186,8 +186,7 @@ class LookaheadProposer:
         """The chain after a row's text, and the probability of each of its tokens to be accepted."""
         request = self._known.rows[row]
         if request is None:
-            request = self._proposer.start(text)
-            self._known.enter(row, request)
+            request = self._known.rows[row] = self._proposer.start(text)
         else:
             self._proposer.observe(request, text[len(request) :])
             if len(self._known.rows) > 1 and len(request) >= request.kept + _SHARED_EARLY:
@@ -203,15 +202,9 @@ class LookaheadProposer:
 
     def _warm_up(self) -> None:
         """Compile, or load from the cache, all that a step calls."""
-        proposer, known = ChainProposer(2), KnownRequests(1, 0)
-        tokens = np.arange(2048, dtype=np.int32)[None] % 8
-        for count in (4, 2048):  # the index grows
-            known.match(tokens, np.array([count]), [True])
-            request = known.rows[0] or proposer.start(tokens[0, :2])
-            known.enter(0, request)
-            proposer.observe(request, tokens[0, len(request) : count])
+        proposer, tokens = ChainProposer(2), np.arange(2048, dtype=np.int32) % 8
+        request = proposer.start(tokens[:2])
+        for new in (tokens[:2], tokens):  # the index grows
+            proposer.observe(request, new)
             proposer.draft(request, 2)
-        proposer.observe(request, tokens[0, :2])
-        for rows in (0, 1):
-            for request in known.match(tokens, np.full(rows, 8), [True] * rows):
-                proposer.finish(request)
+        proposer.finish(request)
