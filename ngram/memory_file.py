@@ -25,8 +25,8 @@ MOST_TOKENS = (1 << 24) - 1  # token ids are below it
 _BINDING = (("fingerprint", "016x"), ("vocabulary", "d"))  # fields that bind a file to its model
 OLDEST = 255  # age of a context: merges since it was last learned
 _NONE = MOST_TOKENS  # stored for no token
-_WORDS = 5  # of 8 bytes, a record
-_TOKENS, _PROBS = 8, 8 + 3 * TOP  # where they begin in a record
+_RECORD = np.dtype([("word", np.uint64), ("tokens", np.uint8, (TOP, 3)), ("probs", np.uint8, TOP)])
+_WORDS = _RECORD.itemsize // 8
 
 Records = NDArray[np.uint64]
 
@@ -108,7 +108,7 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> RecycledTabl
     entries["key"] = records[:, 0] & ~np.uint64(OLDEST) | np.uint64(1)
     entries["time"] = OLDEST + 1 - (records[:, 0] & np.uint64(OLDEST)).astype(np.int64)
     entries["tokens"] = _tokens_of(records)
-    entries["probs"] = np.square(_bytes_of(records)[:, _PROBS:] / 255.0) * UNIT + 0.5
+    entries["probs"] = np.square(records.view(_RECORD)["probs"][:, 0] / 255.0) * UNIT + 0.5
     table.now[0] = OLDEST + 1
     # Of a set that would overflow the oldest are left out.
     groups = group_of(table.entries, entries["key"])
@@ -123,28 +123,18 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> RecycledTabl
 def records_of(table: RecycledTable, vocabulary: int) -> tuple[Records, Records]:
     """What a table holds: the records that were stored since it was made, with age 0, and those it was made of."""
     entries = table.entries[table.entries["key"] != 0]
+    records = np.zeros((len(entries), _WORDS), np.uint64)
+    record = records.view(_RECORD)[:, 0]
+    ages = np.clip(OLDEST + 1 - entries["time"], 0, OLDEST).astype(np.uint64)
+    record["word"] = entries["key"] - np.uint64(1) + ages
+    ids = np.where((entries["tokens"] < 0) | (entries["tokens"] >= vocabulary), _NONE, entries["tokens"])
+    record["tokens"] = ids[..., None] >> np.array([0, 8, 16]) & 0xFF
+    record["probs"] = np.sqrt(entries["probs"] / UNIT) * 255 + 0.5
     is_new = entries["time"] > OLDEST + 1
-    found = []
-    for chosen in (entries[is_new], entries[~is_new]):
-        records = np.zeros((len(chosen), _WORDS), np.uint64)
-        ages = np.clip(OLDEST + 1 - chosen["time"], 0, OLDEST).astype(np.uint64)
-        records[:, 0] = chosen["key"] - np.uint64(1) + ages
-        ids, data = chosen["tokens"], _bytes_of(records)
-        ids = np.where((ids < 0) | (ids >= vocabulary), _NONE, ids)
-        for part in range(3):
-            data[:, _TOKENS + part : _PROBS : 3] = ids >> 8 * part & 0xFF
-        data[:, _PROBS:] = np.sqrt(chosen["probs"] / UNIT) * 255 + 0.5
-        found.append(records)
-    return found[0], found[1]
-
-
-def _bytes_of(records: Records) -> NDArray[np.uint8]:
-    """The bytes of records, uint8 `[contexts, 40]`, in the same memory."""
-    return records.view(np.uint8).reshape(-1, 8 * _WORDS)
+    return records[is_new], records[~is_new]
 
 
 def _tokens_of(records: Records) -> NDArray[np.int32]:
     """The tokens of records, int32 `[contexts, 8]`, -1 for none."""
-    parts = _bytes_of(records)[:, _TOKENS:_PROBS].reshape(-1, TOP, 3).astype(np.int32)
-    tokens = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
+    tokens = records.view(_RECORD)["tokens"][:, 0].astype(np.int32) @ np.array([1, 1 << 8, 1 << 16], np.int32)
     return np.where(tokens == _NONE, np.int32(-1), tokens)

@@ -87,8 +87,23 @@ class Pool(Chains):
         """
         path = Path(path)
         with PoolHeader.opened(path) as (header, file):
-            version = _version_of(file.fileno())
-            _check_contents(path, file, header)
+            version, checksum, are_good = _version_of(file.fileno()), xxhash.xxh3_64(), True
+            # The file is read, not mapped: it may be truncated meanwhile.
+            for count, least, most in (
+                (LEVELS * (header.slots + header.length), 0, header.length - 1),  # positions
+                (1, SEPARATOR, SEPARATOR),
+                (header.length - 1, SEPARATOR, header.largest_token),
+            ):
+                while count > 0:
+                    numbers = np.fromfile(file, np.int32, min(count, _READ_AT_ONCE))
+                    if not numbers.size:
+                        raise ValueError(f"{path}: cut short while it was read")
+                    checksum.update(numbers.data)
+                    are_good &= least <= int(numbers.min()) and int(numbers.max()) <= most
+                    count -= numbers.size
+            header.check(path, checksum)
+            if not are_good:
+                raise ValueError(f"{path}: damaged: it holds positions or tokens out of range")
             pool = cls(path, header, file, version)
         if not pool.is_intact:
             raise ValueError(f"{path}: changed while it was opened")
@@ -140,28 +155,3 @@ def _version_of(descriptor: int) -> tuple[int, int]:
     """Size in bytes and modification time in ns of an open file."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
-
-
-def _check_contents(path: Path, file: BinaryIO, header: PoolHeader) -> None:
-    """Check the checksum, that positions are inside the arena, and that no token is above the header's largest.
-
-    The file is read, not mapped: it may be truncated meanwhile.
-    """
-    checksum, are_good = xxhash.xxh3_64(), True
-    positions = LEVELS * (header.slots + header.length)
-    sections = (
-        (positions, 0, header.length - 1),
-        (1, SEPARATOR, SEPARATOR),
-        (header.length - 1, SEPARATOR, header.largest_token),
-    )
-    for count, least, most in sections:
-        while count > 0:
-            numbers = np.fromfile(file, np.int32, min(count, _READ_AT_ONCE))
-            if not numbers.size:
-                raise ValueError(f"{path}: cut short while it was read")
-            checksum.update(numbers.data)
-            are_good &= least <= int(numbers.min()) and int(numbers.max()) <= most
-            count -= numbers.size
-    header.check(path, checksum)
-    if not are_good:
-        raise ValueError(f"{path}: damaged: it holds positions or tokens out of range")

@@ -111,7 +111,13 @@ class LookaheadProposer:
         self._told: set[str] = set()
         # Of the last call: tokens of each row, drafted tokens of all, seconds of drafting, and the time of the return.
         self._before: tuple[list[int], int, float | None, float] = ([], 0, None, 0.0)
-        self._warm_up()
+        # Compile, or load from the cache, all that a step calls.
+        proposer, tokens = ChainProposer(2), np.arange(2048, dtype=np.int32) % 8
+        request = proposer.start(tokens[:2])
+        for new in (tokens[:2], tokens):  # the index grows
+            proposer.observe(request, new)
+            proposer.draft(request, 2)
+        proposer.finish(request)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is no draft model. vLLM calls it."""
@@ -199,12 +205,3 @@ class LookaheadProposer:
         if name not in self._told:
             self._told.add(name)
             _log.error("lookahead drafts nothing where this happens: %s", error, exc_info=error)
-
-    def _warm_up(self) -> None:
-        """Compile, or load from the cache, all that a step calls."""
-        proposer, tokens = ChainProposer(2), np.arange(2048, dtype=np.int32) % 8
-        request = proposer.start(tokens[:2])
-        for new in (tokens[:2], tokens):  # the index grows
-            proposer.observe(request, new)
-            proposer.draft(request, 2)
-        proposer.finish(request)

@@ -113,7 +113,6 @@ class ValidatedProposer(BatchProposer):
         return bool(self.hidden_layers and self._roots)
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Show it a new row, if its budget allows."""
         is_poor = not self._budget.begins or (bool(self.hidden_layers) and not self._budget.affords)
         if self._call.is_timed and is_poor:
             return
@@ -147,7 +146,6 @@ class ValidatedProposer(BatchProposer):
         return [offered.get(row) for row in rows]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Pass the feedback on."""
         if row not in self._roots:
             return
         self._roots[row] = int(feedback.tokens[-1])
@@ -172,7 +170,6 @@ class ValidatedProposer(BatchProposer):
         return None if self._budget.earns and not is_first else spent_s
 
     def finish(self, row: int) -> None:
-        """Finish the row."""
         if row in self._roots:
             del self._roots[row], self._unasked[row]
             self._proposer.finish(row)
