@@ -19,7 +19,7 @@ from lookahead.ngram.features import (
     support_of,
 )
 from lookahead.ngram.inlining import jit_inline
-from lookahead.ngram.recycled import TOP, find_context, prob_of
+from lookahead.ngram.recycled import TOP, UNIT, find_context
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
 _MOST_FOREIGN = RANKS // 2  # options found first in other texts; the rest is for the row's own text
@@ -129,7 +129,7 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
         bucket = 0  # of the token among the successors of the recycled context; 0 if it is not one of them
         for place in range(TOP if order > 0 else 0):
             if known["tokens"][place] == option["token"]:
-                bucket = bucket_of(place, prob_of(known["probs"][place]))
+                bucket = bucket_of(place, known["probs"][place] / UNIT)
                 option["sources"] |= 1 << source
                 break
         if order == 0 or option["length"] >= _LONG:
@@ -148,7 +148,7 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
     count = matches
     if order > 0:
         for rank in range(TOP):
-            bucket = bucket_of(rank, prob_of(known["probs"][rank]))
+            bucket = bucket_of(rank, known["probs"][rank] / UNIT)
             feature = feature_of_memory(order, is_foreign, bucket, longest)
             token = known["tokens"][rank]
             count = _add(options, matches, count, token, 1 << source, feature, hit_rate(table, feature), least)

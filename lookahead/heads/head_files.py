@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lookahead.errors import HeadsError, LookaheadError
+from lookahead.errors import HeadsError, LookaheadError, one_line
 from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import HeadDrafter, Warp
 from lookahead.heads.independent_heads import MedusaDrafter, MedusaHeads, MtpDrafter, MtpHeads
@@ -73,7 +73,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
         return kind, _make(kind, config, tensors, model)
     except Exception as error:  # inconsistent sizes fail in many places of torch
         what = "" if isinstance(error, HeadsError) else f"unusable heads: {type(error).__name__}: "
-        raise HeadsError(f"{place}: {what}{' '.join(str(error).split())}") from error
+        raise HeadsError(f"{place}: {what}{one_line(error)}") from error
 
 
 def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:

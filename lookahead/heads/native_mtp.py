@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.errors import HeadsError
+from lookahead.errors import HeadsError, one_line
 from lookahead.heads.guess_tree import GrowingDrafter, GuessTree
 from lookahead.heads.layers import unembed
 
@@ -38,8 +38,7 @@ def open_native(model: PreTrainedModel) -> MtpModel:
     try:
         network: MtpModel = MtpModel.from_pretrained(model)
     except (OSError, ValueError, RuntimeError, AttributeError, TypeError) as error:
-        said = " ".join(str(error).split())
-        raise HeadsError(f"the MTP layer of {config.name_or_path!r} cannot be loaded: {said}") from error
+        raise HeadsError(f"the MTP layer of {config.name_or_path!r} cannot be loaded: {one_line(error)}") from error
     if network.config._attn_implementation not in ("eager", "sdpa"):
         network.set_attn_implementation("sdpa")
     network.layers.eval()  # not the embedding and the LM head, which are the model's

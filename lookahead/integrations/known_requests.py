@@ -47,12 +47,9 @@ class KnownRequests:
                 loose = [request for request in loose if request is not rows[row]]
         self.rows = rows
         gone = [request for request in left if any(request is other for other in loose)]
-        kept, total = 0, 0  # the longest absent requests beyond the limits are forgotten
-        for request in reversed(loose):
-            total += len(request)
-            if kept == self._max_aside or total > self._aside_tokens:
-                break
-            kept += 1
+        # The longest absent requests beyond the limits are forgotten.
+        totals = np.cumsum([len(request) for request in reversed(loose)])
+        kept = min(self._max_aside, int((totals <= self._aside_tokens).sum()))
         self.aside = loose[len(loose) - kept :]
         return gone
 
