@@ -14,7 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.features import KIND_OF, is_own_copy, prior_probs
+from lookahead.ngram.features import KIND_OF, PRIOR, is_own_copy
 from lookahead.ngram.inlining import jit_inline
 
 Float32Array = NDArray[np.float32]
@@ -110,7 +110,7 @@ class HitRates:
     __slots__ = ("frequent", "prior", "table")
 
     def __init__(self) -> None:
-        self.prior = prior_probs()  # float64 `[features]`
+        self.prior = PRIOR  # float64 `[features]`
         # Of each feature the probability before its kind's odds, hits, and trials; then of each kind the factor on the
         # odds, and its Fisher information.
         self.table = np.zeros((_ROWS, 3))

@@ -1,4 +1,4 @@
-"""The header that pool files and memory files begin with: 128 bytes, with a checksum of their own at the end."""
+"""Files of numbers behind a header of 128 bytes, which ends with a checksum of its own: pools and memories."""
 
 from __future__ import annotations
 
@@ -6,52 +6,88 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
+
+from lookahead.ngram.replacing import replacing
 
 HEADER_BYTES = 128
 _BYTE_ORDER = 0x01020304
-_CHECKSUM_BYTES = 8
+
+Header = TypeVar("Header", bound="FileHeader")
 
 
-def pack_header(magic: bytes, version: int, numbers: tuple[int, ...]) -> bytes:
-    """The bytes of a header of unsigned 64-bit numbers; its own checksum comes last."""
-    fields = struct.pack(f"=8sII{len(numbers)}Q", magic, _BYTE_ORDER, version, *numbers)
-    fields = fields.ljust(HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
-    return fields + xxhash.xxh3_64_digest(fields)
+class FileHeader:
+    """The header of one kind of file: a frozen dataclass of unsigned 64-bit numbers."""
 
+    __slots__ = ()
+    kind, magic, version = "", b"", 0  # a line break in the magic bytes detects a transfer in text mode
+    checksum: int  # XXH3 of all bytes after the header
 
-def unpack_header(path: Path, file: BinaryIO, kind: str, magic: bytes, version: int, count: int) -> tuple[int, ...]:
-    """Read `count` numbers of a header from the beginning of a file; ValueError says what is wrong with it."""
-    data = file.read(HEADER_BYTES)
-    if not data.startswith(magic):
-        raise ValueError(f"{path}: not a {kind} file")
-    if len(data) < HEADER_BYTES:
-        raise ValueError(f"{path}: cut short: {len(data)} bytes, less than a header")
-    _, byte_order, found, *numbers = struct.unpack_from(f"=8sII{count}Q", data)
-    if byte_order != _BYTE_ORDER:
-        raise ValueError(f"{path}: made on a machine with another byte order; build it again here")
-    if found != version:
-        raise ValueError(f"{path}: version {found} of the format; this release reads version {version}")
-    if data != pack_header(magic, version, tuple(numbers)):
-        raise ValueError(f"{path}: damaged: the checksum of its header is wrong")
-    return tuple(numbers)
+    def sizes(self) -> tuple[int, bool]:
+        """Bytes of the file, and whether the numbers are in their ranges."""
+        raise NotImplementedError
 
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, in bytes."""
+        return self.sizes()[0]
 
-def check_size(path: Path, file: BinaryIO, expected: int) -> None:
-    """Raise ValueError unless an open file has the size that its header tells, in bytes."""
-    size = os.fstat(file.fileno()).st_size
-    if size != expected:
-        what = "cut short" if size < expected else "longer than it should be"
-        raise ValueError(f"{path}: {what}: {size:,} bytes of {expected:,}")
+    @classmethod
+    @contextmanager
+    def opened(cls: type[Header], path: Path) -> Iterator[tuple[Header, BinaryIO]]:
+        """Open a file behind its header; ValueError if that is damaged. Of the rest only the size is checked."""
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise ValueError(f"{path}: not a file")
+        with open(path, "rb") as file:
+            data, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+            whole, count = data.ljust(HEADER_BYTES, b"\0"), len(fields(cls))  # type: ignore[arg-type]
+            _, byte_order, version, *numbers = struct.unpack_from(f"=8sII{count}Q", whole)
+            header = cls(*numbers)
+            expected, is_possible = header.sizes()
+            for is_fault, fault in (
+                (not data.startswith(cls.magic), f"not a {cls.kind} file"),
+                (len(data) < HEADER_BYTES, f"cut short: {len(data)} bytes, less than a header"),
+                (byte_order != _BYTE_ORDER, "made on a machine with another byte order; build it again here"),
+                (version != cls.version, f"version {version} of the format; this release reads version {cls.version}"),
+                (data != header.pack(), "damaged: the checksum of its header is wrong"),
+                (not is_possible, "damaged: its header holds impossible sizes"),
+                (size < expected, f"cut short: {size:,} bytes of {expected:,}"),
+                (size > expected, f"longer than it should be: {size:,} bytes of {expected:,}"),
+            ):
+                if is_fault:
+                    raise ValueError(f"{path}: {fault}")
+            yield header, file
 
+    @classmethod
+    def read(cls: type[Header], path: str | os.PathLike[str]) -> Header:
+        """The header of a file, checked as by `opened`."""
+        with cls.opened(Path(path)) as (header, _):
+            return header
 
-@contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file and nothing else: opening a pipe would wait for a writer."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: not a file")
-    with open(path, "rb") as file:
-        yield file
+    def check(self, path: Path, checksum: xxhash.xxh3_64) -> None:
+        """Raise ValueError unless this is the checksum of what stands behind the header."""
+        if (found := checksum.intdigest()) != self.checksum:
+            raise ValueError(f"{path}: damaged: its checksum is {found:016x}, expected {self.checksum:016x}")
+
+    def pack(self) -> bytes:
+        """The bytes of the header; its own checksum comes last."""
+        numbers = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        data = struct.pack(f"=8sII{len(numbers)}Q", self.magic, _BYTE_ORDER, self.version, *numbers)
+        data = data.ljust(HEADER_BYTES - 8, b"\0")
+        return data + xxhash.xxh3_64_digest(data)
+
+    def write(self: Header, path: str | os.PathLike[str], *sections: NDArray[Any]) -> Header:
+        """Write a file with these sections, atomically; returns its header, with their checksum."""
+        written, checksum = [np.ascontiguousarray(section).data for section in sections], xxhash.xxh3_64()
+        for section in written:
+            checksum.update(section)
+        header = replace(self, checksum=checksum.intdigest())  # type: ignore[type-var]
+        with replacing(Path(path)) as file:
+            file.writelines((header.pack(), *written))
+        return header

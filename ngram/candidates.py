@@ -19,7 +19,7 @@ from lookahead.ngram.features import (
     support_of,
 )
 from lookahead.ngram.inlining import jit_inline
-from lookahead.ngram.recycled import TOP, find_context, prob_of
+from lookahead.ngram.recycled import TOP, UNIT, find_context
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
 _MOST_FOREIGN = RANKS // 2  # options found first in other texts; the rest is for the row's own text
@@ -39,24 +39,13 @@ NODE = np.dtype(
 
 
 @jit_inline
-def _token_after(chains, is_open, position, depth):
-    """The token at a depth after an occurrence, negative at the end of its document.
-
-    The open document, the first text if it is the row's own, has no end: it is continued by what followed the
-    occurrence, so that a loop is continued as a loop.
-    """
-    arena, _, _, length = chains
-    at = position + depth
-    if at >= length:
-        at = position + depth % (length - position) if is_open else 0  # entry 0 is a separator
-    return arena[at]
-
-
-@jit_inline
 def split(texts, own, matches, node, options):
     """Split the occurrences of a node by their next token; each token is an option.
 
     Sets the weights by which options are ranked. Returns the number of options, and the longest match.
+
+    The open document, the first text if it is the row's `own`, has no end: it is continued by what followed the
+    occurrence, so that a loop is continued as a loop.
     """
     occurrences, orders = matches
     count, foreign, end, of_first_text, own_length = 0, 0, 0, 0, 0
@@ -64,7 +53,11 @@ def split(texts, own, matches, node, options):
     for at in range(first, stop):
         each = orders[0, at]
         text, position = occurrences[each]["text"], occurrences[each]["position"]
-        token = _token_after(texts[text], own and text == 0, position, depth)
+        arena, _, _, length = texts[text]
+        token_at = position + depth
+        if token_at >= length:  # entry 0 is a separator
+            token_at = position + depth % (length - position) if own and text == 0 else 0
+        token = arena[token_at]
         if token < 0:
             continue
         matched = occurrences[each]["length"] + depth
@@ -133,11 +126,12 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
             rank, own = own, own + 1
         else:
             rank, foreign = foreign, foreign + 1
-        bucket = 0
-        if order > 0:
-            bucket = _bucket_in(known, option["token"])
-            if bucket > 0:
+        bucket = 0  # of the token among the successors of the recycled context; 0 if it is not one of them
+        for place in range(TOP if order > 0 else 0):
+            if known["tokens"][place] == option["token"]:
+                bucket = bucket_of(place, known["probs"][place] / UNIT)
                 option["sources"] |= 1 << source
+                break
         if order == 0 or option["length"] >= _LONG:
             option["feature"] = feature_of_match(option["length"], rank, option["support"])
         else:
@@ -154,7 +148,7 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
     count = matches
     if order > 0:
         for rank in range(TOP):
-            bucket = bucket_of(rank, prob_of(known["probs"][rank]))
+            bucket = bucket_of(rank, known["probs"][rank] / UNIT)
             feature = feature_of_memory(order, is_foreign, bucket, longest)
             token = known["tokens"][rank]
             count = _add(options, matches, count, token, 1 << source, feature, hit_rate(table, feature), least)
@@ -164,15 +158,6 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
             count = _add(options, matches, count, frequent[rank, 0], 1, feature, hit_rate(table, feature), least)
     _shrink(options["prob"][matches if is_long else 0 : count], left)
     return count
-
-
-@jit_inline
-def _bucket_in(known, token):
-    """The bucket of a token among the successors of a recycled context, 0 if it is not one of them."""
-    for rank in range(TOP):
-        if known["tokens"][rank] == token:
-            return bucket_of(rank, prob_of(known["probs"][rank]))
-    return 0
 
 
 @jit_inline

@@ -60,67 +60,47 @@ _FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_CONTEXTS * _BUCKET
 _FIRST_FREQUENT = _FIRST_MEMORY + 2 * ORDERS * (_BUCKETS - 1) * _BESIDES
 
 
-def _kinds() -> IntArray:
-    """The kind of every feature, int32 `[features]`.
+def _tables() -> tuple[IntArray, FloatArray]:
+    """The kind of every feature and its prior probability, `[features]`, in the order of the functions `feature_of_…`.
 
     Kinds are: short and long matches, in the first text and in others; recycled tokens by bucket, with and without a
     match, of this request and foreign; all frequent tokens.
     """
-    is_foreign = np.arange(_SUPPORTS) >= _AGREEMENTS
-    is_copy = np.arange(_LENGTHS * RANKS) >= _LENGTH_OF[COPY] * RANKS
-    match = 2 * is_copy[:, None] + is_foreign
-    context = _BUCKETS * (np.arange(_BOTH_CONTEXTS) // 2)[:, None]
-    shape = (_BOTH_RANKS, _SUPPORTS, _BOTH_CONTEXTS, _BUCKETS)
-    both = np.broadcast_to(4 + context + np.arange(_BUCKETS), shape).copy()
-    both[..., 0] = is_foreign[:, None]
-    alone = np.broadcast_to(np.arange(2 * (_BUCKETS - 1)).reshape(2, 1, -1, 1), (2, ORDERS, _BUCKETS - 1, _BESIDES))
-    memory = 4 + 2 * _BUCKETS + alone.reshape(-1)
-    frequent = np.full(FREQUENT * _BESIDES, 2 + 4 * _BUCKETS)
-    kinds: IntArray = np.concatenate((match.reshape(-1), both.reshape(-1), memory, frequent)).astype(np.int32)
-    return kinds
+    foreign, buckets = (np.arange(_SUPPORTS) >= _AGREEMENTS).astype(np.int32), np.arange(_BUCKETS)
+    likely = np.array(_LENGTH_PRIOR)[:, None, None].repeat(_SUPPORTS, 2)
+    likely[..., _CONTRADICTED:] = likely[..., _CONTRADICTED:].clip(max=_CONTRADICTED_PRIOR)
+    top = _prob(_SUPPORT_ODDS * likely / (1.0 - likely))
+    match = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)[:, None]
+    match_kind = 2 * (np.arange(_LENGTHS) >= _LENGTH_OF[COPY])[:, None, None] + foreign
 
+    # A token that is first in a match and in the recycled table is likelier than in either. Otherwise the prior is
+    # between theirs, nearer to that of the table, and not below that of a token that the table does not hold.
+    length = _LENGTH_PRIOR[0]
+    prob = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
+    single = (prob / (1.0 - prob))[:, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None]
+    prob = np.outer(_FOREIGN_SHARE, _ORDER_SHARE[[1, -1]]).reshape(-1, 1) * _BUCKET_PRIOR
+    known = prob / (1.0 - prob)
+    odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_CONTEXTS, _BUCKETS))
+    odds[..., 0] = 0.3 * single[..., 0]
+    odds[..., 1:] = np.maximum(odds[..., :1], single**0.25 * known**0.75)
+    firsts = slice(_FIRST_BUCKET[0], _FIRST_BUCKET[1])
+    odds[0, ..., firsts] = 1.3 * known[:, :5] * np.maximum(1.0, np.sqrt(single[0]))
+    both_kind = 4 + _BUCKETS * (np.arange(_BOTH_CONTEXTS) // 2)[:, None] + buckets
+    both_kind = np.where(buckets == 0, foreign[:, None, None], both_kind)
 
-KIND_OF = _kinds()
-
-
-def prior_probs() -> FloatArray:
-    """The prior probability of every feature, float64 `[features]`, in the order of the functions `feature_of_…`."""
-    context = np.outer(_FOREIGN_SHARE, _ORDER_SHARE).reshape(-1, 1, 1)
-    memory = context * _BUCKET_PRIOR[:, None] * _BESIDE_SHARE
+    memory = np.outer(_FOREIGN_SHARE, _ORDER_SHARE)[..., None, None] * _BUCKET_PRIOR[:, None] * _BESIDE_SHARE
+    memory_kind = 4 + 2 * _BUCKETS + np.arange(2 * (_BUCKETS - 1)).reshape(2, 1, -1, 1)
     frequent = _FREQUENT_PRIOR[:, None] * _FREQUENT_SHARE
-    return np.concatenate((_of_matches(), _of_both(), memory.reshape(-1), frequent.reshape(-1)))
+    pairs = (match_kind, match), (both_kind, _prob(odds)), (memory_kind, memory), (2 + 4 * _BUCKETS, frequent)
+    kinds, priors = zip(*(map(np.ravel, np.broadcast_arrays(*pair)) for pair in pairs), strict=True)
+    return np.concatenate(kinds).astype(np.int32), np.concatenate(priors)
 
 
 def _prob(odds: Any) -> Any:
     return odds / (1.0 + odds)
 
 
-def _of_matches() -> FloatArray:
-    likely = np.array(_LENGTH_PRIOR)[:, None].repeat(_SUPPORTS, 1)
-    likely[:, _CONTRADICTED:] = likely[:, _CONTRADICTED:].clip(max=_CONTRADICTED_PRIOR)
-    top = _prob(_SUPPORT_ODDS * likely / (1.0 - likely))[:, None]
-    prior: FloatArray = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)[:, None]
-    return prior.reshape(-1)
-
-
-def _of_both() -> FloatArray:
-    """Priors of tokens that a match and the recycled table offer.
-
-    A token that is first in both is likelier than in either. Otherwise the prior is between theirs, nearer to that of
-    the table, and not below that of a token that the table does not hold.
-    """
-    length = _LENGTH_PRIOR[0]
-    prob = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
-    match = (prob / (1.0 - prob))[:, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None]
-    prob = np.outer(_FOREIGN_SHARE, _ORDER_SHARE[[1, -1]]).reshape(-1, 1) * _BUCKET_PRIOR
-    memory = prob / (1.0 - prob)
-    odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_CONTEXTS, _BUCKETS))
-    odds[..., 0] = 0.3 * match[..., 0]
-    odds[..., 1:] = np.maximum(odds[..., :1], match**0.25 * memory**0.75)
-    firsts = slice(_FIRST_BUCKET[0], _FIRST_BUCKET[1])
-    odds[0, ..., firsts] = 1.3 * memory[:, :5] * np.maximum(1.0, np.sqrt(match[0]))
-    prior: FloatArray = _prob(odds).reshape(-1)
-    return prior
+KIND_OF, PRIOR = _tables()
 
 
 @jit_inline

@@ -8,53 +8,48 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import xxhash
-from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.binary_file import HEADER_BYTES, check_size, opened, pack_header, unpack_header
+from lookahead.ngram.binary_file import HEADER_BYTES, FileHeader
 from lookahead.ngram.recycled import ENTRY, TOP, UNIT, WAYS, RecycledTable, group_of
-from lookahead.ngram.replacing import replacing
 
 VERSION = 1
 DEFAULT_CONTEXTS = 1 << 18
 MOST_CONTEXTS = 1 << 26
 MOST_TOKENS = (1 << 24) - 1  # token ids are below it
-_MAGIC = b"LKMEM\r\n\x1a"  # the line break detects a transfer in text mode
 _BINDING = (("fingerprint", "016x"), ("vocabulary", "d"))  # fields that bind a file to its model
 OLDEST = 255  # age of a context: merges since it was last learned
 _NONE = MOST_TOKENS  # stored for no token
-_WORDS = 5  # of 8 bytes, a record
-_TOKENS, _PROBS = 8, 8 + 3 * TOP  # where they begin in a record
+_RECORD = np.dtype([("word", np.uint64), ("tokens", np.uint8, (TOP, 3)), ("probs", np.uint8, TOP)])
+_WORDS = _RECORD.itemsize // 8
 
 Records = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryHeader:
-    """The header of a memory file, 64 bits a field."""
+class MemoryHeader(FileHeader):
+    """The header of a memory file."""
+
+    kind, magic, version = "memory", b"LKMEM\r\n\x1a", VERSION
 
     fingerprint: int  # of the model
     vocabulary: int  # token ids of the model; those in the file are below
     contexts: int
     max_contexts: int  # that the file may hold; the oldest are left out beyond
-    checksum: int = 0  # XXH3 of all bytes after the header
+    checksum: int = 0
 
-    @property
-    def file_bytes(self) -> int:
-        """Size of the file, in bytes."""
-        return HEADER_BYTES + 8 * _WORDS * self.contexts
+    def sizes(self) -> tuple[int, bool]:
+        """As `FileHeader.sizes`."""
+        is_possible = self.contexts <= self.max_contexts <= MOST_CONTEXTS and self.vocabulary <= MOST_TOKENS
+        return HEADER_BYTES + 8 * _WORDS * self.contexts, is_possible
 
 
-def read_memory_header(path: str | os.PathLike[str]) -> MemoryHeader:
-    """Read the header of a memory file; of the records only the size is checked."""
-    with opened(Path(path)) as file:
-        return _read_header(Path(path), file)
+read_memory_header = MemoryHeader.read
 
 
 def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) -> tuple[MemoryHeader, Records]:
@@ -64,17 +59,14 @@ def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) 
     ValueError if it is damaged, or does not fit a header of the model in use.
     """
     path = Path(path)
-    with opened(path) as file:
-        header = _read_header(path, file)
+    with MemoryHeader.opened(path) as (header, file):
         for name, form in _BINDING if fits is not None else ():
             expected, found = getattr(fits, name), getattr(header, name)
             if found != expected:
                 numbers = f"must be {expected:{form}}, got {found:{form}}"
                 raise ValueError(f"{path}: learned from another model: its {name} {numbers}")
         records: Records = np.fromfile(file, np.uint64, _WORDS * header.contexts)
-    checksum = xxhash.xxh3_64_intdigest(records.data)
-    if checksum != header.checksum:
-        raise ValueError(f"{path}: damaged: its checksum is {checksum:016x}, expected {header.checksum:016x}")
+    header.check(path, xxhash.xxh3_64(records.data))
     records = records.reshape(-1, _WORDS)
     largest = int(_tokens_of(records).max(initial=-1))
     if largest >= header.vocabulary:
@@ -86,12 +78,7 @@ def write_memory(path: str | os.PathLike[str], header: MemoryHeader, records: Re
     """Write records to a memory file, atomically; returns its header, with their number and checksum."""
     if not 1 <= header.vocabulary <= MOST_TOKENS:
         raise ValueError(f"{path}: the vocabulary must be from 1 to {MOST_TOKENS}, got {header.vocabulary}")
-    checksum = xxhash.xxh3_64_intdigest(np.ascontiguousarray(records).data)
-    header = MemoryHeader(header.fingerprint, header.vocabulary, len(records), header.max_contexts, checksum)
-    with replacing(Path(path)) as file:
-        file.write(pack_header(_MAGIC, VERSION, astuple(header)))
-        file.write(np.ascontiguousarray(records).data)
-    return header
+    return replace(header, contexts=len(records)).write(path, records)
 
 
 def merge_records(parts: Sequence[Records], most: int) -> Records:
@@ -121,59 +108,33 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> RecycledTabl
     entries["key"] = records[:, 0] & ~np.uint64(OLDEST) | np.uint64(1)
     entries["time"] = OLDEST + 1 - (records[:, 0] & np.uint64(OLDEST)).astype(np.int64)
     entries["tokens"] = _tokens_of(records)
-    entries["probs"] = np.square(_bytes_of(records)[:, _PROBS:] / 255.0) * UNIT + 0.5
+    entries["probs"] = np.square(records.view(_RECORD)["probs"][:, 0] / 255.0) * UNIT + 0.5
     table.now[0] = OLDEST + 1
-    _fill(table.entries, entries)
+    # Of a set that would overflow the oldest are left out.
+    groups = group_of(table.entries, entries["key"])
+    order = np.lexsort((-entries["time"], groups))
+    groups = groups[order]
+    ways = np.arange(len(order)) - np.searchsorted(groups, groups)
+    kept = ways < WAYS
+    table.entries[groups[kept], ways[kept]] = entries[order[kept]]
     return table
 
 
 def records_of(table: RecycledTable, vocabulary: int) -> tuple[Records, Records]:
     """What a table holds: the records that were stored since it was made, with age 0, and those it was made of."""
     entries = table.entries[table.entries["key"] != 0]
+    records = np.zeros((len(entries), _WORDS), np.uint64)
+    record = records.view(_RECORD)[:, 0]
+    ages = np.clip(OLDEST + 1 - entries["time"], 0, OLDEST).astype(np.uint64)
+    record["word"] = entries["key"] - np.uint64(1) + ages
+    ids = np.where((entries["tokens"] < 0) | (entries["tokens"] >= vocabulary), _NONE, entries["tokens"])
+    record["tokens"] = ids[..., None] >> np.array([0, 8, 16]) & 0xFF
+    record["probs"] = np.sqrt(entries["probs"] / UNIT) * 255 + 0.5
     is_new = entries["time"] > OLDEST + 1
-    found = []
-    for chosen in (entries[is_new], entries[~is_new]):
-        records = np.zeros((len(chosen), _WORDS), np.uint64)
-        ages = np.clip(OLDEST + 1 - chosen["time"], 0, OLDEST).astype(np.uint64)
-        records[:, 0] = chosen["key"] - np.uint64(1) + ages
-        ids, data = chosen["tokens"], _bytes_of(records)
-        ids = np.where((ids < 0) | (ids >= vocabulary), _NONE, ids)
-        for part in range(3):
-            data[:, _TOKENS + part : _PROBS : 3] = ids >> 8 * part & 0xFF
-        data[:, _PROBS:] = np.sqrt(chosen["probs"] / UNIT) * 255 + 0.5
-        found.append(records)
-    return found[0], found[1]
-
-
-def _read_header(path: Path, file: BinaryIO) -> MemoryHeader:
-    header = MemoryHeader(*unpack_header(path, file, "memory", _MAGIC, VERSION, len(fields(MemoryHeader))))
-    is_possible = header.contexts <= header.max_contexts <= MOST_CONTEXTS and header.vocabulary <= MOST_TOKENS
-    if not is_possible:
-        raise ValueError(f"{path}: damaged: its header holds impossible sizes")
-    check_size(path, file, header.file_bytes)
-    return header
-
-
-def _bytes_of(records: Records) -> NDArray[np.uint8]:
-    """The bytes of records, uint8 `[contexts, 40]`, in the same memory."""
-    return records.view(np.uint8).reshape(-1, 8 * _WORDS)
+    return records[is_new], records[~is_new]
 
 
 def _tokens_of(records: Records) -> NDArray[np.int32]:
     """The tokens of records, int32 `[contexts, 8]`, -1 for none."""
-    parts = _bytes_of(records)[:, _TOKENS:_PROBS].reshape(-1, TOP, 3).astype(np.int32)
-    tokens = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
+    tokens = records.view(_RECORD)["tokens"][:, 0].astype(np.int32) @ np.array([1, 1 << 8, 1 << 16], np.int32)
     return np.where(tokens == _NONE, np.int32(-1), tokens)
-
-
-@njit(cache=True, error_model="numpy")
-def _fill(entries, new):
-    """Put entries into a table. Of a set that is full the oldest is replaced."""
-    for entry in new:
-        ways = entries[group_of(entries, entry["key"])]
-        oldest = 0
-        for way in range(WAYS):
-            if ways[way]["time"] < ways[oldest]["time"]:
-                oldest = way
-        if ways[oldest]["time"] < entry["time"]:
-            ways[oldest] = entry

@@ -6,29 +6,28 @@ byte order of the machine that wrote them.
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import xxhash
 
-from lookahead.ngram.binary_file import HEADER_BYTES, check_size, opened, pack_header, unpack_header
+from lookahead.ngram.binary_file import HEADER_BYTES, FileHeader
 from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, Chains, IntArray
-from lookahead.ngram.replacing import replacing
 
 VERSION = 1
 MAX_ENTRIES = (1 << 31) - 1  # of an arena: a position is an int32
-_MAGIC = b"LKPOOL\r\n"  # the line break detects a transfer in text mode
 _READ_AT_ONCE = 1 << 20  # numbers
 
 
 @dataclass(frozen=True, slots=True)
-class PoolHeader:
-    """The header of a pool file, 64 bits a field."""
+class PoolHeader(FileHeader):
+    """The header of a pool file."""
+
+    kind, magic, version = "pool", b"LKPOOL\r\n", VERSION
 
     fingerprint: int  # of the tokenizer
     length: int  # entries of the arena: the tokens, and a separator before each document
@@ -36,13 +35,17 @@ class PoolHeader:
     tokens: int  # of all documents, at least 1
     documents: int
     largest_token: int
-    checksum: int  # XXH3 of all bytes after the header
+    checksum: int = 0
     learned: int = 0  # 1 if the documents are earlier outputs, to which a job adds; 0 if they are a corpus
 
-    @property
-    def file_bytes(self) -> int:
-        """Size of the file, in bytes."""
-        return HEADER_BYTES + 4 * (LEVELS * self.slots + LEVELS * self.length + self.length)
+    def sizes(self) -> tuple[int, bool]:
+        """As `FileHeader.sizes`."""
+        is_possible = 1 <= self.tokens < self.length <= MAX_ENTRIES and self.slots.bit_count() == 1
+        size = HEADER_BYTES + 4 * (LEVELS * self.slots + LEVELS * self.length + self.length)
+        return size, is_possible and self.largest_token < 1 << 31 and self.learned <= 1
+
+
+read_header = PoolHeader.read
 
 
 class Pool(Chains):
@@ -58,10 +61,8 @@ class Pool(Chains):
     def __init__(self, path: Path, header: PoolHeader, file: BinaryIO, version: tuple[int, int]) -> None:
         # A private mapping is writable, so its arrays have the type of an index's, and one compiled function serves
         # both. Pages that are not written stay shared.
-        mapped = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
-        sizes = np.array([LEVELS * header.slots, LEVELS * header.length, header.length])
-        numbers: IntArray = np.frombuffer(mapped, np.int32, offset=HEADER_BYTES)
-        heads, links, arena = np.split(numbers, np.cumsum(sizes)[:-1])
+        numbers: IntArray = np.asarray(np.memmap(file, np.int32, "c", HEADER_BYTES))
+        heads, links, arena = np.split(numbers, np.cumsum([LEVELS * header.slots, LEVELS * header.length]))
         super().__init__(arena, heads.reshape(LEVELS, -1), links.reshape(-1, LEVELS), header.length)
         self.path = path
         self.header = header
@@ -85,10 +86,24 @@ class Pool(Chains):
         is checked too: no file leads a search out of its memory, or to a token above the header's largest.
         """
         path = Path(path)
-        with opened(path) as file:
-            version = _version_of(file.fileno())
-            header = _read_header(path, file)
-            _check_contents(path, file, header)
+        with PoolHeader.opened(path) as (header, file):
+            version, checksum, are_good = _version_of(file.fileno()), xxhash.xxh3_64(), True
+            # The file is read, not mapped: it may be truncated meanwhile.
+            for count, least, most in (
+                (LEVELS * (header.slots + header.length), 0, header.length - 1),  # positions
+                (1, SEPARATOR, SEPARATOR),
+                (header.length - 1, SEPARATOR, header.largest_token),
+            ):
+                while count > 0:
+                    numbers = np.fromfile(file, np.int32, min(count, _READ_AT_ONCE))
+                    if not numbers.size:
+                        raise ValueError(f"{path}: cut short while it was read")
+                    checksum.update(numbers.data)
+                    are_good &= least <= int(numbers.min()) and int(numbers.max()) <= most
+                    count -= numbers.size
+            header.check(path, checksum)
+            if not are_good:
+                raise ValueError(f"{path}: damaged: it holds positions or tokens out of range")
             pool = cls(path, header, file, version)
         if not pool.is_intact:
             raise ValueError(f"{path}: changed while it was opened")
@@ -103,12 +118,6 @@ class Pool(Chains):
                 f"{self.path}: made with another tokenizer: its fingerprint is {self.header.fingerprint:016x}, that of "
                 f"this tokenizer is {fingerprint:016x}"
             )
-
-
-def read_header(path: str | os.PathLike[str]) -> PoolHeader:
-    """Read the header of a pool file; of the sections only the size is checked."""
-    with opened(Path(path)) as file:
-        return _read_header(Path(path), file)
 
 
 def write_pool(
@@ -129,9 +138,6 @@ def write_pool(
     index.append_documents(np.ascontiguousarray(tokens))
     arena, heads, links, length = index.state
     arena, links = arena[:length], links[:length]
-    checksum = xxhash.xxh3_64()
-    for section in (heads, links, arena):
-        checksum.update(section.data)
     is_token = arena >= 0
     header = PoolHeader(
         fingerprint=fingerprint,
@@ -140,52 +146,12 @@ def write_pool(
         tokens=int(np.count_nonzero(is_token)),
         documents=int(np.count_nonzero(is_token[1:] & ~is_token[:-1])),
         largest_token=int(tokens.max()),
-        checksum=checksum.intdigest(),
         learned=int(is_learned),
     )
-    with replacing(Path(path)) as file:
-        file.write(pack_header(_MAGIC, VERSION, astuple(header)))
-        for section in (heads, links, arena):
-            file.write(section.data)
-    return header
-
-
-def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
-    header = PoolHeader(*unpack_header(path, file, "pool", _MAGIC, VERSION, len(fields(PoolHeader))))
-    is_possible = 1 <= header.tokens < header.length <= MAX_ENTRIES and header.slots.bit_count() == 1
-    if not is_possible or header.largest_token >= 1 << 31 or header.learned > 1:
-        raise ValueError(f"{path}: damaged: its header holds impossible sizes")
-    check_size(path, file, header.file_bytes)
-    return header
+    return header.write(path, heads, links, arena)
 
 
 def _version_of(descriptor: int) -> tuple[int, int]:
     """Size in bytes and modification time in ns of an open file."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
-
-
-def _check_contents(path: Path, file: BinaryIO, header: PoolHeader) -> None:
-    """Check the checksum, that positions are inside the arena, and that no token is above the header's largest.
-
-    The file is read, not mapped: it may be truncated meanwhile.
-    """
-    checksum, are_good = xxhash.xxh3_64(), True
-    positions = LEVELS * (header.slots + header.length)
-    sections = (
-        (positions, 0, header.length - 1),
-        (1, SEPARATOR, SEPARATOR),
-        (header.length - 1, SEPARATOR, header.largest_token),
-    )
-    for count, least, most in sections:
-        while count > 0:
-            numbers = np.fromfile(file, np.int32, min(count, _READ_AT_ONCE))
-            if not numbers.size:
-                raise ValueError(f"{path}: cut short while it was read")
-            checksum.update(numbers.data)
-            are_good &= least <= int(numbers.min()) and int(numbers.max()) <= most
-            count -= numbers.size
-    if checksum.intdigest() != header.checksum:
-        raise ValueError(f"{path}: damaged: its checksum is {checksum.hexdigest()}, expected {header.checksum:016x}")
-    if not are_good:
-        raise ValueError(f"{path}: damaged: it holds positions or tokens out of range")

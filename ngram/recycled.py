@@ -121,12 +121,6 @@ def find_context(entries, since, hashes, orders):
     return longest, found_group, found_way, 1
 
 
-@jit_inline
-def prob_of(stored):
-    """A stored probability as a number from 0 to 1."""
-    return stored / UNIT
-
-
 @njit(cache=True, error_model="numpy")
 def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
     """The core of `RecycledTable.store`; of `skipped` nodes, bool `[k]`, nothing is stored."""

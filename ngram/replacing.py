@@ -21,7 +21,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     path = Path(os.path.realpath(path))  # a link stays a link
     with contextlib.suppress(OSError):
         remove_leftovers(path)
-    written, file, lock = _create_beside(path)
+    while True:
+        written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        file = open(written, "xb")  # noqa: SIM115 - closed below
+        is_locked = _lock(file.fileno(), waits=True)
+        if not is_locked or os.fstat(file.fileno()).st_nlink:
+            break
+        file.close()  # another process removed it as a leftover before it was locked
+    lock = os.dup(file.fileno()) if is_locked else None  # held until the file has its place
     try:
         with file:
             yield file
@@ -48,18 +55,6 @@ def remove_leftovers(path: Path) -> None:
         with contextlib.suppress(FileNotFoundError), open(left, "rb") as file:
             if _lock(file.fileno(), waits=False):
                 left.unlink()
-
-
-def _create_beside(path: Path) -> tuple[Path, BinaryIO, int | None]:
-    """A new file beside `path`, and a descriptor that holds a lock on it until closed; None without locks."""
-    while True:
-        written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        file = open(written, "xb")  # noqa: SIM115 - the caller closes it
-        if not _lock(file.fileno(), waits=True):
-            return written, file, None
-        if os.fstat(file.fileno()).st_nlink:
-            return written, file, os.dup(file.fileno())
-        file.close()  # another process removed it as a leftover before it was locked
 
 
 def _lock(descriptor: int, *, waits: bool) -> bool:

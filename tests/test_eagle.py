@@ -73,7 +73,7 @@ def _features(head: EagleHead, model, ids: list[int]) -> tuple[torch.Tensor, tor
 def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_anew(head, tiny_llama, temperature):
     warp = None if temperature is None else lambda logits: logits / temperature
     texts = {0: [5, 9, 31, 77, 5, 9, 2, 8, 60], 2: [7, 8, 9]}
-    drafter = EagleDrafter(head, tiny_llama, AcceptanceTable(6), warp, 3)
+    drafter = EagleDrafter(head, tiny_llama, AcceptanceTable(6), warp)
     pairs = {row: (text[1:], *(each[:-1] for each in _features(head, tiny_llama, text))) for row, text in texts.items()}
     ids, states = ([torch.tensor(each[0]) for each in pairs.values()], [each[1] for each in pairs.values()])
     drafter.read([0], [ids[0][:3]], [states[0][:3]])  # rows begin apart, and grow by different lengths

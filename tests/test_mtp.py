@@ -76,7 +76,7 @@ def test_training_and_drafting_say_what_attention_of_transformers_says(heads, ti
         says = heads.guess(tiny_llama, head, padded, places, asked)
         right = torch.cat((expected[0][head][[0, 3, 8]], expected[1][head][[1, 3]]))
         assert torch.allclose(says, right, atol=1e-3, rtol=1e-3)
-    drafter = MtpDrafter(heads, tiny_llama, AcceptanceTable(3), None, 2)
+    drafter = MtpDrafter(heads, tiny_llama, AcceptanceTable(3), None)
     nothing = [torch.zeros(0), torch.zeros(0)]
     drafter.read([1], nothing[:1], [states[0][:2]])
     drafter.read([0, 1], nothing, [states[1], states[0][2:]])

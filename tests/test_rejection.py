@@ -17,7 +17,7 @@ from lookahead.drafting.select import merge
 from lookahead.generation.hf import prepare
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.prune import Limits
-from lookahead.proposers.draft_tree import LEVELS, DraftTreeBatch
+from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.verification.exact import verify
 from lookahead.verification.rejection import RejectionRounds, coin, draw, draw_several
 
@@ -112,7 +112,7 @@ def of_target(target: Law, count: int) -> dict[Prefix, float]:
 def grow(law: Law, *, passes: int, width: int, children: int, room: int = 64) -> Proposal:
     """What a draft model with such distributions draws after nothing; its root holds token 0."""
     batch = DraftTreeBatch(
-        [0],
+        [DraftTree(0)],
         AcceptanceTable(LEVELS),
         max_nodes=room,
         width=width,
@@ -124,7 +124,7 @@ def grow(law: Law, *, passes: int, width: int, children: int, room: int = 64) ->
     batch.add(law(()).log()[None, None])
     for _ in range(passes - 1):
         before = int(batch.choose()[0])
-        if not batch.is_chosen:
+        if not batch.trees[0].chosen.size:
             break
         tree, prefixes = batch.trees[0].scored_tree(), [()]
         for node in range(1, len(tree)):

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter
-from lookahead.heads.layers import DraftLayer, attend, take, unembed
+from lookahead.heads.guess_tree import WIDTH, GrowingDrafter, GuessTree
+from lookahead.heads.layers import DraftLayer, take, unembed
 
 DEPTH = 6  # maximum number of tokens guessed in a row
-WIDTH = 8  # nodes of a level that the head runs at, and guesses after each
 ROOT_WIDTH = 32  # guesses after the root
-MIN_PATH_PROB = 0.03  # no further level if its likeliest parent is reached with less
 
 
 class WideLayer(DraftLayer):
@@ -129,7 +126,7 @@ def fused_layers(model: PreTrainedModel) -> tuple[int, int, int]:
     return (2, layers // 2, layers - 3) if layers >= 8 else (0, 1, layers)
 
 
-class EagleDrafter(HeadDrafter):
+class EagleDrafter(GrowingDrafter):
     """Drafts with an EAGLE head: a tree grown level by level from the likeliest nodes, then reduced to the best ones.
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.1 (expansion)
@@ -143,65 +140,27 @@ class EagleDrafter(HeadDrafter):
         read, add = self._heads.pair(features, self._embed(pad_sequence(list(tokens), batch_first=True)))
         new = [len(each) for each in tokens]
         out = self._caches[0].extend(self._heads.layer, self._heads.rotation, rows, new, read, add)
-        self._last.update(zip(rows, out[:, None], strict=True))
+        self._last.update(zip(rows, out, strict=True))
 
     def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        packed = torch.cat(self._expand(rows), 1).cpu().numpy()  # one copy from the device
-        guesses = (np.ascontiguousarray(row.T) for row in packed)
-        return [GuessTree.of(each[0], each[1], each[3:].T, each[2].view(np.float32)) for each in guesses]
+        head, out = self._heads, torch.stack([self._last[row] for row in rows])
+        past, lengths, seen = self._caches[0].padded(head.layer, rows)
+        seen = seen[:, None]  # by the root
 
-    def _expand(self, rows: Sequence[int]) -> list[Tensor]:
-        """Guesses of every level, int32 `[rows, guesses, 5]`: token, parent, bits of the probability, level and rank.
+        def run(level: int, tokens: Tensor, features: Tensor, parents: Tensor) -> Tensor:
+            nonlocal past, seen
+            own = torch.eye(tokens.shape[1], dtype=torch.bool, device=out.device).expand(len(rows), -1, -1)
+            seen = torch.cat((take(seen, parents), own), -1)
+            read, add = head.pair(features, self._embed(tokens))
+            positions = (lengths + level).expand_as(tokens)
+            grown, past = head.layer(read, add, head.rotation, positions, seen, past=past)
+            return cast(Tensor, grown)
 
-        Node 0 is the root. Guesses are numbered level by level, in the order of the nodes they follow.
-        """
-        out = torch.stack([self._last[row] for row in rows])
-        path_probs = out.new_ones(len(rows), 1, 1, dtype=torch.float32)
-        nodes = tokens = torch.zeros(len(rows), 1, dtype=torch.int32, device=out.device)
-        parents = nodes.long()
-        seen = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=out.device)
-        levels, count = [], 1
-        for level in range(DEPTH):
-            if level > 0:
-                out, seen = self._step(rows, level, tokens, out, seen, parents)
-            probs, indices = self._guess(self._heads.logits(self._model, out), WIDTH if level else ROOT_WIDTH)
-            guesses, width = self._heads.token_ids(indices).int(), probs.shape[-1]
-            kinds = torch.full_like(guesses, level), torch.arange(width, device=out.device).int().expand_as(guesses)
-            packed = guesses, nodes[..., None].expand_as(guesses), probs.view(torch.int32), *kinds
-            levels.append(torch.stack(packed, -1).flatten(1, 2))
-            best = (path_probs * probs).flatten(1).topk(min(WIDTH, probs[0].numel()))
-            if float(best.values.max()) < MIN_PATH_PROB:
-                break
-            path_probs, parents = best.values[..., None], best.indices // width
-            tokens = guesses.flatten(1).gather(1, best.indices)
-            nodes = best.indices.int() + count
-            count += probs[0].numel()
-        return levels
+        return self._grow(out, run, depth=DEPTH, width=WIDTH, root_width=ROOT_WIDTH)
 
-    def _step(
-        self, rows: Sequence[int], level: int, tokens: Tensor, out: Tensor, seen: Tensor, parents: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run the head at `tokens` `[rows, n]`, the chosen guesses of the previous level.
-
-        `parents` `[rows, n]` are the nodes that they follow, `out` `[rows, nodes, hidden]` the output there, and `seen`
-        bool `[rows, nodes, slots]` the slots of the tree that these attend to. Returns both for the guesses.
-        """
-        head, cache, n = self._heads, self._caches[0], tokens.shape[1]
-        lengths = [cache.lengths[row] for row in rows]
-        own = torch.eye(n, dtype=torch.bool, device=out.device).expand(len(rows), -1, -1)
-        seen = torch.cat((seen.gather(1, parents[..., None].expand(-1, -1, seen.shape[-1])), own), -1)
-        positions = torch.tensor(lengths, device=out.device)[:, None] + (level - 1)
-        features = take(out, parents)
-        rotation = head.rotation(features, positions.expand(-1, n))
-        read, residual = head.pair(features, self._embed(tokens))
-        before = seen.shape[-1] - n
-        cache.write(rows, [length + before for length in lengths], *head.layer.keys_values(read, rotation))
-        mask = torch.zeros(len(rows), n, max(lengths) + seen.shape[-1], dtype=torch.bool, device=out.device)
-        for i, length in enumerate(lengths):
-            mask[i, :, :length] = True
-            mask[i, :, length : length + seen.shape[-1]] = seen[i]
-        keys, values = cache.read(rows, mask.shape[-1])
-        return head.layer.finish(residual, attend(head.layer.query(read, rotation), keys, values, mask)), seen
+    def _guesses(self, out: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        probs, indices = self._guess(self._heads.logits(self._model, out), most)
+        return probs, self._heads.token_ids(indices)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         table: Any = self._model.get_input_embeddings()

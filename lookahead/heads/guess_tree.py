@@ -1,9 +1,10 @@
-"""Trees of guesses, and the base class of drafters with heads."""
+"""Trees of guesses, and proposers that make them with heads."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.heads.layers import DraftCache
+from lookahead.drafting.proposal import BatchProposer, Feedback, Proposal
+from lookahead.heads.layers import DraftCache, lm_head, take
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.prune import IntArray, best_nodes
 
 FloatArray = NDArray[np.float32]
 Warp = Callable[[Tensor], Tensor]
+Run = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+WIDTH = 8  # guesses after a node
+MIN_PATH_PROB = 0.03  # no further level if its likeliest parent is reached with less
 
 
 class GuessTree(NamedTuple):
@@ -71,18 +76,32 @@ def independent_heads_tree(
     return GuessTree.of(tokens.ravel()[index], earlier, kinds.reshape(-1, 2)[index], draft_probs.ravel()[index])
 
 
-class HeadDrafter(ABC):
-    """Drafts with heads for the rows of one call, and keeps their states of each row."""
+@dataclass(slots=True)
+class _HeadsRow:
+    """One row: its last token, what its heads have not read yet, and its last draft."""
+
+    root: int
+    prompt: IntArray | None
+    tokens: list[IntArray] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)  # of every step, by layer
+    tree: GuessTree | None = None
+
+
+class HeadDrafter(BatchProposer):
+    """Lets heads read what was decoded, offers what they guess, and counts what was right."""
 
     def __init__(
-        self, heads: Any, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int = 1
+        self, heads: Any, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, name: str = "heads"
     ) -> None:
+        self.sources = (name,)
         self._heads, self._model, self._rates = heads, model, rates
         # Of the model that the heads read, numbered as by `output_hidden_states`.
         self.hidden_layers: tuple[int, ...] = getattr(heads, "hidden_layers", (-1,))
         self._warp = warp  # the logits processors of sampling, on `[n, vocab]`
+        self._device = lm_head(model).weight.device
+        self._rows: dict[int, _HeadsRow] = {}
         self._last: dict[int, Tensor] = {}  # by row, the state that its next guesses are made from
-        self._caches = [DraftCache(rows) for _ in range(getattr(heads, "cached_layers", 0))]
+        self._caches = [DraftCache() for _ in range(getattr(heads, "cached_layers", 0))]
 
     @abstractmethod
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
@@ -92,11 +111,49 @@ class HeadDrafter(ABC):
     def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
         """Guess after the last token of each of some rows; of a tree `max_nodes` will be drafted at most."""
 
-    def forget(self, row: int) -> None:
-        """Drop the states of a row."""
+    def start(self, row: int, prompt: IntArray) -> None:
+        self._rows[row] = _HeadsRow(int(prompt[-1]), prompt)
+
+    def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
+        offers: list[Proposal | None] = []
+        unread = [row for row in rows if self._rows[row].states]
+        tokens, states = [], []
+        with torch.inference_mode():
+            for state in (self._rows[row] for row in unread):
+                # The steps behind one another, all layers side by side: [tokens, layers * size].
+                layers = [torch.cat(layer).to(self._device) for layer in zip(*state.states, strict=True)]
+                states.append(torch.cat(layers, -1))
+                tokens.append(torch.from_numpy(np.concatenate(state.tokens)).long().to(self._device))
+                state.tokens, state.states = [], []
+            if unread:
+                self.read(unread, tokens, states)
+            trees = self.draft(rows, max_nodes)
+        for row, tree in zip(rows, trees, strict=True):
+            self._rows[row].tree = tree
+            offer = Proposal(*tree.best(self._rows[row].root, self._rates, max_nodes))
+            offers.append(offer if len(offer.tokens) > 1 else None)
+        return offers
+
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        state, tokens = self._rows[row], feedback.tokens
+        if (tree := state.tree) is not None:
+            self._rates.learn(tree.parents, tree.tokens, tree.kinds, tree.draft_probs, tokens)
+        if state.prompt is None:
+            path = torch.from_numpy(feedback.path)
+            states = [feedback.hidden[layer][path.to(feedback.hidden[layer].device)] for layer in self.hidden_layers]
+        else:
+            # Behind every token of the prompt stands the next one, and behind its last the first that was emitted.
+            states = [feedback.prompt_hidden[layer] for layer in self.hidden_layers]
+            tokens = np.concatenate((state.prompt[len(state.prompt) + 1 - len(states[0]) :], tokens))
+        state.tokens.append(tokens)
+        state.states.append(states)
+        state.prompt, state.tree, state.root = None, None, int(tokens[-1])
+
+    def finish(self, row: int) -> None:
+        self._rows.pop(row, None)
         self._last.pop(row, None)
         for cache in self._caches:
-            cache.lengths[row] = 0
+            cache.pop(row, None)
 
     def _guess(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """Probabilities and indices of the likeliest guesses, `[..., most]` each, of logits `[..., vocab]`."""
@@ -104,3 +161,40 @@ class HeadDrafter(ABC):
             logits = self._warp(logits.flatten(0, -2).float()).view(logits.shape)
         best = logits.softmax(-1, dtype=torch.float32).topk(min(most, logits.shape[-1]))
         return best.values, best.indices
+
+
+class GrowingDrafter(HeadDrafter):
+    """Grows a tree level by level: the heads run again at the likeliest guesses of a level.
+
+    Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.1.
+    """
+
+    @abstractmethod
+    def _guesses(self, out: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Probabilities and tokens of the likeliest guesses, `[..., most]` each, of the heads' output."""
+
+    def _grow(self, out: Tensor, run: Run, *, depth: int, width: int, root_width: int = WIDTH) -> list[GuessTree]:
+        """The guesses after each row, from the output there, `[rows, 1, size]`.
+
+        There are `root_width` after the root, and further ones after `width` guesses of each level up to the `depth`.
+        `run` takes a level, tokens there `[rows, n]`, the outputs `[rows, n, size]` and the places `[rows, n]` that
+        they follow, and gives the outputs at the tokens.
+        """
+        path_probs = out.new_ones(len(out), 1, 1, dtype=torch.float32)
+        nodes = torch.zeros(len(out), 1, dtype=torch.int32, device=out.device)  # 0 is the root
+        levels, count = [], 1
+        for level in range(depth):
+            probs, tokens = self._guesses(out, WIDTH if level else root_width)
+            ranks = torch.arange(tokens.shape[-1], device=out.device).expand_as(tokens)
+            found = tokens, nodes[..., None].expand_as(tokens), torch.full_like(tokens, level), ranks
+            packed = torch.stack([*(each.int() for each in found), probs.view(torch.int32)], -1)
+            levels.append(packed.flatten(1, 2))
+            best = (path_probs * probs).flatten(1).topk(min(width, probs[0].numel()))
+            if level + 1 == depth or float(best.values.max()) < MIN_PATH_PROB:
+                break
+            path_probs, parents = best.values[..., None], best.indices // tokens.shape[-1]
+            nodes, count = best.indices.int() + count, count + probs[0].numel()
+            out = run(level, tokens.flatten(1).gather(1, best.indices), take(out, parents), parents)
+        rows = torch.cat(levels, 1).cpu().numpy()  # one copy from the device
+        guesses = (np.ascontiguousarray(row.T) for row in rows)
+        return [GuessTree.of(each[0], each[1], each[2:4].T, each[4].view(np.float32)) for each in guesses]

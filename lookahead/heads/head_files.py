@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lookahead.errors import HeadsError, LookaheadError
+from lookahead.errors import HeadsError, LookaheadError, one_line
 from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import HeadDrafter, Warp
 from lookahead.heads.independent_heads import MedusaDrafter, MedusaHeads, MtpDrafter, MtpHeads
@@ -73,7 +73,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
         return kind, _make(kind, config, tensors, model)
     except Exception as error:  # inconsistent sizes fail in many places of torch
         what = "" if isinstance(error, HeadsError) else f"unusable heads: {type(error).__name__}: "
-        raise HeadsError(f"{place}: {what}{' '.join(str(error).split())}") from error
+        raise HeadsError(f"{place}: {what}{one_line(error)}") from error
 
 
 def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
@@ -102,10 +102,10 @@ def fresh_rates(heads: Network) -> AcceptanceTable:
 
 
 def make_drafter(
-    heads: Network, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
+    heads: Network, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None = None, name: str = "heads"
 ) -> HeadDrafter:
-    """The drafter of one call with at most `rows` rows; `warp` as for `HeadDrafter`."""
-    return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)(heads, model, rates, warp, rows)
+    """The proposer of one call; `warp` is that of a `Call`."""
+    return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)(heads, model, rates, warp, name)
 
 
 def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _make(kind: str, config: Mapping[str, Any], tensors: dict[str, Tensor], mode
     if not isinstance(heads, MedusaHeads):
         heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are no weights, and were made on meta
     heads = heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
-    drafter = make_drafter(heads, model, fresh_rates(heads), None, 1)
+    drafter = make_drafter(heads, model, fresh_rates(heads))
     states = weight.new_ones(2, weight.shape[1] * len(drafter.hidden_layers))
     with torch.inference_mode():
         drafter.read([0], [torch.zeros(2, dtype=torch.int64, device=weight.device)], [states])

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter, independent_heads_tree
-from lookahead.heads.layers import DraftLayer, attend, layer_config, lm_head, take, unembed
+from lookahead.heads.layers import DraftLayer, layer_config, lm_head, take, unembed
 
 _GUESSES = 32  # of each head; a draft of any size rarely reaches further down
 
@@ -129,11 +129,8 @@ class MtpHeads(nn.Module):
 
         They are int64 `[batch, positions]`; of these bool `kept` has the n that are asked for.
         """
-        layer, position = self.head(head), torch.arange(states.shape[1], device=states.device)[None]
-        read, add = layer.enter(states)
-        keys, values = layer.keys_values(read, self.rotation(states, position))
-        query = layer.query(take(read, at), self.rotation(states, at))
-        out = layer.finish(take(add, at), attend(query, keys, values, position <= at[..., None]))
+        layer, index = self.head(head), torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
+        out, _ = layer(*layer.enter(states), self.rotation, index, index[:, None] <= at[..., None], at)
         return unembed(model, out[kept])
 
 
@@ -166,7 +163,7 @@ class MedusaDrafter(IndependentHeadsDrafter):
 
 
 class MtpDrafter(IndependentHeadsDrafter):
-    """Drafts with MTP heads, each with keys and values of every token of at most `rows` rows."""
+    """Drafts with MTP heads, each with keys and values of every token."""
 
     _heads: MtpHeads
 
@@ -176,7 +173,7 @@ class MtpDrafter(IndependentHeadsDrafter):
         for index, cache in enumerate(self._caches):
             layer = self._heads.head(index)
             outs.append(cache.extend(layer, self._heads.rotation, rows, new, *layer.enter(padded)))
-        self._last.update(zip(rows, torch.stack(outs, 1), strict=True))
+        self._last.update(zip(rows, torch.cat(outs, 1), strict=True))
 
     def _logits(self, rows: Sequence[int]) -> Tensor:
         return unembed(self._model, torch.stack([self._last[row] for row in rows], 1))

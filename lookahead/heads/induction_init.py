@@ -49,7 +49,12 @@ def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead
     head.fc.weight.zero_()
     head.fc.weight[:, :hidden] = one * _FAINT / size
     token, following = torch.cat((none, one), 1), torch.cat((one, none), 1)
-    output = _embedding_to_lm_head(model)
+    # The output maps embeddings of unit size to the rows of the LM head.
+    table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    squares, count = _LeastSquares(hidden), min(len(weight), len(table))
+    squares.add(_unit(table[:count].float()), weight[:count].float().to(table.device))
+    output = squares.solve()
+    output *= (hidden / output.square().sum()) ** 0.5
     _set_induction(head.midlayer, head.rotation, query=following, key=token, value=following, output=output)
     return head
 
@@ -101,7 +106,11 @@ def _set_induction(
     """
     attention, dim, device = layer.self_attn, layer.self_attn.head_dim, layer.self_attn.q_proj.weight.device
     query, key, value, output = (each.to(device) for each in (query, key, value, output))
-    hidden, slow = len(output), _slow_dimensions(rotation).to(device)
+    # Dimensions that rotate slowly with the position, at least a quarter.
+    hidden, half = len(output), len(rotation.inv_freq)
+    count = max(int((rotation.inv_freq <= _SLOW).sum()), half // 4, 1)
+    slow = torch.arange(half - count, half, device=device).repeat(2)
+    slow[count:] += half
     heads, kv_heads = (proj.out_features // dim for proj in (attention.q_proj, attention.k_proj))
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, layer.mlp.down_proj):
         projection.weight.mul_(_FAINT)
@@ -117,27 +126,9 @@ def _set_induction(
             attention.o_proj.weight[:, sharing * dim : (sharing + 1) * dim] += back
 
 
-def _slow_dimensions(rotation: LlamaRotaryEmbedding) -> Tensor:
-    """The dimensions of an attention head that rotate slowly with the position, int64 `[n]`; at least a quarter."""
-    half = len(rotation.inv_freq)
-    count = max(int((rotation.inv_freq.cpu() <= _SLOW).sum()), half // 4, 1)
-    slowest = torch.arange(half - count, half)
-    return torch.cat((slowest, slowest + half))
-
-
 def _unit(vectors: Tensor) -> Tensor:
     """Vectors `[..., size]` with a mean square of 1."""
     return vectors * vectors.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-
-
-def _embedding_to_lm_head(model: PreTrainedModel) -> Tensor:
-    """The linear map `[hidden, hidden]` from embeddings of unit size to the rows of the LM head."""
-    weight: Tensor = lm_head(model).weight
-    table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    squares, count = _LeastSquares(weight.shape[1]), min(len(weight), len(table))
-    squares.add(_unit(table[:count].float()), weight[:count].float().to(table.device))
-    mapped = squares.solve()
-    return mapped * (len(mapped) / mapped.square().sum()) ** 0.5
 
 
 class _LeastSquares:

@@ -8,12 +8,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from lookahead.errors import HeadsError
-
-_GROWTH = 1.5  # capacity of a new cache relative to what it must hold
 
 
 def lm_head(model: PreTrainedModel) -> nn.Linear:
@@ -88,7 +87,7 @@ class Attention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Attention and an MLP, in parts: the caller keeps the keys and values."""
+    """Attention and an MLP; the caller keeps the keys and values."""
 
     def __init__(self, config: LlamaConfig, reads: int) -> None:
         super().__init__()
@@ -96,40 +95,38 @@ class DraftLayer(nn.Module):
         self.mlp = LlamaMLP(config)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def query(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries `[batch, heads, tokens, dim]` of `[batch, tokens, reads]`."""
-        return _rotated(self._split(self.self_attn.q_proj(x)), rotation)
-
-    def keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values, `[batch, kv heads, tokens, dim]` each, of `[batch, tokens, reads]`."""
-        keys, values = self._split(self.self_attn.k_proj(x)), self._split(self.self_attn.v_proj(x))
-        return _rotated(keys, rotation), values
-
-    def finish(self, residual: Tensor, context: Tensor) -> Tensor:
-        """The output `[batch, tokens, hidden]`, of the same without attention and of `[batch, heads, tokens, dim]`."""
-        hidden = residual + self.self_attn.o_proj(context.transpose(1, 2).flatten(2))
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
-
-    def _split(self, projected: Tensor) -> Tensor:
-        return cast(Tensor, projected.unflatten(-1, (-1, self.self_attn.head_dim))).transpose(1, 2)
+    def forward(
+        self,
+        read: Tensor,  # [batch, new, reads], what attention reads
+        add: Tensor,  # [batch, new, hidden], what its output is added to
+        rotation: LlamaRotaryEmbedding,
+        positions: Tensor,  # int64 [batch, new]
+        mask: Tensor,  # bool [batch, n, tokens + new], what is attended to
+        at: Tensor | None = None,  # int64 [batch, n], the new tokens that attend; all when None
+        past: Tensor | None = None,  # keys and values of earlier tokens, [batch, tokens, 2, kv heads, dim]
+    ) -> tuple[Tensor, Tensor]:
+        """The output `[batch, n, hidden]`, and the keys and values of the earlier tokens and the new ones."""
+        attention, dim = self.self_attn, self.self_attn.head_dim
+        keys, values = (each(read).unflatten(-1, (-1, dim)) for each in (attention.k_proj, attention.v_proj))
+        states = torch.stack((_rotated(keys, rotation(read, positions)), values), 2)
+        states = states if past is None else torch.cat((past, states), 1)
+        if at is not None:
+            read, add, positions = take(read, at), take(add, at), positions.gather(1, at)
+        query = _rotated(attention.q_proj(read).unflatten(-1, (-1, dim)), rotation(read, positions)).transpose(1, 2)
+        keys, values = states.permute(2, 0, 3, 1, 4)
+        # Query heads that share keys are stacked as further queries, so that no key is copied. On a CPU this is several
+        # times as fast as `enable_gqa`.
+        packed = query.reshape(len(query), keys.shape[1], -1, dim)
+        seen = mask.repeat(1, query.shape[1] // keys.shape[1], 1)[:, None]
+        context = F.scaled_dot_product_attention(packed, keys, values, seen).view(query.shape)
+        hidden = add + attention.o_proj(context.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), states
 
 
 def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate `[batch, heads, tokens, dim]` by cosines and sines `[batch, tokens, dim]`."""
-    cosine, sine = (each[:, None] for each in rotation)
+    """Rotate `[batch, tokens, heads, dim]` by cosines and sines `[batch, tokens, dim]`."""
+    cosine, sine = (each[:, :, None] for each in rotation)
     return cast(Tensor, x * cosine + rotate_half(x) * sine)
-
-
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attention of queries `[batch, heads, n, dim]` to keys `[batch, kv heads, keys, dim]`, mask `[batch, n, keys]`.
-
-    Query heads that share keys are stacked as further queries, so that no key is copied. On a CPU this is several times
-    as fast as `enable_gqa`.
-    """
-    shared = query.shape[1] // keys.shape[1]
-    packed = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
-    context = F.scaled_dot_product_attention(packed, keys, values, mask.repeat(1, shared, 1)[:, None])
-    return context.view(query.shape)
 
 
 def take(states: Tensor, index: Tensor) -> Tensor:
@@ -137,31 +134,17 @@ def take(states: Tensor, index: Tensor) -> Tensor:
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
 
 
-class DraftCache:
-    """Keys and values of one layer: those of committed tokens first, those of a draft tree after them."""
+class DraftCache(dict[int, Tensor]):
+    """Keys and values of one layer at the committed tokens of each row, `[tokens, 2, kv heads, dim]`."""
 
-    def __init__(self, rows: int) -> None:
-        self._states: list[Tensor] = []  # keys and values, `[rows, slots, kv heads, dim]`
-        self.lengths = [0] * rows  # committed tokens of each
-
-    def write(self, rows: Sequence[int], first: Sequence[int], keys: Tensor, values: Tensor) -> None:
-        """Write keys and values `[rows, kv heads, n, dim]` into the n slots from `first` on of each row."""
-        end = max(first) + keys.shape[2]
-        states = self._states or [keys.new_zeros(len(self.lengths), 0, keys.shape[1], keys.shape[3])] * 2
-        if states[0].shape[1] < end:
-            more = int(end * _GROWTH) - states[0].shape[1]
-            # With zeros: masked slots take part in 0 · value.
-            self._states = [F.pad(held, (0, 0, 0, 0, 0, more)) for held in states]
-        for held, new in zip(self._states, (keys, values), strict=True):
-            for i, (row, slot) in enumerate(zip(rows, first, strict=True)):
-                held[row, slot : slot + new.shape[2]] = new[i].transpose(0, 1)
-
-    def read(self, rows: Sequence[int], end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of some rows, `[rows, kv heads, end, dim]` each; adjacent rows are not copied."""
-        is_adjacent = list(rows) == list(range(rows[0], rows[0] + len(rows)))
-        index = slice(rows[0], rows[0] + len(rows)) if is_adjacent else list(rows)
-        keys, values = (held[index][:, :end].transpose(1, 2) for held in self._states)
-        return keys, values
+    def padded(self, layer: DraftLayer, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of some rows, `[rows, most, 2, kv heads, dim]`; tokens `[rows, 1]`; which are there, `[rows, most]`."""
+        weight, dim = layer.self_attn.k_proj.weight, layer.self_attn.head_dim
+        nothing = weight.new_zeros(0, 2, len(weight) // dim, dim)
+        held = [self.get(row, nothing) for row in rows]
+        past = pad_sequence(held, batch_first=True)
+        lengths = torch.tensor([[len(each)] for each in held], device=past.device)
+        return past, lengths, torch.arange(past.shape[1], device=past.device) < lengths
 
     def extend(
         self,
@@ -172,19 +155,18 @@ class DraftCache:
         read: Tensor,
         add: Tensor,
     ) -> Tensor:
-        """Commit `new` tokens of each row; the output `[rows, hidden]` of the layer at the last token of each row.
+        """Commit `new` tokens of each row; the output `[rows, 1, hidden]` of the layer at the last token of each row.
 
-        `read` `[rows, most, reads]` is what attention reads, `add` `[rows, most, hidden]` what is added; padded on the
-        right.
+        `read` and `add` are those of `DraftLayer.forward`, padded on the right.
         """
-        first = [self.lengths[row] for row in rows]
-        positions = torch.tensor(first, device=read.device)[:, None] + torch.arange(max(new), device=read.device)
-        self.write(rows, first, *layer.keys_values(read, rotation(read, positions)))
-        for row, n in zip(rows, new, strict=True):
-            self.lengths[row] += n
-        last = torch.tensor(new, device=read.device)[:, None] - 1
-        end = max(self.lengths[row] for row in rows)
-        at = positions.gather(1, last)
-        query = layer.query(take(read, last), rotation(read, at))
-        mask = torch.arange(end, device=read.device) <= at[..., None]
-        return layer.finish(take(add, last), attend(query, *self.read(rows, end), mask))[:, 0]
+        past, lengths, is_past = self.padded(layer, rows)
+        index, last = (
+            torch.arange(read.shape[1], device=read.device),
+            torch.tensor(new, device=read.device)[:, None] - 1,
+        )
+        mask = torch.cat((is_past, index <= last), 1)[:, None]
+        out, states = layer(read, add, rotation, lengths + index, mask, last, past)
+        for row, n, each in zip(rows, new, states, strict=True):
+            before = each[: len(self.get(row, ()))]
+            self[row] = torch.cat((before, each[past.shape[1] : past.shape[1] + n]))
+        return cast(Tensor, out)

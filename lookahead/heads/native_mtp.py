@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.errors import HeadsError
-from lookahead.heads.eagle import MIN_PATH_PROB, WIDTH
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter
+from lookahead.errors import HeadsError, one_line
+from lookahead.heads.guess_tree import GrowingDrafter, GuessTree
 from lookahead.heads.layers import unembed
 
 if TYPE_CHECKING:
@@ -40,15 +38,14 @@ def open_native(model: PreTrainedModel) -> MtpModel:
     try:
         network: MtpModel = MtpModel.from_pretrained(model)
     except (OSError, ValueError, RuntimeError, AttributeError, TypeError) as error:
-        said = " ".join(str(error).split())
-        raise HeadsError(f"the MTP layer of {config.name_or_path!r} cannot be loaded: {said}") from error
+        raise HeadsError(f"the MTP layer of {config.name_or_path!r} cannot be loaded: {one_line(error)}") from error
     if network.config._attn_implementation not in ("eager", "sdpa"):
         network.set_attn_implementation("sdpa")
     network.layers.eval()  # not the embedding and the LM head, which are the model's
     return network
 
 
-class NativeDrafter(HeadDrafter):
+class NativeDrafter(GrowingDrafter):
     """Drafts with the MTP layer: a chain of its likeliest guesses, and the other guesses at each level.
 
     Rows run one after the other: transformers' masks for such layers have no padding.
@@ -70,32 +67,22 @@ class NativeDrafter(HeadDrafter):
             self._last[row] = self._run(row, new[None], state[None])[:, -1:]
 
     def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        return [self._grow(row) for row in rows]
+        trees = []
+        for row in rows:
 
-    def forget(self, row: int) -> None:
-        super().forget(row)
+            def run(level: int, tokens: Tensor, features: Tensor, parents: Tensor, row: int = row) -> Tensor:
+                return self._run(row, tokens, features)
+
+            trees += self._grow(self._last[row], run, depth=NATIVE_DEPTH, width=1)
+            self._past[row].crop(-int(trees[-1].kinds[-1, 0]))
+        return trees
+
+    def finish(self, row: int) -> None:
+        super().finish(row)
         self._past.pop(row, None)
 
-    def _grow(self, row: int) -> GuessTree:
-        out, path_prob = self._last[row], 1.0
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for depth in range(NATIVE_DEPTH):
-            if depth > 0:
-                out = self._run(row, tokens[-1][None, :1], out)
-            level = self._guess(unembed(self._model, out[0]), WIDTH)
-            probs.append(level[0][0])
-            tokens.append(level[1][0])
-            path_prob *= float(probs[-1][0])
-            if path_prob < MIN_PATH_PROB:
-                break
-        self._past[row].crop(1 - len(tokens))
-        width = len(tokens[0])
-        kinds = np.indices((len(tokens), width), np.int32).reshape(2, -1).T.copy()
-        # Node 0 is the root; each level follows the first guess of the previous level.
-        parents = np.repeat(np.array([0, *range(1, width * (len(tokens) - 1), width)], np.int32), width)
-        written, draft_probs = torch.cat(tokens).int().cpu().numpy(), torch.cat(probs).cpu().numpy()
-        return GuessTree.of(written, parents, kinds, draft_probs)
+    def _guesses(self, out: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        return self._guess(unembed(self._model, out), most)
 
     def _run(self, row: int, tokens: Tensor, states: Tensor) -> Tensor:
         """Run the layer over pairs of tokens `[1, n]` and states `[1, n, hidden]`, after those in the cache."""

@@ -111,7 +111,13 @@ class LookaheadProposer:
         self._told: set[str] = set()
         # Of the last call: tokens of each row, drafted tokens of all, seconds of drafting, and the time of the return.
         self._before: tuple[list[int], int, float | None, float] = ([], 0, None, 0.0)
-        self._warm_up()
+        # Compile, or load from the cache, all that a step calls.
+        proposer, tokens = ChainProposer(2), np.arange(2048, dtype=np.int32) % 8
+        request = proposer.start(tokens[:2])
+        for new in (tokens[:2], tokens):  # the index grows
+            proposer.observe(request, new)
+            proposer.draft(request, 2)
+        proposer.finish(request)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is no draft model. vLLM calls it."""
@@ -177,7 +183,7 @@ class LookaheadProposer:
                     chains[row] = self._chain(row, tokens[row, : counts[row]])
                 except Exception as error:
                     self._tell(error)
-                    self._known.enter(row, None)
+                    self._known.rows[row] = None
         for row, length in enumerate(self._lengths.choose([path_probs for _, path_probs in chains])):
             if length:
                 drafts[row] = chains[row][0][:length].tolist()
@@ -186,8 +192,7 @@ class LookaheadProposer:
         """The chain after a row's text, and the probability of each of its tokens to be accepted."""
         request = self._known.rows[row]
         if request is None:
-            request = self._proposer.start(text)
-            self._known.enter(row, request)
+            request = self._known.rows[row] = self._proposer.start(text)
         else:
             self._proposer.observe(request, text[len(request) :])
             if len(self._known.rows) > 1 and len(request) >= request.kept + _SHARED_EARLY:
@@ -200,18 +205,3 @@ class LookaheadProposer:
         if name not in self._told:
             self._told.add(name)
             _log.error("lookahead drafts nothing where this happens: %s", error, exc_info=error)
-
-    def _warm_up(self) -> None:
-        """Compile, or load from the cache, all that a step calls."""
-        proposer, known = ChainProposer(2), KnownRequests(1, 0)
-        tokens = np.arange(2048, dtype=np.int32)[None] % 8
-        for count in (4, 2048):  # the index grows
-            known.match(tokens, np.array([count]), [True])
-            request = known.rows[0] or proposer.start(tokens[0, :2])
-            known.enter(0, request)
-            proposer.observe(request, tokens[0, len(request) : count])
-            proposer.draft(request, 2)
-        proposer.observe(request, tokens[0, :2])
-        for rows in (0, 1):
-            for request in known.match(tokens, np.full(rows, 8), [True] * rows):
-                proposer.finish(request)

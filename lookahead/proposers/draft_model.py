@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.config import check_whole
 from lookahead.drafting.budget import Ema
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
@@ -100,10 +102,8 @@ class DraftModel:
                 f"DraftModel takes a loaded causal LM, got {model!r}: load it with AutoModelForCausalLM.from_pretrained"
             )
         for option, value, most in (("depth", depth, 64), ("children", children, 16), ("width", width, 64)):
-            if value is None and option != "depth":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ConfigError(f"{option} must be a whole number from 1 to {most}, got {value!r}")
+            if value is not None or option == "depth":
+                check_whole(option, value, 1, most)
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name must be a string that is not empty, got {name!r}")
         self.model = model
@@ -164,7 +164,6 @@ def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
 @dataclass(slots=True)
 class _DraftRow:
     ids: IntArray
-    length: int
     tree: DraftTree | None = None
 
 
@@ -194,8 +193,7 @@ class ModelProposer(BatchProposer):
         self._done: float | None = None  # when the drafts of this step were done
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Add a row; the draft model reads it when a draft is asked for."""
-        self._rows[row] = _DraftRow(prompt.astype(np.int32), len(prompt))
+        self._rows[row] = _DraftRow(prompt.astype(np.int32))
         self._target = None
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> list[Proposal | None]:
@@ -208,7 +206,7 @@ class ModelProposer(BatchProposer):
                 self._leave(row)
         offers: dict[int, Proposal] = {}
         # The target gives the last token in any case: nothing is drafted beyond the one before it.
-        shortest = min((self._rows[row].length for row in self._slots), default=0)
+        shortest = min((len(self._rows[row].ids) for row in self._slots), default=0)
         passes = min(self._depth, self._max_length - shortest - 1)
         if self._slots and passes > 0:
             with target.serving():
@@ -218,7 +216,6 @@ class ModelProposer(BatchProposer):
         return [offers.get(row) for row in rows]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Keep in the cache what was accepted, and count which candidates were right."""
         if self._done is not None:
             self._pass_times().target.add(time.perf_counter() - self._done)
             self._done = None
@@ -226,52 +223,39 @@ class ModelProposer(BatchProposer):
         tree, state.tree = state.tree, None
         if tree is not None and self._target is not None:
             with torch.inference_mode():
-                # The last token is read again, for what comes after it.
-                self._target.commit(self._slots.index(row), tree.path_of(feedback.tokens[:-1]))
-            parents, tokens = tree.nodes["parent"].copy(), tree.nodes["token"].copy()
-            self._rates.learn(parents, tokens, tree.nodes["kind"], tree.nodes["draft_prob"], feedback.tokens)
-        room = state.length + len(feedback.tokens)
-        if room > state.ids.size:
-            state.ids = np.resize(state.ids, 2 * room)
-        state.ids[state.length : room] = feedback.tokens
-        state.length = room
+                self._target.commit(self._slots.index(row), tree.learn(self._rates, feedback.tokens))
+        state.ids = np.append(state.ids, feedback.tokens)
 
     def finish(self, row: int) -> None:
-        """Forget the row."""
         self._leave(row)
         del self._rows[row]
 
     def _open(self) -> Target | None:
         """Make a cache for all rows there are; what was read of them before is read again."""
-        self._slots = [row for row in self._rows if not self.has_encoder or self._can_encode(row)]
-        if not self._slots:
-            return None
-        if self.has_encoder and self._call.inputs is not None:
-            encoded = encode(self._model, [self._call.inputs[row] for row in self._slots])
-            self._target = DecoderTarget(self._model, encoded, len(self._slots))
-            return self._target
-        longest = max(state.length for state in self._rows.values())
-        self._target = Target(
-            self._model,
-            rows=len(self._slots),
-            capacity=longest + 256,
-            shape=self._shape,
-        )
+        self._slots, inputs = list(self._rows), self._call.inputs
+        if self.has_encoder and inputs is not None:
+            # The encoder must know all tokens of an input, and have positions for it.
+            known, limit = (
+                vocabulary_size(self._model, self._model.get_encoder()),
+                side_positions(self._model, "encoder"),
+            )
+            self._slots = [
+                row for row in self._slots if 0 < len(inputs[row]) <= (limit or math.inf) and inputs[row].max() < known
+            ]
+            if self._slots:
+                encoded = encode(self._model, [inputs[row] for row in self._slots])
+                self._target = DecoderTarget(self._model, encoded, len(self._slots))
+        elif self._slots:
+            capacity = max(len(state.ids) for state in self._rows.values()) + 256
+            self._target = Target(self._model, rows=len(self._slots), capacity=capacity, shape=self._shape)
         return self._target
-
-    def _can_encode(self, row: int) -> bool:
-        """Whether the draft model's encoder knows all tokens of a row's input, and has positions for it."""
-        assert self._call.inputs is not None
-        ids, limit = self._call.inputs[row], side_positions(self._model, "encoder")
-        is_known = ids.size > 0 and int(ids.max()) < vocabulary_size(self._model, self._model.get_encoder())
-        return is_known and (limit is None or len(ids) <= limit)
 
     def _can_read(self, row: int, target: Target) -> bool:
         """Whether the draft model knows all tokens of a row, and has positions for it and a draft."""
-        state = self._rows[row]
-        if target.positions is not None and state.length + self._depth > target.positions:
+        ids = self._rows[row].ids
+        if target.positions is not None and len(ids) + self._depth > target.positions:
             return False
-        return self._vocabulary == self._call.vocab_size or int(state.ids[: state.length].max()) < self._vocabulary
+        return self._vocabulary == self._call.vocab_size or int(ids.max()) < self._vocabulary
 
     def _leave(self, row: int) -> None:
         if row not in self._slots:
@@ -287,8 +271,11 @@ class ModelProposer(BatchProposer):
         """Read what is new of every row, which is the first pass, then grow their trees pass by pass."""
         begin = time.perf_counter()
         states = [self._rows[row] for row in self._slots]
+        trees = [DraftTree(int(state.ids[-1])) for state in states]
+        for state, tree in zip(states, trees, strict=True):
+            state.tree = tree
         batch = DraftTreeBatch(
-            [int(state.ids[state.length - 1]) for state in states],
+            trees,
             self._rates,
             max_nodes=max_nodes,
             width=self._width,
@@ -297,19 +284,17 @@ class ModelProposer(BatchProposer):
             warp=self._call.warp,
             by_rejection=self._call.by_rejection,
         )
-        batch.add(target.prefill([state.ids[: state.length] for state in states]))
+        batch.add(target.prefill([state.ids for state in states]))
         times, now = self._pass_times(), time.perf_counter()
         for _ in range(passes - 1):
             if self._call.is_timed and not times.pays(*batch.outlook(), now - begin):
                 break
             before = batch.choose()
-            if not batch.is_chosen:
+            if not any(tree.chosen.size for tree in trees):
                 break
-            batch.add(target.score([tree.scored_tree() for tree in batch.trees], before))
+            batch.add(target.score([tree.scored_tree() for tree in trees], before))
             then, now = now, time.perf_counter()
             times.draft.add(now - then)
-        for state, tree in zip(states, batch.trees, strict=True):
-            state.tree = tree
         return batch.proposals()
 
     def _pass_times(self) -> PassTimes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lookahead.drafting.proposal import Draws, IntArray, Proposal
 from lookahead.drafting.tree import TokenTree
-from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.ngram.acceptance import AcceptanceTable, children_along
 from lookahead.ngram.prune import best_nodes
 from lookahead.verification.rejection import draw_several
 
@@ -35,11 +35,12 @@ NODE = np.dtype(
 
 
 class DraftTree:
-    """The candidates of one row, node 0 the root, which is scored; scored nodes have candidates of their own."""
+    """The candidates of one row, node 0 the root; those that are scored have candidates of their own."""
 
     def __init__(self, root: int) -> None:
         self.nodes = np.array([(root, 0, 0, 0, (0, 0), 1.0, 1.0, 1.0)], NODE)
         self.scored: IntArray = np.zeros(1, np.int32)
+        self.chosen = self.scored  # the last of the scored nodes, whose candidates come next
 
     def add(self, new: NDArray[np.void]) -> None:
         """Add candidates after scored nodes, `NODE` `[n]`."""
@@ -54,12 +55,11 @@ class DraftTree:
         open_nodes = np.flatnonzero((self.nodes["slot"] < 0) & (path_probs >= least)).astype(np.int32)
         return open_nodes[np.argsort(-path_probs[open_nodes], kind="stable")[:width]]
 
-    def choose(self, width: int) -> IntArray:
+    def choose(self, width: int) -> None:
         """Choose the likeliest candidates to be scored next; they count as scored from now on."""
-        chosen = self.likeliest(width, _MIN_PATH_PROB)
-        self.nodes["slot"][chosen] = np.arange(len(self.scored), len(self.scored) + len(chosen))
-        self.scored = np.append(self.scored, chosen)
-        return chosen
+        self.chosen = self.likeliest(width, _MIN_PATH_PROB)
+        self.nodes["slot"][self.chosen] = len(self.scored) + np.arange(len(self.chosen))
+        self.scored = np.append(self.scored, self.chosen)
 
     def outlook(self, width: int) -> tuple[float, float]:
         """Tokens that the tree is expected to give, and how many more one further pass would."""
@@ -74,23 +74,21 @@ class DraftTree:
         parents = self.nodes["slot"][scored["parent"]]
         return TokenTree(scored["token"].copy(), parents, scored["depth"].copy(), np.zeros_like(self.scored))
 
-    def path_of(self, emitted: IntArray) -> IntArray:
-        """The slots of the root and of the scored nodes that hold emitted tokens, int32 `[a]`."""
-        nodes, path = self.nodes, [0]
-        for token in emitted:
-            follows = (nodes["parent"] == path[-1]) & (nodes["token"] == token) & (nodes["slot"] > 0)
-            if not follows.any():
-                break
-            path.append(int(follows.argmax()))
-        slots: IntArray = nodes["slot"][path]
-        return slots
+    def learn(self, rates: AcceptanceTable, emitted: IntArray) -> IntArray:
+        """Count which candidates were right; the slots of the root and of the scored nodes behind it that were."""
+        parents, tokens = self.nodes["parent"].copy(), self.nodes["token"].copy()
+        rates.learn(parents, tokens, self.nodes["kind"], self.nodes["draft_prob"], emitted)
+        # The last token is read again, for what comes after it.
+        nodes, hits = children_along(parents, tokens, emitted[:-1])
+        slots = self.nodes["slot"][nodes[hits]]
+        return np.append(np.int32(0), slots[slots > 0])
 
 
 @dataclass(eq=False)
 class DraftTreeBatch:
     """Turns the logits of a draft model into candidates for all rows, and candidates into proposals."""
 
-    roots: InitVar[Sequence[int]]  # the last token of every row
+    trees: Sequence[DraftTree]
     rates: AcceptanceTable  # of `LEVELS` levels
     _: KW_ONLY
     max_nodes: int  # of a proposal besides its root
@@ -100,27 +98,19 @@ class DraftTreeBatch:
     warp: Callable[[Tensor], Tensor] | None  # as in `lookahead.drafting.proposal.Call`
     by_rejection: bool  # candidates are drawn, and all of them are proposed
 
-    def __post_init__(self, roots: Sequence[int]) -> None:
+    def __post_init__(self) -> None:
         if self.by_rejection:
             self.children = min(self.children, self.max_nodes)
-        self.trees = [DraftTree(root) for root in roots]
-        self._distributions: list[list[Tensor]] = [[] for _ in roots]
-        self._chosen: list[IntArray] = [np.zeros(1, np.int32) for _ in roots]  # the roots
+        self._distributions: list[list[Tensor]] = [[] for _ in self.trees]
 
     def choose(self) -> NDArray[np.int64]:
         """Choose the candidates of every row to be scored next: int64 `[rows]`, how many were scored before."""
         before = np.array([len(tree.scored) for tree in self.trees])
-        widths = [self.width] * len(before)
-        if self.by_rejection:  # the number of draws must not depend on what they turn out to be
-            left = [(self.max_nodes + 1 - len(tree.nodes)) // self.children for tree in self.trees]
-            widths = [min(self.width, each) for each in left]
-        self._chosen = [tree.choose(width) for tree, width in zip(self.trees, widths, strict=True)]
+        for tree in self.trees:
+            # The number of draws must not depend on what they turn out to be.
+            left = (self.max_nodes + 1 - len(tree.nodes)) // self.children if self.by_rejection else self.width
+            tree.choose(min(self.width, left))
         return before
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether there is anything to be scored."""
-        return any(map(len, self._chosen))
 
     def add(self, logits: Tensor) -> None:
         """Take the candidates after the chosen nodes of every row from logits `[rows, most nodes chosen, vocab]`."""
@@ -139,9 +129,9 @@ class DraftTreeBatch:
         new["token"], new["kind"] = tokens, np.stack((levels, ranks), -1)
         new["draft_prob"] = _OF_DRAWS[np.minimum(ranks, len(_OF_DRAWS) - 1)] if self.by_rejection else own
         new["probability"] = self.rates.calibrate(new["kind"], new["draft_prob"])
-        for row, (tree, chosen) in enumerate(zip(self.trees, self._chosen, strict=True)):
-            n = len(chosen)
-            new["parent"][row, :n] = chosen[:, None]
+        for row, tree in enumerate(self.trees):
+            n = len(tree.chosen)
+            new["parent"][row, :n] = tree.chosen[:, None]
             tree.add(new[row, :n][own[row, :n] != 0.0])
             if self.by_rejection:
                 self._distributions[row] += probabilities.unflatten(0, logits.shape[:2])[row, :n]

@@ -73,20 +73,18 @@ def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = No
 
     Of equal age, that of the file named first counts. The bound is by default the highest of theirs.
     """
-    fits, parts, bound = None, [], 0
+    headers: list[MemoryHeader] = []
+    parts = []
     for source in sources:
         with pool_errors(source):
-            header, records = read_memory(source, fits)
-        fits = fits if fits is not None else header
+            header, records = read_memory(source, headers[0] if headers else None)
+        headers.append(header)
         parts.append(records)
-        bound = max(bound, header.max_contexts)
-    if fits is None:
-        raise PoolError(f"{path}: no memory to merge")
     everything = np.concatenate(parts)
     youngest = everything[np.argsort(everything[:, 0] & np.uint64(memory_file.OLDEST), kind="stable")]
-    header = replace(fits, max_contexts=bound if max_contexts is None else max_contexts)
+    most = max(header.max_contexts for header in headers) if max_contexts is None else max_contexts
     with pool_errors(path), _locked(path):
-        return write_memory(path, header, merge_records([youngest], header.max_contexts))
+        return write_memory(path, replace(headers[0], max_contexts=most), merge_records([youngest], most))
 
 
 @contextmanager

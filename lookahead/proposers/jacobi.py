@@ -73,7 +73,6 @@ class JacobiProposer(Proposer):
         self._rows: dict[int, _JacobiRow] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Remember the prompt of a new row."""
         self._rows[row] = _JacobiRow(prompt)
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
@@ -97,7 +96,6 @@ class JacobiProposer(Proposer):
         return Proposal(tree.tokens, tree.parents, tree.probabilities, required=tree.required)
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Learn from the step if the row was drafted for, and remember the emitted tokens."""
         begin, state = time.perf_counter(), self._rows[row]
         state.emitted.append(feedback.tokens)
         if state.size is not None and state.observed == len(state.emitted):
@@ -106,7 +104,6 @@ class JacobiProposer(Proposer):
             self._branch.host_s += time.perf_counter() - begin
 
     def finish(self, row: int) -> None:
-        """Forget the row; hit rates stay."""
         del self._rows[row]
 
     def _begin(self, state: _JacobiRow, size: BranchSize) -> None:

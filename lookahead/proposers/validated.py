@@ -113,7 +113,6 @@ class ValidatedProposer(BatchProposer):
         return bool(self.hidden_layers and self._roots)
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Show it a new row, if its budget allows."""
         is_poor = not self._budget.begins or (bool(self.hidden_layers) and not self._budget.affords)
         if self._call.is_timed and is_poor:
             return
@@ -147,7 +146,6 @@ class ValidatedProposer(BatchProposer):
         return [offered.get(row) for row in rows]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Pass the feedback on."""
         if row not in self._roots:
             return
         self._roots[row] = int(feedback.tokens[-1])
@@ -172,7 +170,6 @@ class ValidatedProposer(BatchProposer):
         return None if self._budget.earns and not is_first else spent_s
 
     def finish(self, row: int) -> None:
-        """Finish the row."""
         if row in self._roots:
             del self._roots[row], self._unasked[row]
             self._proposer.finish(row)
@@ -184,12 +181,11 @@ class ValidatedProposer(BatchProposer):
 
     def _fault(self, row: int, offer: Proposal, max_nodes: int) -> str:
         """The fault of a proposal, or an empty string. Compiled code that merges it checks nothing more."""
-        arrays: dict[str, tuple[Any, Any]] = {"tokens": (offer.tokens, np.int32), "parents": (offer.parents, np.int32)}
-        arrays["probabilities"] = (offer.probabilities, np.float32)
-        if offer.sources is not None:
-            arrays["sources"] = (offer.sources, np.int32)
         size = len(offer.tokens)
-        for name, (array, dtype) in arrays.items():
+        for name in ("tokens", "parents", "probabilities", "sources"):
+            array, dtype = getattr(offer, name), np.float32 if name == "probabilities" else np.int32
+            if array is None and name == "sources":
+                continue
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (size,):
                 got = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
                 return f"whose {name} must be {np.dtype(dtype)} ({size},), got {got}"
@@ -207,11 +203,9 @@ class ValidatedProposer(BatchProposer):
             return f"whose sources set bits beyond the first {len(self.sources)}"
         if not 0 <= offer.required <= size:
             return f"that requires {offer.required} of its {size} nodes"
-        return self._fault_of_draws(offer) if self._call.by_rejection else ""
-
-    def _fault_of_draws(self, offer: Proposal) -> str:
-        """The fault of a proposal that must serve rejection sampling, or an empty string."""
-        size, draws = len(offer.tokens), offer.draws
+        if not self._call.by_rejection:
+            return ""
+        draws = offer.draws
         if draws is None:
             return "without its draws, and acceptance is 'rejection'"
         if self._call.is_chain and (offer.parents[1:] != np.arange(size - 1)).any():

@@ -44,10 +44,9 @@ def read_records(path: Path) -> list[Record]:
     try:
         with opened(str(path)) as file:  # with a timeout for pipes
             text = decode_bytes(file.read(), str(path))
-    except OSError as error:
-        raise TrainingError(f"{path}: {error.strerror or error}") from error
-    except DocumentError as error:
-        raise TrainingError(str(error)) from error
+    except (OSError, DocumentError) as error:
+        told = error if isinstance(error, DocumentError) else f"{path}: {error.strerror or error}"
+        raise TrainingError(str(told)) from error
     if path.suffix.lower() not in _JSON:
         records = [Record(None, text)] if text.strip() else []
     else:
@@ -110,16 +109,18 @@ def _read_answers(file: Path, first: object, most: int, vocabulary: int) -> list
         lines = read_regular(file).rpartition(b"\n")[0].splitlines()
     except OSError as error:
         raise TrainingError(f"{file}: cannot be read: {error.strerror or error}") from error
-    held = []
+    held: list[Any] = []
     for number, line in enumerate(lines, start=1):
         try:
-            held.append(parse_json(line.decode("utf-8")))
+            held.append(parse_json(line))
         except ValueError as error:
             raise TrainingError(f"{file}:{number}: not valid JSON: {error}") from error
-    if (held and held[0] != first) or len(held) > 1 + most:
-        raise TrainingError(f"{file}: holds answers of another run; remove it, or choose another --output")
-    for number, answer in enumerate(held[1:], start=2):
-        if not isinstance(answer, list) or not all(type(each) is int and 0 <= each < vocabulary for each in answer):
+        if held[0] != first or len(held) > 1 + most:
+            raise TrainingError(f"{file}: holds answers of another run; remove it, or choose another --output")
+        is_answer = isinstance(held[-1], list) and all(
+            type(each) is int and 0 <= each < vocabulary for each in held[-1]
+        )
+        if number > 1 and not is_answer:
             raise TrainingError(f"{file}:{number}: must be a list of token ids from 0 to {vocabulary - 1}")
     return held[1:]
 

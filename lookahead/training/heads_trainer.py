@@ -87,9 +87,9 @@ class HeadTrainer(Trainer):
                 batch = self._prepare_inputs(inputs)
                 counts += self._learner.hits(self._base, self._states(batch), batch).cpu()
         metrics = {}
-        for place, (first, five, trials) in enumerate(counts.tolist(), start=1):
-            metrics[f"{metric_key_prefix}_accuracy_{place}"] = round(first / max(1, trials), 4)
-            metrics[f"{metric_key_prefix}_top_5_{place}"] = round(five / max(1, trials), 4)
+        for place, (*right, trials) in enumerate(counts.tolist(), start=1):
+            for name, count in zip(("accuracy", "top_5"), right, strict=True):
+                metrics[f"{metric_key_prefix}_{name}_{place}"] = round(count / max(1, trials), 4)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

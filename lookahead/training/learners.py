@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,8 +32,24 @@ class Learner(nn.Module, ABC):
         """Scalars whose sum is the loss; the backward pass of each may run before the next is computed."""
 
     @abstractmethod
+    def logits(
+        self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor], starts: DraftStarts
+    ) -> Iterator[Tensor]:
+        """Logits `[n, tokens]` of each token guessed in turn, at the n starts that have such a token."""
+
+    def token_ids(self, guesses: Tensor) -> Tensor:
+        """The model's token ids of indices into the logits."""
+        return guesses
+
     def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """For each token guessed: right first guesses, right ones among five, and trials, int64 `[depth, 3]`."""
+        starts, counts = DraftStarts.of(batch), []
+        for step, logits in enumerate(self.logits(model, states, batch, starts)):
+            labels = starts.labels(batch, step)[1]
+            guesses = self.token_ids(logits.topk(min(5, logits.shape[-1])).indices)
+            right = guesses == labels[:, None]
+            counts.append([int(right[:, 0].sum()), int(right.any(1).sum()), len(labels)])
+        return torch.tensor(counts)
 
 
 class IndependentHeadsLearner(Learner):
@@ -59,18 +75,16 @@ class IndependentHeadsLearner(Learner):
             kept, labels = starts.labels(batch, -1)
             last = take(states[..., -model.config.get_text_config().hidden_size :], starts.positions)
             yield F.cross_entropy(unembed(model, last[kept]).float(), labels)
-        for head in range(self.depth):
-            kept, labels = starts.labels(batch, head)
-            if len(labels) > 0:
-                logits = self.heads.guess(model, head, states, starts.positions, kept)
+        for head, logits in enumerate(self.logits(model, states, batch, starts)):
+            if len(logits) > 0:
+                labels = starts.labels(batch, head)[1]
                 yield share * DECAY ** (head + 1) * F.cross_entropy(logits.float(), labels)
 
-    def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        starts, counts = DraftStarts.of(batch), []
+    def logits(
+        self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor], starts: DraftStarts
+    ) -> Iterator[Tensor]:
         for head in range(self.depth):
-            kept, labels = starts.labels(batch, head)
-            counts.append(_count_hits(self.heads.guess(model, head, states, starts.positions, kept), labels))
-        return torch.stack(counts)
+            yield self.heads.guess(model, head, states, starts.positions, starts.labels(batch, head)[0])
 
 
 class DraftStarts(NamedTuple):
@@ -125,14 +139,15 @@ class EagleLearner(Learner):
         token_loss = -(probs * self.head.logits(model, predicted).float().log_softmax(-1)).sum(-1).mean()
         yield F.smooth_l1_loss(predicted, truth) + TOKEN_SHARE * token_loss
 
-    def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """How often each step is right, given the true tokens and the head's own features."""
-        starts, counts = DraftStarts.of(batch), []
+    def logits(
+        self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor], starts: DraftStarts
+    ) -> Iterator[Tensor]:
         features = self.head.enter(self._inputs(states))
         for step, out in enumerate(unroll(self.head, model, features, batch, starts, self.depth)):
-            kept, labels = starts.labels(batch, step)
-            counts.append(_count_hits(self.head.logits(model, out[kept]), labels, self.head.token_ids))
-        return torch.stack(counts)
+            yield self.head.logits(model, out[starts.labels(batch, step)[0]])
+
+    def token_ids(self, guesses: Tensor) -> Tensor:
+        return self.head.token_ids(guesses)
 
     def _inputs(self, states: Tensor) -> Tensor:
         """The hidden states that the head reads; where it reads layers, those of the last one come after them."""
@@ -179,40 +194,14 @@ def unroll(
     """
     layer, ids = head.layer, batch["input_ids"]
     embeddings = model.get_input_embeddings()(ids).to(features.dtype)
-    position = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
-    read, residual = head.pair(features[:, :-1], embeddings[:, 1:])
-    keys, values = layer.keys_values(read, head.rotation(features, position))
-    visible = position[:, None] <= starts.positions[..., None]
-    read, residual = take(read, starts.positions), take(residual, starts.positions)
-    out = residual
-    later: list[tuple[Tensor, Tensor]] = []
-    for step in range(steps):
-        rotation = head.rotation(features, starts.positions + step)
-        if step > 0:
-            token = (starts.positions + 1 + step).clamp(max=ids.shape[1] - 1)
-            read, residual = head.pair(out, take(embeddings, token))
-            later.append(layer.keys_values(read, rotation))
-        context = _attend_with_later(layer.query(read, rotation), keys, values, visible, later)
-        out = layer.finish(residual, context)
+    index = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
+    mask = index[:, None] <= starts.positions[..., None]
+    read, add = head.pair(features[:, :-1], embeddings[:, 1:])
+    out, past = layer(read, add, head.rotation, index, mask, starts.positions)
+    yield out
+    own = torch.eye(mask.shape[1], dtype=torch.bool, device=ids.device).expand(len(ids), -1, -1)
+    for step in range(1, steps):
+        read, add = head.pair(out, take(embeddings, (starts.positions + 1 + step).clamp(max=ids.shape[1] - 1)))
+        mask = torch.cat((mask, own), -1)
+        out, past = layer(read, add, head.rotation, starts.positions + step, mask, past=past)
         yield out
-
-
-def _attend_with_later(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, later: list[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """Attention `[batch, heads, starts, dim]` to visible pairs of the text, and of each start to its own later ones."""
-    kv_heads = keys.shape[1]
-    grouped = query.reshape(len(query), kv_heads, -1, *query.shape[2:]) * query.shape[-1] ** -0.5
-    text = torch.einsum("bkgpd,bktd->bkgpt", grouped, keys).masked_fill(~visible[:, None, None], float("-inf"))
-    own = [(grouped * key[:, :, None]).sum(-1, keepdim=True) for key, _ in later]
-    weights = torch.cat((text, *own), dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
-    context = torch.einsum("bkgpt,bktd->bkgpd", weights[..., : keys.shape[2]], values)
-    for i, (_, value) in enumerate(later):
-        context = context + weights[..., keys.shape[2] + i, None] * value[:, :, None]
-    return context.reshape(query.shape)
-
-
-def _count_hits(logits: Tensor, labels: Tensor, token_ids: Callable[[Tensor], Tensor] = lambda index: index) -> Tensor:
-    """Right first guesses, right ones among the likeliest five, and trials, int64 `[3]`, of logits `[n, tokens]`."""
-    right = token_ids(logits.topk(min(5, logits.shape[-1]), dim=-1).indices) == labels[:, None]
-    return torch.stack([right[:, 0].sum(), right.any(1).sum(), torch.tensor(len(labels), device=labels.device)])

@@ -9,7 +9,7 @@ from numba import njit
 
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import MAX_CONTEXT, Chains, IntArray, as_tokens, find_matches
-from lookahead.ngram.recycled import ORDERS, RecycledTable, find_context, hash_context, prob_of
+from lookahead.ngram.recycled import ORDERS, UNIT, RecycledTable, find_context, hash_context
 from lookahead.ngram.search import Search, Trie
 
 
@@ -49,7 +49,7 @@ def find_recycled(table: RecycledTable, context: Sequence[int] | IntArray) -> tu
     tail, hashes = np.asarray(context, np.int32), np.empty(ORDERS, np.uint64)
     order, group, way, _ = _look_up(table.entries, -1, tail, hashes)
     entry = table.entries[group, way]
-    return (order, entry["tokens"].tolist(), prob_of(entry["probs"]).tolist()) if order else (0, [], [])
+    return (order, entry["tokens"].tolist(), (entry["probs"] / UNIT).tolist()) if order else (0, [], [])
 
 
 @njit
