@@ -115,7 +115,7 @@ def pool_info(options: FileOptions) -> None:
     """
     from lookahead.pools.open_pool import header_rows, read_pool_header
 
-    console(sys.stdout).print(table(("", ""), header_rows(options.file, read_pool_header(options.file))))
+    console(sys.stdout).print(table(header_rows(options.file, read_pool_header(options.file))))
 
 
 def pool_verify(options: VerifyOptions) -> None:
@@ -208,7 +208,7 @@ def memory_info(options: FileOptions) -> None:
         ("checksum", f"{header.checksum:016x}"),
         ("format", f"version {VERSION}"),
     ]
-    console(sys.stdout).print(table(("", ""), rows))
+    console(sys.stdout).print(table(rows))
 
 
 def memory_verify(options: VerifyOptions) -> None:

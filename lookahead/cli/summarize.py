@@ -173,7 +173,7 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
         summarize_all = partial(summarizer.summarize_all, rows=options.rows)
         estimate = estimate_job(documents, summarizer.fitter, summarize_all, options)
     if _prints_text(options):
-        console(sys.stdout).print(table(("", ""), job_figures.estimate_rows(estimate)))
+        console(sys.stdout).print(table(job_figures.estimate_rows(estimate)))
     else:
         print(json.dumps(asdict(estimate)))
     return 1 if estimate.failed else 0

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -134,14 +134,15 @@ def watch_compilation() -> Any:
     return notice
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
-    """A table with its numbers aligned right, and the totals below a line."""
-    drawn = Table(show_header=any(headings), show_footer=total is not None, box=SIMPLE)
-    for i, heading in enumerate(headings):
-        footer = total[i] if total else ""
+def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[str, str] | None = None) -> Table:
+    """A table of rows by their headings, or of names and figures, with numbers aligned right and totals below a line."""
+    named = [row if isinstance(row, Mapping) else {"": row[0], " ": row[1]} for row in rows]
+    drawn = Table(show_header=named[0] is rows[0], show_footer=total is not None, box=SIMPLE)
+    for i, heading in enumerate(named[0]):
+        footer = total[heading] if total else ""
         drawn.add_column(heading, footer, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
-    for row in rows:
-        drawn.add_row(*row)
+    for row in named:
+        drawn.add_row(*row.values())
     return drawn
 
 
@@ -250,7 +251,7 @@ class JobDisplay(_Bar):
 
     def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
         self.as_text = as_text
-        self._rows: list[list[str]] = []
+        self._rows: list[dict[str, str]] = []
         self._started = time.monotonic()
         words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass{task.fields[read]}"
         super().__init__(words, total, is_shown=with_bar, speed=0.0, accepted=0.0, read="")
@@ -270,7 +271,7 @@ class JobDisplay(_Bar):
             out.print(Text(report.describe_summary(summary) + "\n", "dim"))
             self.progress.start()
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
-            self._rows.append([*report.comparison_row(name, summary.stats, summary.plain).values()])
+            self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
         speed = report.speed_of(totals, time.monotonic() - self._started)
         self._update(advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
 
@@ -282,13 +283,12 @@ class JobDisplay(_Bar):
         """Show the figures of the job: on stdout after the summaries, else on stderr."""
         out, seconds = console(sys.stdout if self.as_text else sys.stderr), time.monotonic() - self._started
         if totals.plain is not None:
-            everything = report.comparison_row("all", totals.stats, totals.plain)
-            total = [*everything.values()] if totals.summarized > 1 else None
-            out.print(table([*everything], self._rows, total))
+            total = report.comparison_row("all", totals.stats, totals.plain) if totals.summarized > 1 else None
+            out.print(table(self._rows, total))
         for note in totals.notes:
             say("note", note)
         if totals.written > 1 and not self.as_text:
-            out.print(table(("", ""), report.totals_rows(totals, seconds)))
+            out.print(table(report.totals_rows(totals, seconds)))
         out.print(report.describe_totals(totals, seconds), soft_wrap=True)
         if totals.different:
             say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
