@@ -73,15 +73,8 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as a JSON-ready dict."""
-        record: dict[str, Any] = {
-            "summary": self.text,
-            "document_tokens": self.document_tokens,
-            "summary_tokens": self.summary_tokens,
-            "parts": self.parts,
-            "split": self.split,
-            "finish_reason": self.finish_reason,
-            "stats": self.stats.to_dict(),
-        }
+        names = ("document_tokens", "summary_tokens", "parts", "split", "finish_reason")
+        record = {"summary": self.text, **{name: getattr(self, name) for name in names}, "stats": self.stats.to_dict()}
         if self.tree is not None:
             record["tree"] = [[part.to_dict() for part in level] for level in self.tree]
         if self.plain is not None:
@@ -168,23 +161,15 @@ def _merge(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary
             parts, nodes = document.parts[:1], leaves[:1]  # with more tokens the model may write something
             continue
         parts = fitter.fit_summaries([output.texts[number] for number in written]).parts
-        ends = [written[part.pieces[1] - 1] + 1 for part in parts[:-1]]
-        nodes = _parents(level, [*ends, len(level)])
+        nodes, begin = [], 0
+        for end in [*(written[part.pieces[1] - 1] + 1 for part in parts[:-1]), len(level)]:
+            begin = min(begin, end - 1)
+            first, last = level[begin], level[end - 1]
+            spans = (first.chars[0], last.chars[1]), (first.tokens[0], last.tokens[1])
+            nodes.append(PartSummary(*spans, "", (begin, end)))
+            begin = end
         if len(nodes) >= len(level):  # the level did not shrink: leave out the rest, so that the rounds end
             parts, nodes = parts[:1], nodes[:1]
-
-
-def _parents(level: Sequence[PartSummary], ends: Sequence[int]) -> list[PartSummary]:
-    """Summaries of summaries, still without a text; each reaches up to one of the `ends`."""
-    nodes = []
-    begin = 0
-    for end in ends:
-        begin = min(begin, end - 1)
-        chars = level[begin].chars[0], level[end - 1].chars[1]
-        tokens = level[begin].tokens[0], level[end - 1].tokens[1]
-        nodes.append(PartSummary(chars, tokens, "", (begin, end)))
-        begin = end
-    return nodes
 
 
 def _refine(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
