@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lookahead.documents.decode_text import Document
 from lookahead.errors import DocumentError
@@ -93,14 +93,8 @@ class Summarized:
     summary: Summary
 
 
-class _Output(NamedTuple):
-    """The text of each prompt of a round, the tokens of all, and why the last one ended."""
-
-    texts: list[str]
-    tokens: int
-    finish_reason: FinishReason
-
-
+# The text of each prompt of a round, the counters of all, and why the last one ended.
+_Output = tuple[list[str], DecodingStats, "FinishReason"]
 # Yields the prompts of a round with the most new tokens of each, is sent their output, and returns the summary's.
 _Rounds = Generator[tuple[list[str], int], _Output, _Output]
 
@@ -124,22 +118,22 @@ class SummaryPipeline:
     def take(self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop") -> None:
         """Take the new text of each prompt and the counters of all; `finish_reason` is that of the last prompt."""
         self._stats.append(stats)
-        output = _Output([text.strip() for text in texts], stats.emitted_tokens, finish_reason)
         try:
-            self.prompts, self.limit = self._rounds.send(output)
+            self.prompts, self.limit = self._rounds.send(([text.strip() for text in texts], stats, finish_reason))
         except StopIteration as end:
             self.prompts, document = [], self._document
+            (text,), last, finish_reason = end.value
             self.summary = Summary(
-                text=end.value.texts[0],
+                text=text,
                 document_tokens=document.tokens,
-                summary_tokens=end.value.tokens,
+                summary_tokens=last.emitted_tokens,
                 parts=len(document.parts),
                 split=document.split,
                 stats=total_in_sequence(self._stats),
                 tree=tuple(self._levels) if self._keep_parts else None,
-                finish_reason=end.value.finish_reason,
+                finish_reason=finish_reason,
             )
-            if not self.summary.text:
+            if not text:
                 raise DocumentError(f"the model wrote no summary of the document's {document.tokens} tokens") from None
 
 
@@ -151,16 +145,16 @@ def _merge(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary
     while True:
         # The summaries of parts must be shorter than the parts.
         limit = most if len(nodes) == 1 else min(most, fitter.partial_summary_limit)
-        output = yield fitter.prompts(parts), limit
-        level = tuple(replace(node, summary=text) for node, text in zip(nodes, output.texts, strict=True))
+        texts, *_ = output = yield fitter.prompts(parts), limit
+        level = tuple(replace(node, summary=text) for node, text in zip(nodes, texts, strict=True))
         levels.append(level)
         if len(level) == 1:
             return output
-        written = [number for number, text in enumerate(output.texts) if text]
+        written = [number for number, text in enumerate(texts) if text]
         if not written:
             parts, nodes = document.parts[:1], leaves[:1]  # with more tokens the model may write something
             continue
-        parts = fitter.fit_summaries([output.texts[number] for number in written]).parts
+        parts = fitter.fit_summaries([texts[number] for number in written]).parts
         nodes, begin = [], 0
         for end in [*(written[part.pieces[1] - 1] + 1 for part in parts[:-1]), len(level)]:
             begin = min(begin, end - 1)
@@ -174,12 +168,12 @@ def _merge(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary
 
 def _refine(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
     """Summarize the first part, then each next part together with the summary so far."""
-    output = _Output([""], 0, "stop")
-    steps = []
+    summary, steps = "", []
+    output: _Output = [""], DecodingStats(), "stop"
     for part in document.parts:
-        new = yield [fitter.refining_prompt(part, output.texts[0])], fitter.max_new_tokens
-        if new.texts[0] or not output.texts[0]:  # an empty answer leaves the summary as it is
-            output = new
-        steps.append(PartSummary(part.chars, part.tokens, output.texts[0]))
+        (text,), *_ = new = yield [fitter.refining_prompt(part, summary)], fitter.max_new_tokens
+        if text or not summary:  # an empty answer leaves the summary as it is
+            summary, output = text, new
+        steps.append(PartSummary(part.chars, part.tokens, summary))
     levels.append(tuple(steps))
     return output

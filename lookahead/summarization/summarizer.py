@@ -111,7 +111,7 @@ class Summarizer:
         self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._compare, self._keep_parts = compare, keep_parts
-        self._encoding: Any = {"add_special_tokens": self.fitter.prompting.add_special_tokens}
+        self._encoding: Any = {"add_special_tokens": self.fitter.add_special_tokens}
         if num_beams is not None and num_beams < 1:
             raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
         own = model.generation_config.num_beams if model.generation_config is not None else None
