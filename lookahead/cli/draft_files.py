@@ -253,7 +253,7 @@ def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> No
     build: Any = build_memory if is_memory else build_pool
     describe: Any = _describe_memory if is_memory else describe_pool
     totals = PoolTotals()
-    with display.progress:
+    with display:
         header = build(str(output), totals=totals, observer=display, **settings)
     console(sys.stderr).print(f"{totals}\n{describe(str(output), header)}")
     raise typer.Exit(1 if totals.rejected else 0)

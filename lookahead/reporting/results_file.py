@@ -96,11 +96,17 @@ class Reading:
                 if line is None:
                     self.complain(number, f"is longer than {MOST_BYTES >> 20} MiB")
                 elif line.strip():
+                    row: Any = None
                     try:
-                        yield number, _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+                        row = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                        wrong = f"is no JSON object but a {type(row).__name__}"
                     except ValueError as error:
+                        wrong = f"is no {'UTF-8 text' if isinstance(error, UnicodeDecodeError) else 'JSON'}: {error}"
+                    if isinstance(row, dict):
+                        yield number, row
+                    else:
                         self.is_torn = not line.endswith(b"\n")
-                        self.complain(number, "is torn, the last one" if self.is_torn else str(error))
+                        self.complain(number, "is torn, the last one" if self.is_torn else wrong)
                 if not self.taken and self.malformed >= PATIENCE:
                     break
 
@@ -262,16 +268,3 @@ def _kind(name: str, known: Mapping[str, Any]) -> str:
     """The name to count under: a results file may hold any number of names."""
     name = name[:MOST_NAME]
     return name if name in known or len(known) < MOST_KINDS else "others"
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    """The object of a line; ValueError with what the line is instead."""
-    try:
-        record = parse_json(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is no UTF-8 text: {error.reason} at byte {error.start}") from error
-    except ValueError as error:
-        raise ValueError(f"is no JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"is no JSON object but a {type(record).__name__}")
-    return record
