@@ -93,7 +93,7 @@ def huggingface(
     """Summaries by transformers' greedy `generate` in batches of one size."""
     fitter = PromptFitter(model, tokenizer, max_new_tokens)
     tokenizer.padding_side = "left"
-    encode = partial(tokenizer, return_tensors="pt", add_special_tokens=fitter.prompting.add_special_tokens)
+    encode = partial(tokenizer, return_tensors="pt", add_special_tokens=fitter.add_special_tokens)
 
     def run(documents: Sequence[str]) -> Texts:
         texts: list[str] = []

@@ -17,70 +17,43 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lookahead.errors import ClusterError as ClusterError
+from lookahead.errors import ConfigError as ConfigError
+from lookahead.errors import DocumentError as DocumentError
+from lookahead.errors import HeadsError as HeadsError
+from lookahead.errors import LookaheadError as LookaheadError
+from lookahead.errors import PoolError as PoolError
+from lookahead.errors import PromptError as PromptError
+from lookahead.errors import ProposerError as ProposerError
+from lookahead.errors import TrainingError as TrainingError
+from lookahead.errors import UnsupportedModelError as UnsupportedModelError
+
 if TYPE_CHECKING:
-    from lookahead.config import LookaheadConfig
-    from lookahead.errors import (
-        ClusterError,
-        ConfigError,
-        DocumentError,
-        HeadsError,
-        LookaheadError,
-        PoolError,
-        PromptError,
-        ProposerError,
-        TrainingError,
-        UnsupportedModelError,
-    )
-    from lookahead.generation.api import GenerationResult, generate, stream, stream_many
-    from lookahead.generation.enable import enable
-    from lookahead.generation.hf import decode
-    from lookahead.generation.model_memory import save_memory
-    from lookahead.generation.scheduler import Completion
-    from lookahead.models.loading import LoadedModel, load
-    from lookahead.models.step_costs import calibrate_costs, load_costs, prepare_costs, save_costs
-    from lookahead.proposers.draft_model import DraftModel
-    from lookahead.proposers.heads import Heads
-    from lookahead.stats import DecodingStats
-    from lookahead.summarization.summarize_text import summarize
+    from lookahead.config import LookaheadConfig as LookaheadConfig
+    from lookahead.generation.api import GenerationResult as GenerationResult
+    from lookahead.generation.api import generate as generate
+    from lookahead.generation.api import stream as stream
+    from lookahead.generation.api import stream_many as stream_many
+    from lookahead.generation.enable import enable as enable
+    from lookahead.generation.hf import decode as decode
+    from lookahead.generation.model_memory import save_memory as save_memory
+    from lookahead.generation.scheduler import Completion as Completion
+    from lookahead.models.loading import LoadedModel as LoadedModel
+    from lookahead.models.loading import load as load
+    from lookahead.models.step_costs import calibrate_costs as calibrate_costs
+    from lookahead.models.step_costs import load_costs as load_costs
+    from lookahead.models.step_costs import prepare_costs as prepare_costs
+    from lookahead.models.step_costs import save_costs as save_costs
+    from lookahead.proposers.draft_model import DraftModel as DraftModel
+    from lookahead.proposers.heads import Heads as Heads
+    from lookahead.stats import DecodingStats as DecodingStats
+    from lookahead.summarization.summarize_text import summarize as summarize
 
 __version__ = "0.1.0.dev0"
-
-__all__ = [
-    "ClusterError",
-    "Completion",
-    "ConfigError",
-    "DecodingStats",
-    "DocumentError",
-    "DraftModel",
-    "GenerationResult",
-    "Heads",
-    "HeadsError",
-    "LoadedModel",
-    "LookaheadConfig",
-    "LookaheadError",
-    "PoolError",
-    "PromptError",
-    "ProposerError",
-    "TrainingError",
-    "UnsupportedModelError",
-    "calibrate_costs",
-    "decode",
-    "enable",
-    "generate",
-    "load",
-    "load_costs",
-    "prepare_costs",
-    "save_costs",
-    "save_memory",
-    "stream",
-    "stream_many",
-    "summarize",
-]
 
 # The modules of the public names, imported on first use: torch, transformers and Numba take seconds.
 _NAMES_BY_MODULE = {
     "config": ["LookaheadConfig"],
-    "errors": [name for name in __all__ if name.endswith("Error")],
     "generation.api": ["GenerationResult", "generate", "stream", "stream_many"],
     "generation.enable": ["enable"],
     "generation.hf": ["decode"],
@@ -94,6 +67,7 @@ _NAMES_BY_MODULE = {
     "summarization.summarize_text": ["summarize"],
 }
 _HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+__all__ = sorted({*_HOME, *(name for name in globals() if name.endswith("Error"))})
 
 
 def __getattr__(name: str) -> Any:

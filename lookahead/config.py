@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 ACCEPTANCES = ("exact", "rejection", "typical")
+_CHOICES: dict[str, tuple[str | bool, ...]] = {
+    "draft": ("auto", "fixed"),
+    "acceptance": ACCEPTANCES,
+    "exactness": ("auto", "fast"),
+    "pack": ("auto", False),
+    **dict.fromkeys(("pool_from_prompt", "compile", "cuda_graphs"), (True, False)),
+}
 PASSES = ("plain", "compiled", "graphs", "compiled graphs", "fast")
 
 # The choices of `window="auto"`: the published settings for models of 34B, 7B and 1B, and a smaller one.
@@ -107,76 +114,55 @@ class LookaheadConfig:
     def __post_init__(self) -> None:
         if isinstance(self.proposers, str):
             raise ConfigError(f'proposers must be a sequence of names such as ("prompt",), got {self.proposers!r}')
-        object.__setattr__(self, "proposers", tuple(self.proposers))
-        self._settle_pool()
-        if self.window is not None and "jacobi" not in self.proposers:
-            object.__setattr__(self, "proposers", (*self.proposers, "jacobi"))
-        self._check_proposers()
-        choices = {"draft": ("auto", "fixed"), "acceptance": ACCEPTANCES, "exactness": ("auto", "fast")}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}")
-        names = [each for each in self.proposers if isinstance(each, str)]
+        proposers = tuple(self.proposers)
+        if self.pool is not None:
+            if not (path := _path_of(self.pool)):
+                raise ConfigError(f"pool must be the path of a pool file, got {self.pool!r}")
+            object.__setattr__(self, "pool", path)
+        elif "corpus" in proposers:
+            raise ConfigError("the proposer 'corpus' needs a pool, the path of a pool file, got None")
+        for name, option in (("corpus", self.pool), ("jacobi", self.window)):
+            if option is not None and name not in proposers:
+                proposers = (*proposers, name)
+        object.__setattr__(self, "proposers", proposers)
+        for i, each in enumerate(proposers):
+            if isinstance(each, str) and each not in PROPOSERS:
+                raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {each!r}")
+            if not callable(each) and not isinstance(each, str):
+                raise ConfigError(f"proposers must be names or callables that return a Proposer, got {each!r}")
+            if any(each is other or each == other for other in proposers[:i]):
+                raise ConfigError(f"proposers must not repeat one, got {proposers!r}")
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value == each and isinstance(value, type(each)) for each in allowed):  # 1 is not True
+                raise ConfigError(f"{name} must be {' or '.join(map(str, allowed))}, got {value!r}")
+        names = [each for each in proposers if isinstance(each, str)]
         if names and self.acceptance == "rejection":
             raise ConfigError(
                 f"acceptance='rejection' takes proposers that draw, such as DraftModel(...), and {names[0]!r} does "
                 "not: leave it out"
             )
-        if self.pack != "auto" and self.pack is not False:
-            raise ConfigError(f"pack must be auto or False, got {self.pack!r}")
-        self._settle_memory()
+        if self.memory not in ("shared", "request"):
+            if not (path := _path_of(self.memory)) or not path.endswith(".lkm"):
+                raise ConfigError(f"memory must be shared, request or the path of a file *.lkm, got {self.memory!r}")
+            if "recycled" not in proposers:
+                raise ConfigError(f"the memory file {path} needs the proposer 'recycled', got {proposers!r}")
+            object.__setattr__(self, "memory", path)
         for name, low, high in (("max_nodes", 1, MAX_NODES_LIMIT), ("ngram_size", 2, 16), ("guesses", 0, 64)):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), low, high)
         check_whole("max_ngram", self.max_ngram, 1, 64)
         check_whole("min_ngram", self.min_ngram, 1, self.max_ngram)
-        for name in ("pool_from_prompt", "compile", "cuda_graphs"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         least: Any = self.min_probability
         if not isinstance(least, Real) or not 0.0 <= float(least) <= 1.0:
             raise ConfigError(f"min_probability must be from 0 to 1, got {least!r}")
         if self.window not in (None, "auto"):
             check_whole("window", self.window, 1, 64, instead="auto or ")
-        if "jacobi" in self.proposers and not self.branch_sizes:
+        if "jacobi" in proposers and not self.branch_sizes:
             raise ConfigError(
                 f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
                 f"{self._all_sizes()[0].window_nodes}, got {self.max_nodes}"
             )
-
-    def _check_proposers(self) -> None:
-        """Check that every proposer is a known name or a callable, and is given once."""
-        for i, each in enumerate(self.proposers):
-            if isinstance(each, str) and each not in PROPOSERS:
-                raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {each!r}")
-            if not callable(each) and not isinstance(each, str):
-                raise ConfigError(f"proposers must be names or callables that return a Proposer, got {each!r}")
-            if any(each is other or each == other for other in self.proposers[:i]):
-                raise ConfigError(f"proposers must not repeat one, got {self.proposers!r}")
-
-    def _settle_pool(self) -> None:
-        """Check the path of the pool, and that the pool and `"corpus"` come together."""
-        if self.pool is None:
-            if "corpus" in self.proposers:
-                raise ConfigError("the proposer 'corpus' needs a pool, the path of a pool file, got None")
-            return
-        path = os.fspath(self.pool) if isinstance(self.pool, str | os.PathLike) else None
-        if not isinstance(path, str) or not path:
-            raise ConfigError(f"pool must be the path of a pool file, got {self.pool!r}")
-        object.__setattr__(self, "pool", path)
-        if "corpus" not in self.proposers:
-            object.__setattr__(self, "proposers", (*self.proposers, "corpus"))
-
-    def _settle_memory(self) -> None:
-        """Check the kind of memory, or that a source uses the memory file that it names."""
-        if self.memory in ("shared", "request"):
-            return
-        path = os.fspath(self.memory) if isinstance(self.memory, str | os.PathLike) else None
-        if not isinstance(path, str) or not path.endswith(".lkm"):
-            raise ConfigError(f"memory must be shared, request or the path of a file *.lkm, got {self.memory!r}")
-        if "recycled" not in self.proposers:
-            raise ConfigError(f"the memory file {path} needs the proposer 'recycled', got {self.proposers!r}")
-        object.__setattr__(self, "memory", path)
 
     @property
     def decides_branch(self) -> bool:
@@ -212,6 +198,11 @@ class LookaheadConfig:
         if self.exactness == "fast" and not (self.compile or self.cuda_graphs):
             return "fast"
         return PASSES[self.compile + 2 * self.cuda_graphs]
+
+
+def _path_of(value: Any) -> str | None:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return path if isinstance(path, str) else None
 
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None, *, instead: str = "") -> None:

@@ -9,6 +9,17 @@ from functools import partial
 from typing import Any, Literal
 
 _SECONDS = ("prefill_s", "decode_s", "ttft_s")
+# What `to_dict` shows, by the digits after the point.
+_SHOWN = (
+    (0, "prompt_tokens emitted_tokens target_forwards bitwise_forwards exactness drafted_tokens accepted_tokens"),
+    (4, "mean_acceptance_length draft_acceptance_rate"),
+    (3, "expected_tokens"),
+    (4, "calibration_error forwards_by_source drafted_by_source accepted_by_source"),
+    (3, "expected_by_source"),
+    (4, "calibration_error_by_source divergence acceptance_histogram"),
+    (6, "prefill_s decode_s ttft_s tpot_s"),
+    (3, "tokens_per_s"),
+)
 
 
 @dataclass(slots=True)
@@ -109,33 +120,15 @@ class DecodingStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Counters, rates and seconds as a JSON-ready dict."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "emitted_tokens": self.emitted_tokens,
-            "target_forwards": self.target_forwards,
-            "bitwise_forwards": self.bitwise_forwards,
-            "exactness": self.exactness,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
-            "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
-            "expected_tokens": round(self.expected_tokens, 3),
-            "calibration_error": round(self.calibration_error, 4),
-            "forwards_by_source": dict(self.forwards_by_source),
-            "drafted_by_source": dict(self.drafted_by_source),
-            "accepted_by_source": dict(self.accepted_by_source),
-            "expected_by_source": {name: round(sum_, 3) for name, sum_ in self.expected_by_source.items()},
-            "calibration_error_by_source": {
-                name: round(error, 4) for name, error in self.calibration_error_by_source.items()
-            },
-            "divergence": round(self.divergence, 4),
-            "acceptance_histogram": {str(length): n for length, n in sorted(self.acceptance_histogram.items())},
-            "prefill_s": round(self.prefill_s, 6),
-            "decode_s": round(self.decode_s, 6),
-            "ttft_s": round(self.ttft_s, 6),
-            "tpot_s": round(self.tpot_s, 6),
-            "tokens_per_s": round(self.tokens_per_s, 3),
-        }
+        shown: dict[str, Any] = {}
+        for digits, names in _SHOWN:
+            for name in names.split():
+                value = getattr(self, name)
+                if isinstance(value, dict):
+                    ordered = sorted(value.items()) if name == "acceptance_histogram" else value.items()
+                    value = {str(key): round(each, digits) for key, each in ordered}
+                shown[name] = round(value, digits) if isinstance(value, float) else value
+        return shown
 
 
 def total(rows: Iterable[DecodingStats]) -> DecodingStats:

@@ -100,10 +100,10 @@ def test_stats_expect_what_the_steps_expect(tiny_llama, tiny_tokenizer) -> None:
 def test_a_source_tells_in_how_many_passes_it_drafted(tiny_llama, tiny_tokenizer) -> None:
     config = LookaheadConfig(proposers=("prompt",), window=4, draft="fixed")
     seen = trace(tiny_llama, tiny_tokenizer, PROMPT, config=config, max_new_tokens=30)
-    rows = {row[0]: row for row in source_rows(seen)}
-    assert int(rows["jacobi"][1]) == seen.stats.forwards_by_source["jacobi"]
-    assert int(rows["jacobi"][1]) >= int(rows["prompt"][1]) > 0
-    assert rows["all"][1] == str(seen.stats.target_forwards)
+    rows = {row["source"]: row for row in source_rows(seen)}
+    assert int(rows["jacobi"]["passes"]) == seen.stats.forwards_by_source["jacobi"]
+    assert int(rows["jacobi"]["passes"]) >= int(rows["prompt"]["passes"]) > 0
+    assert rows["all"]["passes"] == str(seen.stats.target_forwards)
 
 
 # The page

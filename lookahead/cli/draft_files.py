@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from lookahead.documents.readers import count_documents
 from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, ModelOptions, option
 from lookahead.models.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_process
+
+if TYPE_CHECKING:
+    from lookahead.ngram.memory_file import MemoryHeader
 
 _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
 
@@ -34,17 +37,17 @@ class VerifyOptions(FileOptions):
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(DocumentOptions):
     inputs: list[str] = option(help=INPUTS, argument=True, metavar="INPUTS...")
+    max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildOptions(SourceOptions):
+class OutputOptions:
     output: Path = option(MISSING, "The file to write.", "--output", "-o", metavar="FILE")
-    max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
     overwrite: bool = option(False, "Replace the file if it exists.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolBuildOptions(BuildOptions):
+class PoolBuildOptions(SourceOptions, OutputOptions):
     model: str = option(help=_MODEL)
 
 
@@ -54,23 +57,21 @@ class PoolAddOptions(FileOptions, SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryBuildOptions(BuildOptions, ModelOptions):
+class MemoryBuildOptions(SourceOptions, OutputOptions, ModelOptions):
     max_contexts: int = option(1 << 18, "Most contexts that it may hold, 40 bytes each.", min=1024, max=1 << 26)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAddOptions(FileOptions, SourceOptions, ModelOptions):
-    max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryMergeOptions:
+class MemoryMergeOptions(OutputOptions):
     files: list[str] = option(help="Memories of one model.", argument=True, metavar="FILES...")
-    output: Path = option(MISSING, "The file to write.", "--output", "-o", metavar="FILE")
     max_contexts: int | None = option(
         None, "Most contexts that it may hold. (default: the most that one of the files may)", min=1024, max=1 << 26
     )
-    overwrite: bool = option(False, "Replace the file if it exists.")
 
 
 def pool_build(options: PoolBuildOptions) -> None:
@@ -88,7 +89,7 @@ def pool_build(options: PoolBuildOptions) -> None:
     Exit status: 0 all documents are in it; 1 some are left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and nothing was written.
     """
-    _fill_pool(options, options.output, overwrite=options.overwrite, max_tokens=options.max_tokens)
+    _fill(options, options.output, overwrite=options.overwrite)
 
 
 def pool_add(options: PoolAddOptions) -> None:
@@ -105,7 +106,7 @@ def pool_add(options: PoolAddOptions) -> None:
     Exit status: 0 all documents were added; 1 some were left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and the pool is as it was.
     """
-    _fill_pool(options, Path(options.file), overwrite=True, add=True)
+    _fill(options, Path(options.file), overwrite=True, add=True)
 
 
 def pool_info(options: FileOptions) -> None:
@@ -115,7 +116,7 @@ def pool_info(options: FileOptions) -> None:
     """
     from lookahead.pools.open_pool import header_rows, read_pool_header
 
-    console(sys.stdout).print(table(("", ""), header_rows(options.file, read_pool_header(options.file))))
+    console(sys.stdout).print(table(header_rows(options.file, read_pool_header(options.file))))
 
 
 def pool_verify(options: VerifyOptions) -> None:
@@ -156,7 +157,7 @@ def memory_build(options: MemoryBuildOptions) -> None:
     wrong, or nothing could be written; 130 interrupted, and nothing was written.
     """
     _check_name(options.output)
-    _fill_memory(options, options.output, overwrite=options.overwrite, max_contexts=options.max_contexts)
+    _fill(options, options.output, overwrite=options.overwrite, max_contexts=options.max_contexts)
 
 
 def memory_add(options: MemoryAddOptions) -> None:
@@ -167,7 +168,7 @@ def memory_add(options: MemoryAddOptions) -> None:
     Exit status: 0 all documents were read; 1 some were left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and the memory is as it was.
     """
-    _fill_memory(options, Path(options.file), overwrite=True, max_contexts=None)
+    _fill(options, Path(options.file), overwrite=True)
 
 
 def memory_merge(options: MemoryMergeOptions) -> None:
@@ -185,7 +186,7 @@ def memory_merge(options: MemoryMergeOptions) -> None:
     _check_name(options.output)
     check_output(options.output, [Input(file, None, "text") for file in options.files], overwrite=options.overwrite)
     header = merge_files(str(options.output), options.files, options.max_contexts)
-    console(sys.stderr).print(_describe_memory(str(options.output), header.contexts))
+    console(sys.stderr).print(_describe_memory(str(options.output), header))
 
 
 def memory_info(options: FileOptions) -> None:
@@ -208,7 +209,7 @@ def memory_info(options: FileOptions) -> None:
         ("checksum", f"{header.checksum:016x}"),
         ("format", f"version {VERSION}"),
     ]
-    console(sys.stdout).print(table(("", ""), rows))
+    console(sys.stdout).print(table(rows))
 
 
 def memory_verify(options: VerifyOptions) -> None:
@@ -231,44 +232,31 @@ def memory_verify(options: VerifyOptions) -> None:
 
         header, fits = header_of(model), f", learned from {options.model}"
     with pool_errors(options.file):
-        contexts = read_memory(options.file, header)[0].contexts
-    console(sys.stdout).print(f"{_describe_memory(options.file, contexts)}: whole{fits}")
+        header = read_memory(options.file, header)[0]
+    console(sys.stdout).print(f"{_describe_memory(options.file, header)}: whole{fits}")
 
 
-def _fill_pool(options: PoolBuildOptions | PoolAddOptions, output: Path, *, overwrite: bool, **settings: Any) -> None:
-    display, reading = _reading(options, output, overwrite=overwrite)
-    tokenizer = _load_tokenizer(options.model)
+def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> None:
+    """Write what documents give, a memory if a model is loaded, else a pool; inputs and file are checked first."""
+    inputs, _ = find_sources(options.inputs, options.field)
+    check_output(output, inputs, overwrite=overwrite)
+    display, is_memory = PoolDisplay(count_documents(inputs)), isinstance(options, ModelOptions)
+    settings |= {"inputs": inputs, "limit": int(options.max_document_mb * MEGABYTE), "max_tokens": options.max_tokens}
+    if is_memory:
+        settings |= load(options, measures_costs=False)._asdict()
+    else:
+        settings["tokenizer"] = _load_tokenizer(options.model)
+    from lookahead.generation.model_memory import build_memory
     from lookahead.pools.build_pool import PoolTotals, build_pool
     from lookahead.pools.open_pool import describe_pool
 
+    build: Any = build_memory if is_memory else build_pool
+    describe: Any = _describe_memory if is_memory else describe_pool
     totals = PoolTotals()
-    with display.progress:
-        header = build_pool(str(output), tokenizer=tokenizer, totals=totals, **reading, **settings)
-    console(sys.stderr).print(f"{totals}\n{describe_pool(str(output), header)}")
+    with display:
+        header = build(str(output), totals=totals, observer=display, **settings)
+    console(sys.stderr).print(f"{totals}\n{describe(str(output), header)}")
     raise typer.Exit(1 if totals.rejected else 0)
-
-
-def _fill_memory(options: MemoryBuildOptions | MemoryAddOptions, output: Path, *, overwrite: bool, **most: Any) -> None:
-    display, reading = _reading(options, output, overwrite=overwrite)
-    model, tokenizer = load(options, measures_costs=False)
-    from lookahead.generation.model_memory import build_memory
-    from lookahead.pools.build_pool import PoolTotals
-
-    totals = PoolTotals()
-    with display.progress:
-        header = build_memory(
-            str(output), model, tokenizer, max_tokens=options.max_tokens, totals=totals, **reading, **most
-        )
-    console(sys.stderr).print(f"{totals}\n{_describe_memory(str(output), header.contexts)}")
-    raise typer.Exit(1 if totals.rejected else 0)
-
-
-def _reading(options: SourceOptions, output: Path, *, overwrite: bool) -> tuple[PoolDisplay, dict[str, Any]]:
-    """A display and what documents are read with, after checks of the inputs and the file."""
-    inputs, _ = find_sources(options.inputs, options.field)
-    check_output(output, inputs, overwrite=overwrite)
-    display = PoolDisplay(count_documents(inputs))
-    return display, {"inputs": inputs, "limit": int(options.max_document_mb * MEGABYTE), "observer": display}
 
 
 def _load_tokenizer(model: str) -> Any:
@@ -284,8 +272,8 @@ def _check_name(output: Path) -> None:
         raise ConfigError(f"output must be a file *.lkm, got {str(output)!r}")
 
 
-def _describe_memory(path: str, contexts: int) -> str:
-    return f"{path}: {contexts:,} context{'' if contexts == 1 else 's'}"
+def _describe_memory(path: str, header: MemoryHeader) -> str:
+    return f"{path}: {header.contexts:,} context{'' if header.contexts == 1 else 's'}"
 
 
 pool_app = App(help="Make pools: files of your documents to draft from.")

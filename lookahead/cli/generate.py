@@ -92,7 +92,7 @@ def generate(options: GenerateOptions) -> None:
         say("note", f"the model's context is full after {len(pieces.token_ids)} new tokens")
     if options.stats:
         rows = [*stats_rows(pieces.stats), ("finish_reason", str(pieces.finish_reason))]
-        console(sys.stderr).print(table(("", ""), rows))
+        console(sys.stderr).print(table(rows))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 import lookahead
@@ -21,10 +21,6 @@ from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
 from lookahead.models.loading import locate_model
 from lookahead.utils.atomic import write_atomically
-
-if TYPE_CHECKING:
-    from lookahead.generation.draft_selection import Pick
-    from lookahead.reporting.trace import Trace
 
 _STYLES = ("black on green", "black on yellow", "white on blue", "white on magenta")
 
@@ -55,7 +51,6 @@ def calibrate(options: CalibrateOptions) -> None:
         raise ConfigError(f"cache must be a folder, got the file {str(options.cache)!r}")
     loaded = load(options, measures_costs=False)
     from lookahead.models.calibration import CONTEXTS
-    from lookahead.reporting.trace import sweep_rows
 
     with console(sys.stderr).status("measuring"):
         calibration = lookahead.calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
@@ -66,8 +61,18 @@ def calibrate(options: CalibrateOptions) -> None:
         out = console(sys.stdout)
         for sweep in calibration.sweeps:
             out.print(f"context of {sweep.context} tokens")
-            rows = sweep_rows(sweep)
-            out.print(table([*rows[0]], [[*row.values()] for row in rows]))
+            rows = [
+                {
+                    "nodes": str(point.nodes),
+                    "ms\nmeasured": f"{1e3 * point.seconds:.3f}",
+                    "ms at\nbest": f"{1e3 * point.bound_s:.3f}",
+                    "FLOP\nper byte": f"{point.intensity:.2f}",
+                    "tokens to\nbreak even": f"{point.break_even:.2f}",
+                    "accepted\nto break even": f"{point.acceptance_needed:.0%}" if point.nodes > 1 else "-",
+                }
+                for point in sweep.points
+            ]
+            out.print(table(rows))
         machine = calibration.machine
         out.print(
             f"at best {machine.flops / 1e9:.1f} GFLOP/s and {machine.bytes_per_s / 1e9:.1f} GB/s, so a step is bound "
@@ -110,7 +115,7 @@ def explain(options: ExplainOptions) -> None:
         check_page(options.html, "html", "explain")
     loaded = load(options)
     from lookahead.generation.prompts import as_chat
-    from lookahead.reporting.trace import render_trace, trace
+    from lookahead.reporting.trace import render_trace, source_rows, step_rows, total_line, trace
 
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
     settings: Any = {"max_new_tokens": options.max_new_tokens, "truncate": options.truncate, "do_sample": False}
@@ -120,32 +125,20 @@ def explain(options: ExplainOptions) -> None:
     model, dtype = loaded.model, str(loaded.model.dtype).removeprefix("torch.")
     described = f"{options.model} ({type(model).__name__}, {model.num_parameters():,} parameters, {dtype})"
     traced = replace(traced, model=described, plain=plain)
-    _print_trace(traced, console(sys.stdout))
+    styles = dict(zip(traced.sources, itertools.cycle(_STYLES), strict=False))
+    pieces = [piece for step in traced.steps for piece in step.pieces]
+    coloured = [(piece.visible, styles[piece.sources[0]] if piece.sources else "") for piece in pieces]
+    legend = [part for named in styles.items() for part in (named, ", ")]
+    out = console(sys.stdout)
+    out.print(f"model: {described}\n", soft_wrap=True)
+    out.print(Text.assemble(*coloured))
+    out.print(Text.assemble("\nfrom: ", *legend, "plain: the model itself"))
+    out.print(table(step_rows(traced)))
+    *rows, total = source_rows(traced)
+    out.print(table(rows, total))
+    out.print(total_line(traced))
     if options.html is not None:
         write_atomically(options.html, render_trace(traced))
-
-
-def _print_trace(trace: Trace, out: Console) -> None:
-    from lookahead.reporting.trace import STEP_HEADINGS, source_rows, step_cells, total_line
-
-    styles = {name: _STYLES[i % len(_STYLES)] for i, name in enumerate(trace.sources)}
-    text, legend = Text(), Text("from: ")
-    for step in trace.steps:
-        for piece in step.pieces:
-            text.append(piece.visible, styles[piece.sources[0]] if piece.sources else "")
-    for name, style in styles.items():
-        legend.append(name, style)
-        legend.append(", ")
-    legend.append("plain: the model itself")
-    if trace.model:
-        out.print(f"model: {trace.model}\n", soft_wrap=True)
-    out.print(text)
-    out.print()
-    out.print(legend)
-    out.print(table(STEP_HEADINGS, [step_cells(number, step) for number, step in enumerate(trace.steps)]))
-    headings, *rows, total = source_rows(trace)
-    out.print(table(headings, rows, total))
-    out.print(total_line(trace))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,29 +181,22 @@ def pick_draft(options: PickDraftOptions) -> None:
         pick = pick_draft(*loaded, drafts, prompts or PROMPTS, max_new_tokens=options.max_new_tokens, **sampling)
     if options.as_json:
         print(json.dumps(pick.to_dict()))
-    else:
-        _print_pick(pick)
-
-
-def _print_pick(pick: Pick) -> None:
+        return
     rows = [
-        (
-            name.rstrip("/").rpartition("/")[2],
-            f"{each.parameters:,}" if each.parameters else "",
-            f"{1e3 * each.pass_s:.2f}" if each.pass_s else "",
-            f"{each.stats.mean_acceptance_length:.2f}",
-            f"{each.drafted_per_step:.1f}",
-            f"{each.stats.tokens_per_s:.1f}",
-            f"{each.identical}/{each.prompts}",
-        )
+        {
+            "": name.rstrip("/").rpartition("/")[2],
+            "parameters": f"{each.parameters:,}" if each.parameters else "",
+            "ms/pass": f"{1e3 * each.pass_s:.2f}" if each.pass_s else "",
+            "tokens/pass": f"{each.stats.mean_acceptance_length:.2f}",
+            "drafted/pass": f"{each.drafted_per_step:.1f}",
+            "tokens/s": f"{each.stats.tokens_per_s:.1f}",
+            "same": f"{each.identical}/{each.prompts}",
+        }
         for name, each in pick.candidates.items()
     ]
-    headings = ("", "parameters", "ms/pass", "tokens/pass", "drafted/pass", "tokens/s", "same")
-    out = console(sys.stdout)
-    out.print(table(headings, rows))
-    out.print(
-        f"a pass of the target: {1e3 * pick.target_pass_s:.2f} ms; same: outputs that are those of model.generate"
-    )
+    out, target_ms = console(sys.stdout), 1e3 * pick.target_pass_s
+    out.print(table(rows))
+    out.print(f"a pass of the target: {target_ms:.2f} ms; same: outputs that are those of model.generate")
     out.print(f"fastest: {pick.best}", soft_wrap=True)
 
 
@@ -269,8 +255,12 @@ def train(options: TrainOptions) -> None:
         print(json.dumps({"heads": str(options.output), **metrics}))
         return
     rows = [
-        (str(place), f"{metrics[f'eval_accuracy_{place}']:.1%}", f"{metrics[f'eval_top_5_{place}']:.1%}")
+        {
+            "tokens ahead": str(place),
+            "guessed right": f"{metrics[f'eval_accuracy_{place}']:.1%}",
+            "one of five": f"{metrics[f'eval_top_5_{place}']:.1%}",
+        }
         for place in range(1, options.heads + 1)
     ]
-    console(sys.stdout).print(table(("tokens ahead", "guessed right", "one of five"), rows))
+    console(sys.stdout).print(table(rows))
     tell(f"written to {options.output}")

@@ -132,12 +132,10 @@ def _prints_text(options: JobOptions) -> bool:
 
 def _find_memory(options: JobOptions) -> Path | None:
     """The pool, if it is a memory of outputs and not a corpus, and can be one in this job."""
-    if options.pool is None:
-        return None
     from lookahead.jobs.output_memory import is_memory
     from lookahead.pools.open_pool import check_folder
 
-    if not is_memory(options.pool):
+    if options.pool is None or not is_memory(options.pool):
         return None
     if "outputs" not in options.proposers:
         raise ConfigError(
@@ -173,7 +171,7 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
         summarize_all = partial(summarizer.summarize_all, rows=options.rows)
         estimate = estimate_job(documents, summarizer.fitter, summarize_all, options)
     if _prints_text(options):
-        console(sys.stdout).print(table(("", ""), job_figures.estimate_rows(estimate)))
+        console(sys.stdout).print(table(job_figures.estimate_rows(estimate)))
     else:
         print(json.dumps(asdict(estimate)))
     return 1 if estimate.failed else 0
@@ -189,10 +187,9 @@ def _run(
     is_exact: bool,
 ) -> int:
     """Run a job and show it; returns the exit status."""
-    with display.progress:
+    with display:
         try:
-            shown = None if display.as_text else print_line
-            run(observer=display, shown=shown)
+            run(observer=display, shown=None if display.as_text else print_line)
         except (KeyboardInterrupt, ClusterError, OSError) as error:
             stopped = job_figures.describe_stop(totals, options.output)
             if isinstance(error, KeyboardInterrupt):
@@ -252,6 +249,6 @@ def report(options: ReportOptions) -> None:
     done = write_report(options.results, options.output, options.rejects)
     for problem in done.problems:
         say("warning", problem)
+    failed = f"{done.failed:,} failed" if done.failed else "no failures"
     documents = f"{done.documents:,} document{'' if done.documents == 1 else 's'}"
-    failed = f", {done.failed:,} failed" if done.failed else ", no failures"
-    console(sys.stderr).print(f"{documents}{failed}; written to {done.path}", soft_wrap=True)
+    console(sys.stderr).print(f"{documents}, {failed}; written to {done.path}", soft_wrap=True)

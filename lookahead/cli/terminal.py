@@ -9,16 +9,16 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
-from rich import progress as bars
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.file_proxy import FileProxy
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -134,14 +134,15 @@ def watch_compilation() -> Any:
     return notice
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
-    """A table with its numbers aligned right, and the totals below a line."""
-    drawn = Table(show_header=any(headings), show_footer=total is not None, box=SIMPLE)
-    for i, heading in enumerate(headings):
-        footer = total[i] if total else ""
+def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[str, str] | None = None) -> Table:
+    """A table of rows by their headings, or of names and figures: numbers are aligned right, totals below a line."""
+    named = [row if isinstance(row, Mapping) else {"": row[0], " ": row[1]} for row in rows]
+    drawn = Table(show_header=named[0] is rows[0], show_footer=total is not None, box=SIMPLE)
+    for i, heading in enumerate(named[0]):
+        footer = total[heading] if total else ""
         drawn.add_column(heading, footer, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
-    for row in rows:
-        drawn.add_row(*row)
+    for row in named:
+        drawn.add_row(*row.values())
     return drawn
 
 
@@ -213,36 +214,27 @@ def reading() -> Iterator[Callable[[int, int], None]]:
 
     Call that with equal numbers, which remove the line, before anything is printed.
     """
-    status = console(sys.stderr).status("reading the prompt")
-
-    def show(done: int, tokens: int) -> None:
-        if done < tokens:
-            status.update(f"reading the prompt: {done:,} of {tokens:,} tokens")
-        else:
-            status.stop()
-
-    with status:
-        yield show
+    with console(sys.stderr).status("reading the prompt") as status:
+        shown = "reading the prompt: {:,} of {:,} tokens".format
+        yield lambda done, tokens: status.update(shown(done, tokens)) if done < tokens else status.stop()
 
 
-class _Bar:
+class _Bar(Progress):
     """A progress bar on stderr, shown if that is a terminal."""
 
     def __init__(self, template: str, total: int | None, *, is_shown: bool = True, **values: Any) -> None:
         stderr = console(sys.stderr)
-        columns = (bars.SpinnerColumn(), bars.BarColumn(), bars.MofNCompleteColumn(), template)
-        times = (bars.TimeElapsedColumn(), "left", bars.TimeRemainingColumn())
+        times = (TimeElapsedColumn(), "left", TimeRemainingColumn())
         # With `redirect_stdout` rich would print that to stderr.
         options: Any = {"transient": True, "redirect_stdout": False, "disable": not (is_shown and stderr.is_terminal)}
-        self.progress = bars.Progress(*columns, *times, console=stderr, **options)
-        self._task = self.progress.add_task("", total=total, **values)
+        super().__init__(
+            SpinnerColumn(), BarColumn(), MofNCompleteColumn(), template, *times, console=stderr, **options
+        )
+        self._task = self.add_task("", total=total, **values)
 
     def rejected(self, reject: Reject, *_: object) -> None:
         say("error", reject.error)
-        self._update(advance=1)
-
-    def _update(self, **values: Any) -> None:
-        self.progress.update(self._task, **values)
+        self.update(self._task, advance=1)
 
 
 class JobDisplay(_Bar):
@@ -250,45 +242,44 @@ class JobDisplay(_Bar):
 
     def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
         self.as_text = as_text
-        self._rows: list[list[str]] = []
+        self._rows: list[dict[str, str]] = []
         self._started = time.monotonic()
         words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass{task.fields[read]}"
         super().__init__(words, total, is_shown=with_bar, speed=0.0, accepted=0.0, read="")
 
     def reading(self, done: int, tokens: int) -> None:
         """Show how far a prompt is read."""
-        self._update(read=f", reading: {done:,} of {tokens:,} tokens" if done < tokens else "")
+        self.update(self._task, read=f", reading: {done:,} of {tokens:,} tokens" if done < tokens else "")
 
     def summarized(self, done: Summarized, totals: JobTotals) -> None:
         """Show a summary and the progress."""
         name, summary = harmless(str(done.document.id)), done.summary
         if self.as_text:
-            self.progress.stop()
+            self.stop()
             out = console(sys.stdout)
             out.print(Rule(Text(name, "bold"), align="left"))
             out.print(Text(harmless(summary.text)))
             out.print(Text(report.describe_summary(summary) + "\n", "dim"))
-            self.progress.start()
+            self.start()
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
-            self._rows.append([*report.comparison_row(name, summary.stats, summary.plain).values()])
+            self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
         speed = report.speed_of(totals, time.monotonic() - self._started)
-        self._update(advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
+        self.update(self._task, advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
 
     def passed(self, name: DocumentId, totals: JobTotals) -> None:
         """Count a document that needed no work."""
-        self._update(advance=1)
+        self.update(self._task, advance=1)
 
     def conclude(self, totals: JobTotals, *, exact: bool) -> None:
         """Show the figures of the job: on stdout after the summaries, else on stderr."""
         out, seconds = console(sys.stdout if self.as_text else sys.stderr), time.monotonic() - self._started
         if totals.plain is not None:
-            everything = report.comparison_row("all", totals.stats, totals.plain)
-            total = [*everything.values()] if totals.summarized > 1 else None
-            out.print(table([*everything], self._rows, total))
+            total = report.comparison_row("all", totals.stats, totals.plain) if totals.summarized > 1 else None
+            out.print(table(self._rows, total))
         for note in totals.notes:
             say("note", note)
         if totals.written > 1 and not self.as_text:
-            out.print(table(("", ""), report.totals_rows(totals, seconds)))
+            out.print(table(report.totals_rows(totals, seconds)))
         out.print(report.describe_totals(totals, seconds), soft_wrap=True)
         if totals.different:
             say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
@@ -302,8 +293,8 @@ class PoolDisplay(_Bar):
 
     def taken(self, totals: PoolTotals) -> None:
         """Show how many documents and tokens were taken."""
-        self._update(advance=1, tokens=totals.tokens)
+        self.update(self._task, advance=1, tokens=totals.tokens)
 
     def writing(self) -> None:
         """Show that the documents are read and the pool is written."""
-        self._update(stage=", indexing and writing")
+        self.update(self._task, stage=", indexing and writing")

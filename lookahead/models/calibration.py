@@ -222,7 +222,7 @@ def measure_machine(model: PreTrainedModel) -> Machine:
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of some work, with the device synchronized."""
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait: Callable[[], object] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
     start = perf_counter()
     work()

@@ -1,12 +1,12 @@
-"""HTML pages from the Jinja2 templates, every value escaped, and charts as SVG shapes, which `charts.html.j2` draws."""
+"""HTML pages from the Jinja2 templates, every value escaped, and charts, which `charts.html.j2` draws as SVG."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,6 @@ MOST_POINTS = 500  # points of a scatter plot; more documents are binned
 _LOG_FROM = 100.0  # ratio of the largest to the smallest value from which a scale is logarithmic
 _BINS = (8, 24)  # least and largest number of bins aimed at
 _TAIL = 100  # number of values from which the largest 1% may share the last bin
-_CELLS = (48, 30)  # of a binned scatter plot
-_SHADES = 5
 _MARK = '<meta name="generator" content="lookahead {}">'  # of the templates
 _MARK_WITHIN = 1000  # bytes
 # Control characters, lone surrogates and noncharacters are invalid in HTML. Direction marks would reorder the text
@@ -88,10 +86,8 @@ def exact(value: float) -> str:
 
 def brief(value: float) -> str:
     """A value at an axis: `0.5`, `250`, `1.5k`, `2M`."""
-    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{suffix}"
-    return f"{value:.4g}"
+    power = sum(abs(value) >= size for size in (1e3, 1e6, 1e9, 1e12))
+    return f"{value / 1000**power:.4g}{('', 'k', 'M', 'G', 'T')[power]}"
 
 
 def duration(seconds: float) -> str:
@@ -105,18 +101,31 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h"
 
 
-@dataclass(frozen=True, slots=True)
+class Bins(NamedTuple):
+    """A histogram: `[bins + 1]` edges, the counts, and how many of the last count are above the last edge."""
+
+    edges: Values
+    counts: list[int]
+    beyond: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A plot. Positions are in SVG units, from the top left, rounded to a tenth."""
+    """A plot of values. Its size and positions are in SVG units, from the top left."""
 
     WIDTH, HEIGHT = 420, 236
     LEFT, RIGHT, TOP, BOTTOM = 46, 402, 24, 196  # of the axes
+    COLUMNS, ROWS, SHADES = 48, 30, 5  # of cells
 
     x: Scale
     y: Scale
     x_name: str
     y_name: str
-    shapes: list[tuple[str, dict[str, str | float], str]] = field(default_factory=list)  # tags, attributes and tooltips
+    bins: Bins | None = None  # as bars
+    rules: Mapping[str, float] = field(default_factory=dict)  # vertical lines, by style
+    points: Sequence[tuple[float, float, str]] = ()  # with names
+    cells: Sequence[tuple[int, int, int, int]] = ()  # columns, rows, counts and shades
+    lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # by style
 
     def left(self, value: float) -> float:
         """Horizontal position of a value."""
@@ -125,31 +134,6 @@ class Chart:
     def top(self, value: float) -> float:
         """Vertical position of a value."""
         return round(float(self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value)), 1)
-
-    def add(self, tag: str, tooltip: str = "", /, **attributes: str | float) -> None:
-        """Draw an element. Numbers are positions; `style` is its class."""
-        named = {"class" if name == "style" else name: value for name, value in attributes.items()}
-        rounded = {name: value if isinstance(value, str) else round(value, 1) for name, value in named.items()}
-        self.shapes.append((tag, rounded, tooltip))
-
-    def add_point(self, x: float, y: float, tooltip: str = "") -> None:
-        """Draw a dot at a pair of values."""
-        self.add("circle", tooltip, style="point", r="3.5", cx=self.left(x), cy=self.top(y))
-
-    def add_line(self, style: str, xs: Values, ys: Values) -> None:
-        """Draw a line through points; a single point becomes a dot."""
-        points = zip(xs.tolist(), ys.tolist(), strict=True)
-        self.add("polyline", style=style, points=" ".join(f"{self.left(x)},{self.top(y)}" for x, y in points))
-        if len(xs) == 1:
-            self.add_point(float(xs[0]), float(ys[0]))
-
-
-class Bins(NamedTuple):
-    """A histogram: `[bins + 1]` edges, the counts, and how many of the last count are above the last edge."""
-
-    edges: Values
-    counts: list[int]
-    beyond: int
 
 
 def bin_values(values: Values) -> Bins:
@@ -167,41 +151,16 @@ def bin_values(values: Values) -> Bins:
     return Bins(edges, [int(n) for n in np.bincount(bins, minlength=count)], beyond)
 
 
-def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
-    """A bar for each bin, and vertical lines at the values of `rules`, by their style."""
-    ends = [float(bins.edges[0]), float(bins.edges[-1]), *rules.values()]
-    y = scale_from_zero(max(bins.counts), least_step=1.0)
-    chart = Chart(Scale(min(ends), max(ends)), y, x_name, "documents")
-    for i, count in enumerate(bins.counts):
-        if count:
-            left, right, top = chart.left(bins.edges[i]), chart.left(bins.edges[i + 1]), chart.top(count)
-            is_tail = bins.beyond and i == len(bins.counts) - 1
-            span = f"{exact(bins.edges[i])} {'and more' if is_tail else f'to {exact(bins.edges[i + 1])}'}"
-            width = max(right - left - 1, 0.5)
-            height = chart.BOTTOM - top
-            chart.add("rect", f"{span}: {count:,}", style="bar", x=left + 0.5, y=top, width=width, height=height)
-    for style, value in rules.items():
-        chart.add("path", style=style, d=f"M{chart.left(value)} {chart.TOP}V{chart.BOTTOM}")
-    return chart
-
-
 def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str) -> Chart:
     """A point for each document at values `[documents]`, or shaded cells for more than `MOST_POINTS` documents."""
-    chart = Chart(scale_of(x.min(), x.max()), scale_of(y.min(), y.max()), x_name, y_name)
+    chart = Chart(x=scale_of(x.min(), x.max()), y=scale_of(y.min(), y.max()), x_name=x_name, y_name=y_name)
     if x.size <= MOST_POINTS:
-        for a, b, name in zip(x.tolist(), y.tolist(), names, strict=False):
-            chart.add_point(a, b, f"{name}: {exact(a)}, {exact(b)}")
-        return chart
-    # Cells are shaded by the logarithm of the number of documents in them.
+        return replace(chart, points=list(zip(x.tolist(), y.tolist(), names, strict=False)))
     across, up = np.clip(chart.x.place(x), 0.0, 1.0), np.clip(chart.y.place(y), 0.0, 1.0)
-    counts = np.histogram2d(across, up, bins=_CELLS, range=[(0.0, 1.0)] * 2)[0].astype(np.int64)
-    width, height = (chart.RIGHT - chart.LEFT) / _CELLS[0], (chart.BOTTOM - chart.TOP) / _CELLS[1]
-    for column, row in np.argwhere(counts).tolist():
-        count = int(counts[column, row])
-        shade = 1 + int((_SHADES - 1) * math.log(count) / math.log(max(int(counts.max()), 2)))
-        left, top = chart.LEFT + column * width, chart.BOTTOM - (row + 1) * height
-        chart.add("rect", f"{count:,}", style=f"shade-{shade}", x=left, y=top, width=width, height=height)
-    return chart
+    counts, *_ = np.histogram2d(across, up, bins=(Chart.COLUMNS, Chart.ROWS), range=[(0.0, 1.0)] * 2)
+    cells = [(column, row, int(counts[column, row])) for column, row in np.argwhere(counts).tolist()]
+    per_shade = math.log(max(counts.max(), 2)) / (Chart.SHADES - 1)
+    return replace(chart, cells=[(*cell, 1 + int(math.log(cell[-1]) / per_shade)) for cell in cells])
 
 
 _TEMPLATES = Environment(

@@ -34,16 +34,17 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
     """
     page = Path(f"{results}.report.html") if output is None else output
     charts.check_page(page, "output", "report")
-    readings = {results.name: Reading()}
-    aggregate = Aggregate(read_results(results, readings[results.name]))
+    readings = [Reading(results)]
+    aggregate = Aggregate(read_results(readings[0]))
     beside = Path(f"{results}.rejects.jsonl") if rejects is None else rejects
     failures = None
     if rejects is not None or beside.exists():
-        failures = Failures(beside, readings.setdefault(beside.name, Reading()))
+        readings.append(Reading(beside))
+        failures = Failures(readings[1])
     if not aggregate.documents and not (failures and failures.total):
         raise DocumentError(f"{results} is empty: there are no results in it to report")
-    problems = [f"{name}: {reading.describe()}" for name, reading in readings.items() if reading.malformed]
-    drafted = [(name, counts) for name, counts in aggregate.sources.items() if counts.drafted]
+    problems = [reading.describe() for reading in readings if reading.malformed]
+    drafted = [(name, counts) for name, counts in aggregate.sources.items() if counts["drafted"]]
     text = charts.render(
         "report.html.j2",
         name=results.name,
@@ -53,8 +54,8 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
         failures=failures,
         reasons=failures.count.most_common(_MOST_REASONS) if failures else [],
         speedups=_distribution(aggregate, "speedup", "times as many tokens a second", {"plain": 1.0}),
-        lengths=_distribution(aggregate, "acceptance_length", "mean acceptance length of a document", {}),
-        sources=sorted(drafted, key=lambda item: -item[1].drafted),
+        lengths=_distribution(aggregate, "mean_acceptance_length", "mean acceptance length of a document", {}),
+        sources=sorted(drafted, key=lambda item: -item[1]["drafted"]),
         job_speed=_job_speed(aggregate),
         times=[(what, _times(aggregate, what)) for what in ("document", "summary")],
         most_points=charts.MOST_POINTS,
@@ -73,38 +74,32 @@ def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[st
     if not values.size:
         return None
     bins, median = charts.bin_values(values), float(np.median(values))
-    is_worth = values.size >= _LEAST_VALUES and np.unique(values).size > 1
-    chart = charts.histogram(bins, x_name, {"median": median} | rules) if is_worth else None
-    end, beyond = float(bins.edges[-1]), bins.beyond if chart else 0
-    return {"values": values, "median": median, "chart": chart, "beyond": beyond, "end": end}
+    rules, chart = {"median": median} | rules, None
+    if values.size >= _LEAST_VALUES and np.unique(values).size > 1:
+        ends = [float(bins.edges[0]), float(bins.edges[-1]), *rules.values()]
+        x, y = charts.Scale(min(ends), max(ends)), charts.scale_from_zero(max(bins.counts), least_step=1.0)
+        chart = charts.Chart(x=x, y=y, x_name=x_name, y_name="documents", bins=bins, rules=rules)
+    return {"values": values, "median": median, "chart": chart, "bins": bins}
 
 
 def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
     """Tokens per second along the file, in stretches of `stretch` documents."""
-    ours, plain = _speed_by_stretch(aggregate, ""), _speed_by_stretch(aggregate, "plain_")
-    if ours is None:
+    lines = {}
+    for style, prefix in (("ours", ""), ("plain-line", "plain_")):
+        decoded, seconds = aggregate.column(f"{prefix}decoded"), aggregate.column(f"{prefix}decode_s")
+        if (known := np.flatnonzero(np.isfinite(decoded) & (seconds > 0))).size:
+            parts = np.array_split(known, min(_MOST_STRETCHES, known.size))
+            lines[style] = [(float(part.mean() + 1), decoded[part].sum() / seconds[part].sum()) for part in parts]
+    if "ours" not in lines:
         return None
-    fastest = max(float(speeds.max()) for _, speeds in (ours, plain or ours))
-    documents = charts.Scale(0.0, float(max(aggregate.documents, 2)), least_step=1.0)
     chart = charts.Chart(
-        documents, charts.scale_from_zero(fastest), "documents, in the order of the file", "tokens per second"
+        x=charts.Scale(0.0, float(max(aggregate.documents, 2)), least_step=1.0),
+        y=charts.scale_from_zero(max(speed for line in lines.values() for _, speed in line)),
+        x_name="documents, in the order of the file",
+        y_name="tokens per second",
+        lines=lines,
     )
-    chart.add_line("ours", *ours)
-    if plain:
-        chart.add_line("plain-line", *plain)
-    stretch = -(-aggregate.count("decode_s") // _MOST_STRETCHES)
-    return {"chart": chart, "has_plain": plain is not None, "stretch": stretch}
-
-
-def _speed_by_stretch(aggregate: Aggregate, prefix: str) -> tuple[charts.Values, charts.Values] | None:
-    """The middle of each stretch of the file, counted in documents, and its tokens per second."""
-    decoded, seconds = aggregate.column(f"{prefix}decoded"), aggregate.column(f"{prefix}decode_s")
-    known = np.flatnonzero(np.isfinite(decoded) & (seconds > 0))
-    if not known.size:
-        return None
-    parts = np.array_split(known, min(_MOST_STRETCHES, known.size))
-    speeds = np.array([decoded[part].sum() / seconds[part].sum() for part in parts])
-    return np.array([part.mean() + 1 for part in parts]), speeds
+    return {"chart": chart, "stretch": -(-aggregate.count("decode_s") // _MOST_STRETCHES)}
 
 
 def _times(aggregate: Aggregate, what: str) -> tuple[charts.Chart, int] | None:
@@ -119,13 +114,8 @@ def _times(aggregate: Aggregate, what: str) -> tuple[charts.Chart, int] | None:
 
 def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
     ranked = aggregate.ranked
-    column, what = ("speedup", "speedup") if ranked["speedup", 1] else ("acceptance_length", "tokens per pass")
-    most, least = ranked[column, -1], ranked[column, 1]
-    best = most[: (aggregate.count(column) + 1) // 2]
-    worst = [result for result in least if not any(result is each for each in best)]  # no document is in both lists
-    lists = [
-        ("Took longest", ranked["seconds", -1]),
-        (f"Gained most, by {what}", best),
-        (f"Gained least, by {what}", worst),
-    ]
-    return [(title, results) for title, results in lists if results]
+    column, what = ("speedup", "speedup") if ranked["speedup", 1] else ("mean_acceptance_length", "tokens per pass")
+    best = ranked[column, -1][: (aggregate.count(column) + 1) // 2]
+    worst = [each for each in ranked[column, 1] if not any(each is other for other in best)]  # none is in both lists
+    lists = {"Took longest": ranked["seconds", -1], f"Gained most, by {what}": best, f"Gained least, by {what}": worst}
+    return [(title, results) for title, results in lists.items() if results]

@@ -14,13 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.config import LookaheadConfig
 from lookahead.engine.row import StepOutput
 from lookahead.generation.prompts import Prompt, PromptReader, Truncation
-from lookahead.models.calibration import Sweep
 from lookahead.reporting.charts import render
 from lookahead.stats import DecodingStats
 
-STEP_HEADINGS = ("step", "drafted", "expected", "accepted", "ms")
-SOURCE_HEADINGS = ("source", "passes", "drafted", "expected", "accepted", "calibration error")
-_COLOURS = (("#bfe3c4", "#1f5a2b"), ("#ffd9a8", "#6e4310"), ("#c9d8ff", "#2a3f80"), ("#f5c6e4", "#6b2456"))
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes a character before its last byte
 
 
@@ -108,13 +104,22 @@ def _step(
     return Step(pieces, drafted, expected, len(step_output.path) - 1, seconds)
 
 
-def step_cells(number: int, step: Step) -> tuple[str, ...]:
-    """One row under `STEP_HEADINGS`."""
-    return (str(number), str(step.drafted), f"{step.expected:.2f}", str(step.accepted), f"{1e3 * step.seconds:.2f}")
+def step_rows(trace: Trace) -> list[dict[str, str]]:
+    """A row for each step, its cells by their headings."""
+    return [
+        {
+            "step": str(number),
+            "drafted": str(step.drafted),
+            "expected": f"{step.expected:.2f}",
+            "accepted": str(step.accepted),
+            "ms": f"{1e3 * step.seconds:.2f}",
+        }
+        for number, step in enumerate(trace.steps)
+    ]
 
 
-def source_rows(trace: Trace) -> list[tuple[str, ...]]:
-    """`SOURCE_HEADINGS`, a row for each proposer that drafted, and the sums."""
+def source_rows(trace: Trace) -> list[dict[str, str]]:
+    """A row for each proposer that drafted, and the sums; cells by their headings."""
     stats = trace.stats
     drafted, expected, accepted = stats.drafted_by_source, stats.expected_by_source, stats.accepted_by_source
     rows = [
@@ -124,7 +129,9 @@ def source_rows(trace: Trace) -> list[tuple[str, ...]]:
     ]
     sums = stats.drafted_tokens, stats.expected_tokens, stats.accepted_tokens
     rows.append(("all", stats.target_forwards, *sums, stats.calibration_error))
-    return [SOURCE_HEADINGS, *((name, str(n), str(d), f"{e:.1f}", str(a), f"{x:+.3f}") for name, n, d, e, a, x in rows)]
+    headings = ("source", "passes", "drafted", "expected", "accepted", "calibration error")
+    cells = [(name, str(n), str(d), f"{e:.1f}", str(a), f"{x:+.3f}") for name, n, d, e, a, x in rows]
+    return [dict(zip(headings, row, strict=True)) for row in cells]
 
 
 def total_line(trace: Trace) -> str:
@@ -141,31 +148,7 @@ def total_line(trace: Trace) -> str:
     )
 
 
-def sweep_rows(sweep: Sweep) -> list[dict[str, str]]:
-    """A row for each number of nodes, its cells by their headings."""
-    return [
-        {
-            "nodes": str(point.nodes),
-            "ms\nmeasured": f"{1e3 * point.seconds:.3f}",
-            "ms at\nbest": f"{1e3 * point.bound_s:.3f}",
-            "FLOP\nper byte": f"{point.intensity:.2f}",
-            "tokens to\nbreak even": f"{point.break_even:.2f}",
-            "accepted\nto break even": f"{point.acceptance_needed:.0%}" if point.nodes > 1 else "-",
-        }
-        for point in sweep.points
-    ]
-
-
 def render_trace(trace: Trace) -> str:
     """A self-contained HTML page: the text coloured by source, every step, and the sums."""
-    headings, *rows = source_rows(trace)
-    return render(
-        "trace.html.j2",
-        trace=trace,
-        colours=[_COLOURS[i % len(_COLOURS)] for i in range(len(trace.sources))],
-        total=total_line(trace),
-        source_headings=headings,
-        source_rows=rows,
-        step_headings=STEP_HEADINGS,
-        steps=[(step, step_cells(number, step)) for number, step in enumerate(trace.steps)],
-    )
+    sources, steps = source_rows(trace), step_rows(trace)
+    return render("trace.html.j2", trace=trace, total=total_line(trace), source_rows=sources, step_rows=steps)

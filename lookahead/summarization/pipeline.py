@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lookahead.documents.decode_text import Document
 from lookahead.errors import DocumentError
@@ -73,15 +73,8 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as a JSON-ready dict."""
-        record: dict[str, Any] = {
-            "summary": self.text,
-            "document_tokens": self.document_tokens,
-            "summary_tokens": self.summary_tokens,
-            "parts": self.parts,
-            "split": self.split,
-            "finish_reason": self.finish_reason,
-            "stats": self.stats.to_dict(),
-        }
+        names = ("document_tokens", "summary_tokens", "parts", "split", "finish_reason")
+        record = {"summary": self.text, **{name: getattr(self, name) for name in names}, "stats": self.stats.to_dict()}
         if self.tree is not None:
             record["tree"] = [[part.to_dict() for part in level] for level in self.tree]
         if self.plain is not None:
@@ -100,14 +93,8 @@ class Summarized:
     summary: Summary
 
 
-class _Output(NamedTuple):
-    """The text of each prompt of a round, the tokens of all, and why the last one ended."""
-
-    texts: list[str]
-    tokens: int
-    finish_reason: FinishReason
-
-
+# The text of each prompt of a round, the counters of all, and why the last one ended.
+_Output = tuple[list[str], DecodingStats, "FinishReason"]
 # Yields the prompts of a round with the most new tokens of each, is sent their output, and returns the summary's.
 _Rounds = Generator[tuple[list[str], int], _Output, _Output]
 
@@ -131,22 +118,22 @@ class SummaryPipeline:
     def take(self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop") -> None:
         """Take the new text of each prompt and the counters of all; `finish_reason` is that of the last prompt."""
         self._stats.append(stats)
-        output = _Output([text.strip() for text in texts], stats.emitted_tokens, finish_reason)
         try:
-            self.prompts, self.limit = self._rounds.send(output)
+            self.prompts, self.limit = self._rounds.send(([text.strip() for text in texts], stats, finish_reason))
         except StopIteration as end:
             self.prompts, document = [], self._document
+            (text,), last, finish_reason = end.value
             self.summary = Summary(
-                text=end.value.texts[0],
+                text=text,
                 document_tokens=document.tokens,
-                summary_tokens=end.value.tokens,
+                summary_tokens=last.emitted_tokens,
                 parts=len(document.parts),
                 split=document.split,
                 stats=total_in_sequence(self._stats),
                 tree=tuple(self._levels) if self._keep_parts else None,
-                finish_reason=end.value.finish_reason,
+                finish_reason=finish_reason,
             )
-            if not self.summary.text:
+            if not text:
                 raise DocumentError(f"the model wrote no summary of the document's {document.tokens} tokens") from None
 
 
@@ -158,43 +145,35 @@ def _merge(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary
     while True:
         # The summaries of parts must be shorter than the parts.
         limit = most if len(nodes) == 1 else min(most, fitter.partial_summary_limit)
-        output = yield fitter.prompts(parts), limit
-        level = tuple(replace(node, summary=text) for node, text in zip(nodes, output.texts, strict=True))
+        texts, *_ = output = yield fitter.prompts(parts), limit
+        level = tuple(replace(node, summary=text) for node, text in zip(nodes, texts, strict=True))
         levels.append(level)
         if len(level) == 1:
             return output
-        written = [number for number, text in enumerate(output.texts) if text]
+        written = [number for number, text in enumerate(texts) if text]
         if not written:
             parts, nodes = document.parts[:1], leaves[:1]  # with more tokens the model may write something
             continue
-        parts = fitter.fit_summaries([output.texts[number] for number in written]).parts
-        ends = [written[part.pieces[1] - 1] + 1 for part in parts[:-1]]
-        nodes = _parents(level, [*ends, len(level)])
+        parts = fitter.fit_summaries([texts[number] for number in written]).parts
+        nodes, begin = [], 0
+        for end in [*(written[part.pieces[1] - 1] + 1 for part in parts[:-1]), len(level)]:
+            begin = min(begin, end - 1)
+            first, last = level[begin], level[end - 1]
+            spans = (first.chars[0], last.chars[1]), (first.tokens[0], last.tokens[1])
+            nodes.append(PartSummary(*spans, "", (begin, end)))
+            begin = end
         if len(nodes) >= len(level):  # the level did not shrink: leave out the rest, so that the rounds end
             parts, nodes = parts[:1], nodes[:1]
 
 
-def _parents(level: Sequence[PartSummary], ends: Sequence[int]) -> list[PartSummary]:
-    """Summaries of summaries, still without a text; each reaches up to one of the `ends`."""
-    nodes = []
-    begin = 0
-    for end in ends:
-        begin = min(begin, end - 1)
-        chars = level[begin].chars[0], level[end - 1].chars[1]
-        tokens = level[begin].tokens[0], level[end - 1].tokens[1]
-        nodes.append(PartSummary(chars, tokens, "", (begin, end)))
-        begin = end
-    return nodes
-
-
 def _refine(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
     """Summarize the first part, then each next part together with the summary so far."""
-    output = _Output([""], 0, "stop")
-    steps = []
+    summary, steps = "", []
+    output: _Output = [""], DecodingStats(), "stop"
     for part in document.parts:
-        new = yield [fitter.refining_prompt(part, output.texts[0])], fitter.max_new_tokens
-        if new.texts[0] or not output.texts[0]:  # an empty answer leaves the summary as it is
-            output = new
-        steps.append(PartSummary(part.chars, part.tokens, output.texts[0]))
+        (text,), *_ = new = yield [fitter.refining_prompt(part, summary)], fitter.max_new_tokens
+        if text or not summary:  # an empty answer leaves the summary as it is
+            summary, output = text, new
+        steps.append(PartSummary(part.chars, part.tokens, summary))
     levels.append(tuple(steps))
     return output

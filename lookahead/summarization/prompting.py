@@ -79,7 +79,7 @@ class Prompting:
         model: PreTrainedModel | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._request = request or SummaryRequest()
+        self.request = request or SummaryRequest()
         self._prefix = ""
         templates = tokenizer.chat_template
         self.template: Literal["encoder", "summarize", "chat", "plain"]
@@ -95,16 +95,17 @@ class Prompting:
             self.template = "plain"
         self.add_special_tokens = self.template in ("plain", "encoder")  # no template wrote them
         # Without a template a model can follow a prompt, but no style.
-        reason, style = _NO_CHAT.get(self.template), self._request.style
-        if reason is not None and (style or (self._request.prompt and self.template == SUMMARIZE_TEMPLATE)):
-            own = ", or write a prompt of your own with --prompt-file" if self.template != SUMMARIZE_TEMPLATE else ""
-            asked = f"style {style!r}" if style else "prompt"
-            raise ConfigError(f"{reason}, so a {asked} has no effect; give --model an instruction model{own}")
-        if reason is not None and self._request.refine:
-            raise ConfigError(
-                f"{reason}, so it cannot refine a summary part by part; give --model an instruction model, or leave "
-                "--refine out"
-            )
+        if (reason := _NO_CHAT.get(self.template)) is not None:
+            style, named = self.request.style, self.template == SUMMARIZE_TEMPLATE
+            if style or (self.request.prompt and named):
+                own = "" if named else ", or write a prompt of your own with --prompt-file"
+                asked = f"style {style!r}" if style else "prompt"
+                raise ConfigError(f"{reason}, so a {asked} has no effect; give --model an instruction model{own}")
+            if self.request.refine:
+                raise ConfigError(
+                    f"{reason}, so it cannot refine a summary part by part; give --model an instruction model, or "
+                    "leave --refine out"
+                )
         # Some markers, such as `<|im_start|>`, are special without a role among the named special tokens.
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         markers = {marker for marker in (*tokenizer.all_special_tokens, *added) if len(marker) > 1}
@@ -125,19 +126,17 @@ class Prompting:
 
     def render(self, document: str, summary: str | None = None) -> str:
         """The whole prompt for a cleaned document, or the part of it that follows on a summary; that for chats only."""
-        if self.template == "encoder" and self._request.prompt is None:
-            return self._prefix + document
-        if self.template == "plain" and self._request.prompt is None:
-            return f"{document}\n\nSummary:"
-        style = self._request.style
-        instruction = (self._request.prompt or (STYLES[style] if style else INSTRUCTION)).strip()
+        style, named = self.request.style, self.template == SUMMARIZE_TEMPLATE
+        is_chat = named or self.template == "chat"
+        if self.request.prompt is None and not is_chat:
+            return self._prefix + document if self.template == "encoder" else f"{document}\n\nSummary:"
+        instruction = (self.request.prompt or (STYLES[style] if style else INSTRUCTION)).strip()
         has_place = PLACEHOLDER in instruction
         asked = instruction.replace(PLACEHOLDER, document) if has_place else f"{instruction}\n\n{document}"
-        if self.template in ("encoder", "plain"):
+        if not is_chat:
             return asked if has_place or self.template == "encoder" else f"{asked}\n\nSummary:"
         if summary is not None:
             asked = f"{REFINING.replace('{summary}', summary)}\n\n{asked}"
-        named = self.template == SUMMARIZE_TEMPLATE
         rendered = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": document if named else asked}],
             chat_template=SUMMARIZE_TEMPLATE if named else None,
@@ -153,7 +152,7 @@ class Prompting:
         return len(encoded["input_ids"])
 
 
-class PromptFitter:
+class PromptFitter(Prompting):
     """Renders documents to prompts that leave room for a summary.
 
     The arguments are those of `Summarizer`. ConfigError if no document would fit, or the model cannot follow the
@@ -169,18 +168,16 @@ class PromptFitter:
     ) -> None:
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        self.max_new_tokens, self.request = max_new_tokens, request or SummaryRequest()
-        self._tokenizer = tokenizer
-        self.prompting = Prompting(tokenizer, self.request, model)
+        super().__init__(tokenizer, request, model)
+        self.max_new_tokens = max_new_tokens
         context, has_encoder = context_length(model, tokenizer), model.config.is_encoder_decoder
         # An encoder's context holds the document only; the summary goes to the decoder's.
         self._prompt_limit = context - (0 if has_encoder else max_new_tokens)
-        self._document_limit = self._prompt_limit - self.prompting.count_tokens(self.prompting.render(""))
+        self._document_limit = self._prompt_limit - self.count_tokens(self.render(""))
         self.partial_summary_limit = self._document_limit // 4  # tokens of a part's summary, so that the rounds end
         self._part_limit = self._document_limit  # of a document that does not fit as a whole
         if self.request.refine:
-            template_tokens = self.prompting.count_tokens(self.prompting.render("", ""))
-            self._part_limit = self._prompt_limit - max_new_tokens - template_tokens
+            self._part_limit = self._prompt_limit - max_new_tokens - self.count_tokens(self.render("", ""))
         missing = MIN_DOCUMENT_TOKENS - self._document_limit
         if missing > 0 and has_encoder:
             raise ConfigError(
@@ -204,12 +201,12 @@ class PromptFitter:
         """Cut a document, not blank, into parts whose prompts all fit; DocumentError if none would."""
         text = document.strip()
         before = len(document) - len(document.lstrip())
-        measured = MeasuredText(split_pieces(text), self._tokenizer, self.prompting.clean, before)
+        measured = MeasuredText(split_pieces(text), self._tokenizer, self.clean, before)
         return self._fit(measured, overlap=self.request.overlap, refine=self.request.refine)
 
     def prompts(self, parts: Sequence[Part]) -> list[str]:
         """The prompt for each part."""
-        return [self.prompting.render(part.text) for part in parts]
+        return [self.render(part.text) for part in parts]
 
     def fit_summaries(self, summaries: list[str]) -> Parts:
         """Put as many summaries of parts, none blank, into each prompt as fit together.
@@ -217,19 +214,18 @@ class PromptFitter:
         Each is first truncated to `partial_summary_limit`, since text can have more tokens than it was generated with.
         """
         limit = self.partial_summary_limit
-        summaries = [truncate(summary, self._tokenizer, limit).strip() for summary in summaries]
-        pieces = [Piece(f"{summary}\n\n", Break.PARAGRAPH) for summary in summaries[:-1]]
-        pieces.append(Piece(summaries[-1], Break.PARAGRAPH))
-        return self._fit(MeasuredText(pieces, self._tokenizer, self.prompting.clean))
+        *others, last = (truncate(summary, self._tokenizer, limit).strip() for summary in summaries)
+        pieces = [Piece(text, Break.PARAGRAPH) for text in (*(f"{summary}\n\n" for summary in others), last)]
+        return self._fit(MeasuredText(pieces, self._tokenizer, self.clean))
 
     def refining_prompt(self, part: Part, summary: str) -> str:
         """The prompt for a part and as much of the summary of those before it, which may be empty, as fits."""
         if not summary:
-            return self.prompting.render(part.text)
-        text, keep = self.prompting.clean(summary), self.max_new_tokens
+            return self.render(part.text)
+        text, keep = self.clean(summary), self.max_new_tokens
         while True:
-            prompt = self.prompting.render(part.text, truncate(text, self._tokenizer, keep))
-            excess = self.prompting.count_tokens(prompt) - self._prompt_limit
+            prompt = self.render(part.text, truncate(text, self._tokenizer, keep))
+            excess = self.count_tokens(prompt) - self._prompt_limit
             if excess <= 0 or keep == 0:
                 return prompt
             keep = max(0, keep - excess)
@@ -240,9 +236,9 @@ class PromptFitter:
             if refine and summary is None and measured.tokens > limit:
                 limit, room, summary = self._part_limit, room - self.max_new_tokens, ""
             parts = cut(measured, limit, overlap)
-            prompts = (self.prompting.render(part.text, summary) for part in parts.parts)
+            prompts = (self.render(part.text, summary) for part in parts.parts)
             # A part alone can have a few more tokens than within the document.
-            excess = max(map(self.prompting.count_tokens, prompts)) - room
+            excess = max(map(self.count_tokens, prompts)) - room
             if excess <= 0:
                 return parts
             limit -= excess

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject, check_words
-from lookahead.errors import ConfigError, DocumentError, LookaheadError
+from lookahead.errors import ConfigError, LookaheadError
 from lookahead.generation.api import GenerationResult, generate
 from lookahead.generation.prompts import PromptReader, pad_prompts, pad_token_of
 from lookahead.generation.scheduler import Completion, Scheduler, cache_tokens_of
@@ -73,18 +74,17 @@ def decode_plainly(
         pad_token_id=pad,
         stopping_criteria=StoppingCriteriaList([tick]),
     )
-    first, end = ticks[0], time.perf_counter()
+    seconds: Any = {"prefill_s": ticks[0] - start, "decode_s": time.perf_counter() - ticks[0]}
     stops = model.generation_config.eos_token_id if model.generation_config is not None else None
     stop_ids = set(stops) if isinstance(stops, list) else {stops}
-    rows = []
     begin = 1 if has_encoder else len(ids[0])  # an encoder-decoder's output begins with its start token
-    for row in output[:, begin:].tolist():
-        rows.append(row[: next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))])
+    rows = [
+        row[: next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))]
+        for row in output[:, begin:].tolist()
+    ]
     emitted = sum(map(len, rows))
     passes = Counter({1: emitted - len(rows)})  # the prefill gives the first token of each row
-    return rows, DecodingStats(
-        emitted_tokens=emitted, acceptance_histogram=passes, prefill_s=first - start, decode_s=end - first
-    )
+    return rows, DecodingStats(emitted_tokens=emitted, acceptance_histogram=passes, **seconds)
 
 
 class Summarizer:
@@ -110,7 +110,7 @@ class Summarizer:
         self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._compare, self._keep_parts = compare, keep_parts
-        self._encoding: dict[str, Any] = {"add_special_tokens": self.fitter.prompting.add_special_tokens}
+        self._encoding: Any = {"add_special_tokens": self.fitter.add_special_tokens}
         if num_beams is not None and num_beams < 1:
             raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
         own = model.generation_config.num_beams if model.generation_config is not None else None
@@ -193,13 +193,13 @@ class Summarizer:
         return generate(self._model, self._tokenizer, prompts, **options)
 
 
-@dataclass(slots=True)
 class _Task:
-    """A document on its way to a summary, and the outputs of its current round by the index of their prompt."""
+    """A document on its way to a summary."""
 
-    document: Document
-    pipeline: SummaryPipeline
-    done: dict[int, Completion] = field(default_factory=dict)
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.pipeline: SummaryPipeline
+        self.done: dict[int, Completion] = {}  # of the current round, by the index of the prompt
 
 
 class _BatchSummarizer:
@@ -229,10 +229,9 @@ class _BatchSummarizer:
                     continue
                 if document is None:  # none has come yet
                     break
-                try:
-                    self._queue_round(_Task(document, self._summarizer.begin(document.text)))
-                except Exception:
-                    self._outcomes.append(self._summarizer.summarize_or_reject(document))
+                with self._alone_after_error(task := _Task(document)):
+                    task.pipeline = self._summarizer.begin(document.text)
+                    self._queue_round(task)
             if not self._outcomes:
                 if self._scheduler.is_idle:
                     if error is not None:
@@ -242,55 +241,53 @@ class _BatchSummarizer:
             while self._outcomes:
                 yield self._outcomes.pop(0)
 
+    @contextmanager
+    def _alone_after_error(self, task: _Task) -> Iterator[None]:
+        """Summarize a document by itself after an error, which gives the right one if it cannot be summarized."""
+        try:
+            yield
+        except Exception:
+            self._queue = deque(each for each in self._queue if each[0] is not task)
+            self._running = {number: each for number, each in self._running.items() if each[0] is not task}
+            self._outcomes.append(self._summarizer.summarize_or_reject(task.document))
+
     def _queue_round(self, task: _Task) -> None:
         self._queue.extend((task, index) for index in range(len(task.pipeline.prompts)))
 
     def _put(self, task: _Task, index: int) -> None:
         number = next(self._numbers)
         self._running[number] = task, index
-        try:
+        with self._alone_after_error(task):
             self._scheduler.put(number, task.pipeline.prompts[index], task.pipeline.limit)
-        except Exception:
-            self._summarize_alone(task)
 
     def _step(self) -> None:
         """Run one step of the scheduler. If it fails, every document in its rows is summarized alone."""
         try:
             completions = self._scheduler.step()
-        except Exception:
-            tasks = {id(task): task for task, _ in self._running.values()}
+        except Exception as error:
             self._scheduler = self._summarizer.open_scheduler(self._rows)
-            for task in tasks.values():
-                self._summarize_alone(task)
+            while self._running:
+                with self._alone_after_error(next(iter(self._running.values()))[0]):
+                    raise error
             return
         for completion in completions:
             if completion.index in self._running:  # else its document was summarized alone
-                self._finish(*self._running.pop(completion.index), completion)
+                task, index = self._running.pop(completion.index)
+                with self._alone_after_error(task):
+                    self._finish(task, index, completion)
 
     def _finish(self, task: _Task, index: int, completion: Completion) -> None:
         """Take the output of a prompt, and end the round after the last one."""
         if completion.error is not None:
-            self._summarize_alone(task)
-            return
+            raise completion.error
         task.done[index] = completion
         if len(task.done) < len(task.pipeline.prompts):
             return
-        done = [task.done.pop(index) for index in range(len(task.pipeline.prompts))]
-        try:
-            task.pipeline.take(
-                [each.text for each in done], total(each.stats for each in done), done[-1].finish_reason or "stop"
-            )
-            if task.pipeline.summary is None:
-                self._queue_round(task)
-            else:
-                self._outcomes.append(Summarized(task.document, task.pipeline.summary))
-        except DocumentError as error:
-            self._outcomes.append(Reject(task.document.id, f"{task.document.id}: {error}", task.document))
-        except Exception:
-            self._summarize_alone(task)
-
-    def _summarize_alone(self, task: _Task) -> None:
-        """Summarize a document by itself, which gives the right error if it cannot be summarized."""
-        self._queue = deque(each for each in self._queue if each[0] is not task)
-        self._running = {number: each for number, each in self._running.items() if each[0] is not task}
-        self._outcomes.append(self._summarizer.summarize_or_reject(task.document))
+        done, task.done = [task.done[index] for index in range(len(task.done))], {}
+        task.pipeline.take(
+            [each.text for each in done], total(each.stats for each in done), done[-1].finish_reason or "stop"
+        )
+        if task.pipeline.summary is None:
+            self._queue_round(task)
+        else:
+            self._outcomes.append(Summarized(task.document, task.pipeline.summary))
