@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,6 +150,18 @@ def foretell(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor, torch.T
 def summarizer_path() -> Path:
     """The folder of the small extractive summarizer that the tests use."""
     return ROOT / "tests" / "models" / "summarizer"
+
+
+@pytest.fixture(scope="session")
+def float32_summarizer(tmp_path_factory: pytest.TempPathFactory, summarizer_path: Path) -> Path:
+    """The same in a folder of its own that says float32: in bfloat16 some CPUs take fifty times as long."""
+    folder = tmp_path_factory.mktemp("summarizer")
+    for path in summarizer_path.iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    config = json.loads((summarizer_path / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from threading import RLock
 from typing import Any
 
@@ -89,17 +90,28 @@ NAMES = ["empty", "perfect", "partial", "wrong", "beyond an end", "in disorder"]
 MORE_OPTIONS = {**OPTIONS, "length": {"max_new_tokens": 2}, "plain without ends": {"eos_token_id": None}}
 
 
+def undrafted_steps(model: PreTrainedModel, **options: Any) -> list[Any]:
+    """The steps of a search without drafts."""
+    done, own = [], BeamTree.advance
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BeamTree, "advance", lambda tree, *step: (done.append(step), own(tree, *step))[1])
+        found(model, **options, custom_generate=lookahead.decode, lookahead_config=LookaheadConfig(proposers=()))
+    return done
+
+
 def search_with(
-    make: Any, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, expected: Any = None, **options: Any
+    make: Any, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, known: Any = (None, None), **options: Any
 ) -> tuple[list[int], int, Any]:
-    """Search as transformers does and with such drafts; the steps of each pass, all steps, and what was found."""
+    """Search as transformers does and with such drafts; the steps of each pass, all steps, and what was found.
+
+    What transformers finds, and the steps without drafts, need not be found anew where they are known.
+    """
+    expected, steps = known
+    steps = steps or undrafted_steps(model, **options)
     done: list[Any] = []
+    searches: list[Any] = []
     own, score = BeamTree.advance, beam_tree.BeamModel._score
     monkeypatch.setattr(BeamTree, "advance", lambda tree, *step: (done.append(step), own(tree, *step))[1])
-    undrafted = {"custom_generate": lookahead.decode, "lookahead_config": LookaheadConfig(proposers=())}
-    found(model, **options, **undrafted)
-    steps, searches = [*done], []
-    done.clear()
 
     def scored(search: beam_tree.BeamModel, left: int) -> None:
         searches[:] = [search]
@@ -113,23 +125,35 @@ def search_with(
     return searches[0].served, len(steps), got
 
 
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """A family's model, which several tests search with."""
+    return build(FAMILIES[name])
+
+
+@cache
+def found_of(name: str, kind: str) -> tuple[Any, Any]:
+    """What transformers finds with it under some options, and the steps without drafts."""
+    options = {**ONE, **MORE_OPTIONS[kind]}
+    return found(model_of(name), **options), undrafted_steps(model_of(name), **options)
+
+
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("options", MORE_OPTIONS.values(), ids=MORE_OPTIONS)
+@pytest.mark.parametrize("kind", MORE_OPTIONS)
 @pytest.mark.parametrize("make", ADVERSARIES, ids=NAMES)
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-def test_no_draft_changes_what_is_found(
-    name: str, make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    search_with(make, monkeypatch, build(FAMILIES[name]), **ONE, **options)
+def test_no_draft_changes_what_is_found(name: str, make: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    search_with(make, monkeypatch, model_of(name), found_of(name, kind), **ONE, **MORE_OPTIONS[kind])
 
 
 def test_a_pass_serves_as_many_steps_as_its_draft_has_right(
     monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
 ) -> None:
     options: dict[str, Any] = {**ONE, "eos_token_id": None, "max_new_tokens": 15}
+    known = found(tiny_llama, **options), undrafted_steps(tiny_llama, **options)
     for make, served in ((perfect, [4, 4, 4, 2]), (wrong, [1] * 14), (partial, [1] * 14)):
         with monkeypatch.context() as patch:
-            assert search_with(make, patch, tiny_llama, **options)[:2] == (served, 14)
+            assert search_with(make, patch, tiny_llama, known, **options)[:2] == (served, 14)
 
 
 @pytest.mark.parametrize("make", ADVERSARIES, ids=NAMES)
@@ -137,8 +161,8 @@ def test_drafts_outlive_the_dead_nodes_that_are_dropped(
     make: Any, monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
 ) -> None:
     monkeypatch.setattr(beam_tree, "DEAD_NODES", 2)
-    served, *_ = search_with(make, monkeypatch, tiny_llama, **ONE, max_new_tokens=40, eos_token_id=None)
-    assert make is not perfect or served == [4] * 9 + [3]
+    served, *_ = search_with(make, monkeypatch, tiny_llama, **ONE, max_new_tokens=24, eos_token_id=None)
+    assert make is not perfect or served == [4] * 5 + [3]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 9])
@@ -160,7 +184,7 @@ def test_nothing_is_drafted_that_no_step_could_choose(tokens: int, tiny_llama: P
 def test_every_family_finds_the_sequences_of_transformers_with_drafts(family: Family) -> None:
     # In float64 rounding hides nothing: a wrong position or mask moves logits by 0.1 and more. Some layers compute in
     # float32 all the same, and those that transformers cannot run in float64, such as experts, stay in it.
-    options: dict[str, Any] = {**ONE, "max_new_tokens": 16, "eos_token_id": None, "output_logits": True}
+    options: dict[str, Any] = {**ONE, "max_new_tokens": 12, "eos_token_id": None, "output_logits": True}
     model, limit = build(family).to(torch.float64), 1e-4
     try:
         expected = found(model, **options)
@@ -242,8 +266,8 @@ def by_turns(tree: BeamTree, coming: list[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def half() -> tuple[PreTrainedModel, list[tuple[dict[str, Any], Any]]]:
-    """A model in bfloat16, and what transformers finds with it."""
+def half() -> tuple[PreTrainedModel, list[int], list[tuple[dict[str, Any], Any]]]:
+    """A model in bfloat16, the rows of its newest passes, and what is found with it."""
     torch.manual_seed(5)
     sizes = {"vocab_size": 101, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
@@ -254,25 +278,23 @@ def half() -> tuple[PreTrainedModel, list[tuple[dict[str, Any], Any]]]:
         {**ONE, "max_new_tokens": 24, "output_logits": True, **options}
         for options in ({}, OPTIONS["early stopping"], {"eos_token_id": None, "num_beams": 2})
     ]
+    rows: list[int] = []  # of every pass; a hook of each test's own would have the model probed anew
+    model.lm_head.register_forward_pre_hook(lambda _, x: rows.append(x[0][..., 0].numel()))
     for call in calls:
         found(model, **call, custom_generate=lookahead.decode)  # probes the model, by steps of its own
-    return model, [(call, found(model, **call)) for call in calls]
+    return model, rows, [(call, (found(model, **call), undrafted_steps(model, **call))) for call in calls]
 
 
 @pytest.mark.parametrize("make", [*ADVERSARIES, by_turns, None], ids=[*NAMES, "by turns", "real"])
 def test_in_half_precision_drafts_change_no_bit(make: Any, half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = half
-    for call, expected in calls:
-        rows: list[int] = []
-        counting = model.lm_head.register_forward_pre_hook(lambda _, x, rows=rows: rows.append(x[0][..., 0].numel()))
-        found(model, **call, custom_generate=lookahead.decode)  # probes the model with the hook
+    model, rows, calls = half
+    for call, (expected, steps) in calls:
         rows.clear()
         if make is None:
             got = assert_same(model, ALWAYS, expected, **call)
         else:
             with monkeypatch.context() as patch:
-                *_, got = search_with(make, patch, model, expected, **call)
-        counting.remove()
+                *_, got = search_with(make, patch, model, (expected, steps), **call)
         assert min(rows) >= 2 and max(rows) <= 32  # one row may have other bits on another CPU
         assert torch.equal(got.sequences, expected.sequences)
         assert torch.equal(got.sequences_scores, expected.sequences_scores)

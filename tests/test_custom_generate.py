@@ -58,15 +58,15 @@ assert torch.equal(together.generate(ids, max_new_tokens=60, do_sample=False), e
 
 
 @pytest.fixture
-def repository(tmp_path: Path, summarizer_path: Path) -> Path:
+def repository(tmp_path: Path, float32_summarizer: Path) -> Path:
     """A repository as the Hub holds it: a model, and the folder beside it."""
-    shutil.copytree(summarizer_path, tmp_path / "repository")
+    shutil.copytree(float32_summarizer, tmp_path / "repository")
     shutil.copytree(FOLDER, tmp_path / "repository" / "custom_generate", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "repository"
 
 
 def test_the_folder_serves_every_generate_of_a_model(
-    repository: Path, summarizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: Path, float32_summarizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = tmp_path / "site" / "lookahead_decoding-0.1.0.dist-info"
     info.mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_the_folder_serves_every_generate_of_a_model(
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(sys, "argv", ["script", str(repository), str(summarizer_path)])
+    monkeypatch.setattr(sys, "argv", ["script", str(repository), str(float32_summarizer)])
     try:
         exec(SCRIPT, {"__name__": "script"})
     finally:

@@ -147,10 +147,10 @@ def _options_of(words: list[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def names(summarizer_path: Path) -> dict[str, Any]:
+def names(float32_summarizer: Path) -> dict[str, Any]:
     """What the snippets of the README take for granted."""
-    large, small = (AutoModelForCausalLM.from_pretrained(summarizer_path) for _ in range(2))
-    tokenizer = AutoTokenizer.from_pretrained(summarizer_path)
+    large, small = (AutoModelForCausalLM.from_pretrained(float32_summarizer) for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(float32_summarizer)
     return {
         "__name__": "page", "lookahead": lookahead, "LookaheadConfig": lookahead.LookaheadConfig, "pipeline": pipeline,
         "model": large, "large": large, "small": small, "tokenizer": tokenizer,
@@ -160,14 +160,14 @@ def names(summarizer_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def desk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summarizer_path: Path, names: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, float32_summarizer: Path, names: dict[str, Any]
 ) -> Iterator[Desk]:
     """A folder with small files by the names that the pages use, no network, and `lookahead` on the path."""
     text = (ROOT / "examples" / "dust_unto_dust.txt").read_text("utf-8")
     paragraphs = text.split("\n\n")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name in ("PATH_OR_ID", "my-model"):
-        (tmp_path / name).symlink_to(summarizer_path)
+        (tmp_path / name).symlink_to(float32_summarizer)
     (tmp_path / "article.txt").write_text("\n\n".join(paragraphs[:8]))
     (tmp_path / "prompt.txt").write_text(f"<doc> {' '.join(text.split()[:300])}<sum>")
     for folder, suffix in (("notes", "md"), ("docs", "txt")):
@@ -191,7 +191,7 @@ def desk(
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket.socket, "connect", _refuse)
-    monkeypatch.setattr(loading, "_default_file", lambda: summarizer_path)
+    monkeypatch.setattr(loading, "_default_file", lambda: float32_summarizer)
     monkeypatch.setattr(calibration, "_ROUNDS", 1)  # what is printed is as long
     loading.load_default.cache_clear()
     # The commands set up their process, which here is that of all tests.

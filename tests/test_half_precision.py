@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from tests.support.adversarial_proposers import always_wrong, drafting_by, perfe
 from tests.support.families import FAMILIES, build, for_cpus
 
 PLAIN = LookaheadConfig(proposers=())
-DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0)
+DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=16)  # each attends alone
 LARGE = LookaheadConfig(draft="fixed", min_probability=0.0, window=15, max_nodes=120)
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -56,8 +57,14 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@cache
+def shared(name: str, dtype: torch.dtype) -> Any:
+    """A random model of a family, which no test changes: its bits are compared once."""
+    return made(name, dtype)
+
+
 def made(name: str, dtype: torch.dtype) -> Any:
-    """A random model of a family."""
+    """The same for one test alone."""
     kind, config, options = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -84,20 +91,20 @@ def prompts(seed: int, rows: int = 1, length: int = 12) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_plain_steps_give_the_tokens_and_logits_of_generate(name: str, dtype: torch.dtype) -> None:
-    model = made(name, dtype)
-    compare(model, prompts(0), max_new_tokens=32, do_sample=False)
-    compare(model, prompts(3), max_new_tokens=24, do_sample=True, temperature=1.3)
+    model = shared(name, dtype)
+    compare(model, prompts(0), max_new_tokens=20, do_sample=False)
+    compare(model, prompts(3), max_new_tokens=12, do_sample=True, temperature=1.3)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [name for name in MODELS if "sinks" not in name])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, dtype: torch.dtype) -> None:
-    model = made(name, dtype)
+    model = shared(name, dtype)
     assert is_bitwise(model)
-    compare(model, prompts(1).repeat(1, 2), DRAFTED, max_new_tokens=24, do_sample=False)
-    compare(model, prompts(3).repeat(1, 2), DRAFTED, max_new_tokens=16, do_sample=True, temperature=1.3)
-    compare(model, prompts(4), LARGE, max_new_tokens=16, do_sample=False)
+    compare(model, prompts(1).repeat(1, 2), DRAFTED, max_new_tokens=16, do_sample=False)
+    compare(model, prompts(3).repeat(1, 2), DRAFTED, max_new_tokens=10, do_sample=True, temperature=1.3)
+    compare(model, prompts(4), LARGE, max_new_tokens=8, do_sample=False)
 
 
 def test_no_bits_are_promised_under_autocast_and_what_was_found_there_is_not_kept() -> None:
@@ -125,22 +132,22 @@ def test_under_autocast_products_have_the_type_that_it_chooses(packs: bool, monk
 def test_layers_that_read_the_window_of_another_layer_keep_the_bits_of_generate(name: str) -> None:
     model = build(FAMILIES[name]).to(torch.bfloat16)
     assert is_bitwise(model)
-    compare(model, prompts(0).repeat(1, 2), DRAFTED, max_new_tokens=24, do_sample=False)
+    compare(model, prompts(0).repeat(1, 2), DRAFTED, max_new_tokens=16, do_sample=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, its window", "gemma2, softcapping"])
 def test_drafts_that_are_always_wrong_or_right_give_the_logits_of_generate(name: str) -> None:
-    model, prompt = made(name, torch.bfloat16), prompts(5)
-    answers = model.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
+    model, prompt = shared(name, torch.bfloat16), prompts(5)
+    answers = model.generate(prompt, max_new_tokens=16, do_sample=False).tolist()
     for offer in (perfect(answers), always_wrong(answers, 101), random_trees(101)):
         with drafting_by(offer):
-            compare(model, prompt, DRAFTED, max_new_tokens=24, do_sample=False)
+            compare(model, prompt, DRAFTED, max_new_tokens=16, do_sample=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "eager", "mistral, its window", "gemma2, softcapping"])
 def test_prompts_that_are_decoded_together_have_the_tokens_that_each_has_alone(name: str, tiny_tokenizer: Any) -> None:
     """Rows of different lengths that end and join at different times, with drafts that are accepted and random ones."""
-    model = made(name, torch.bfloat16)
+    model = shared(name, torch.bfloat16)
     texts = [prompts(seed % 5).repeat(1, 1 + seed % 3) for seed in range(7)]
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     options["eos_token_id"] = [int(model.generate(texts[row], **options)[0, -10]) for row in (0, 4)]
@@ -170,8 +177,8 @@ def stats_of(model: Any, prompts: torch.Tensor, cache: str | None = None, **opti
 
 
 def test_stats_tell_whether_the_bits_are_those_of_generate() -> None:
-    half, single = made("llama", torch.bfloat16), made("llama", torch.float32)
-    experts = made("gpt-oss, sinks", torch.bfloat16)
+    half, single = shared("llama", torch.bfloat16), shared("llama", torch.float32)
+    experts = shared("gpt-oss, sinks", torch.bfloat16)
     (stats,) = stats_of(half, prompts(1))
     assert stats.exactness == "bitwise" and stats.to_dict()["exactness"] == "bitwise"
     assert stats.bitwise_forwards == stats.target_forwards
@@ -206,7 +213,7 @@ def test_the_option_takes_auto_or_fast() -> None:
 
 
 def test_a_batch_of_prompts_of_one_length_is_that_of_generate_as_well() -> None:
-    compare(made("llama", torch.bfloat16), prompts(1, rows=3), max_new_tokens=32, do_sample=False)
+    compare(shared("llama", torch.bfloat16), prompts(1, rows=3), max_new_tokens=32, do_sample=False)
 
 
 def passes_of(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> list[tuple[int, int]]:
@@ -222,8 +229,8 @@ def passes_of(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None = Non
 
 def test_how_far_a_prompt_is_read_is_told_before_and_behind_its_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
-    assert passes_of(made("llama", torch.bfloat16), prompts(1, rows=2)) == [(0, 13), (13, 13)]
-    assert passes_of(made("llama", torch.float32), prompts(1, rows=2)) == [(0, 13), (5, 13), (10, 13), (13, 13)]
+    assert passes_of(shared("llama", torch.bfloat16), prompts(1, rows=2)) == [(0, 13), (13, 13)]
+    assert passes_of(shared("llama", torch.float32), prompts(1, rows=2)) == [(0, 13), (5, 13), (10, 13), (13, 13)]
 
 
 def test_what_generate_would_read_with_masks_is_read_in_parts_where_it_is_long(
@@ -231,11 +238,11 @@ def test_what_generate_would_read_with_masks_is_read_in_parts_where_it_is_long(
 ) -> None:
     monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
     ragged = torch.tensor([[1] * 13, [0] * 4 + [1] * 9])
-    assert len(passes_of(made("llama", torch.bfloat16), prompts(1, rows=2), ragged)) == 4
+    assert len(passes_of(shared("llama", torch.bfloat16), prompts(1, rows=2), ragged)) == 4
     monkeypatch.setattr("lookahead.models.target._MAX_WHOLE", 12)
     for name, passes in {"llama": 1, "eager": 3, "mistral, its window": 3}.items():
-        assert len(passes_of(made(name, torch.bfloat16), prompts(1))) == passes + 1
+        assert len(passes_of(shared(name, torch.bfloat16), prompts(1))) == passes + 1
 
 
 def test_a_long_prompt_is_read_at_once_as_generate_reads_it() -> None:
-    compare(made("llama", torch.bfloat16), prompts(0, length=1100), max_new_tokens=6, do_sample=False)
+    compare(shared("llama", torch.bfloat16), prompts(0, length=1100), max_new_tokens=6, do_sample=False)

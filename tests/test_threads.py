@@ -92,6 +92,7 @@ class Pause:
                         self.wait()
 
             hook = model.model.layers[0].mlp.register_forward_hook(wait_in_a_tree)
+            ours(model)  # which probes it with the hook, or the decode would stand in a pass of the probe
         decode = pool.submit(ours, model, **options)
         try:
             assert self.reached.wait(PATIENCE_S), decode.exception()
