@@ -1,4 +1,17 @@
-"""The exceptions of this package. Their base is `LookaheadError`, and that of the usual exception of their kind.
+"""The exceptions of this package.
+
+    LookaheadError
+    ├── ConfigError            an option is out of its range (also a ValueError)
+    ├── UnsupportedModelError  a model or generation mode is not supported (also a ValueError)
+    ├── PromptError            a prompt is empty or leaves no room for output (also a ValueError)
+    │   └── PromptTooLongError a prompt has more tokens than the model has positions
+    ├── LogitsError            the logits of the model are not a number (also a RuntimeError)
+    ├── DocumentError          a document cannot be read or summarized (also a ValueError)
+    ├── ProposerError          a custom proposer breaks its interface (also a ValueError)
+    ├── PoolError              a pool or memory file cannot be read, written or used here (also a ValueError)
+    ├── HeadsError             trained heads cannot be read or used with this model (also a ValueError)
+    ├── ClusterError           a Ray cluster cannot be reached, or its workers fail (also a RuntimeError)
+    └── TrainingError          training data or a training job is unusable (also a ValueError)
 
 Every message names the field or file, the allowed range where there is one, and what was received.
 """
