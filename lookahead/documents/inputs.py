@@ -119,18 +119,16 @@ def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]
         return [argument]
     if is_url(argument):
         return _expand_url(argument, on_skip)
-    path = Path(argument)
+    path, hint = Path(argument), ""
     try:
         if path.is_dir():
             return _documents_of(argument, list(_walk(path, on_skip)), without, on_skip)
         if path.exists():
             return [argument]
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise DocumentError(f"{argument}: {error.strerror}") from error
-        raise DocumentError(
-            f"{argument[:40]!r}...: {error.strerror}; a text itself is read from stdin with -"
-        ) from error
+        if error.errno == errno.ENAMETOOLONG:
+            argument, hint = f"{argument[:40]!r}...", "; a text itself is read from stdin with -"
+        raise DocumentError(f"{argument}: {error.strerror}{hint}") from error
     if not glob.has_magic(argument):
         raise DocumentError(f"{argument}: no such file")
     matches = sorted(match for match in glob.glob(argument, recursive=True) if not Path(match).is_dir())
