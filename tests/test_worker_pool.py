@@ -18,7 +18,6 @@ from lookahead.jobs.worker_pool import (
     TRIES,
     OwnStdout,
     Plan,
-    WorkerInfo,
     WorkerPool,
     connect,
     plan_workers,
@@ -27,7 +26,7 @@ from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 
 JOB = JobIdentity(model="tiny", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
-READY = WorkerInfo(JOB, rows=1)  # has two documents in flight
+READY = JOB, 1  # has two documents in flight
 
 
 class RayError(Exception):
@@ -147,7 +146,7 @@ def test_a_document_that_kills_workers_is_put_aside_and_its_neighbours_are_done(
 
 
 def test_a_worker_that_would_do_another_job_is_left_out():
-    stranger = WorkerInfo(replace(JOB, weights="other"), rows=1)
+    stranger = (replace(JOB, weights="other"), 1)
     ray = Ray([READY, stranger])
     pool = pool_of(ray)
     assert len(outcomes(pool, documents(*"abcdef"))) == 6

@@ -34,8 +34,8 @@ from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOpti
 from lookahead.models import loading
 
 if TYPE_CHECKING:
-    from lookahead.pools.build_pool import PoolTotals
-    from lookahead.summarization.summarizer import Summarized
+    from lookahead.pools.pool_files import PoolTotals
+    from lookahead.summarization.summarizer import Summarized, Summary
 
 MOST_TABLE_ROWS = 20
 MOST_SKIPPED = 20  # files that are named
@@ -155,7 +155,7 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     if (memory := getattr(options, "memory", None)) is not None:
         # Refuse a file that is no memory, or that could not be written at the end.
         from lookahead.ngram.memory_file import read_memory_header
-        from lookahead.pools.open_pool import check_folder, pool_errors
+        from lookahead.pools.pool_files import check_folder, pool_errors
 
         check_folder(memory)
         if os.path.lexists(memory):
@@ -237,10 +237,6 @@ class _Bar:
         self.progress = bars.Progress(*columns, *times, console=stderr, **options)
         self._task = self.progress.add_task("", total=total, **values)
 
-    def rejected(self, reject: Reject, *_: object) -> None:
-        say("error", reject.error)
-        self._update(advance=1)
-
     def _update(self, **values: Any) -> None:
         self.progress.update(self._task, **values)
 
@@ -259,9 +255,16 @@ class JobDisplay(_Bar):
         """Show how far a prompt is read."""
         self._update(read=f", reading: {done:,} of {tokens:,} tokens" if done < tokens else "")
 
-    def summarized(self, done: Summarized, totals: JobTotals) -> None:
-        """Show a summary and the progress."""
-        name, summary = harmless(str(done.document.id)), done.summary
+    def __call__(self, done: Summarized | Reject | DocumentId, totals: JobTotals) -> None:
+        """Show what became of a document, and the progress."""
+        if isinstance(done, Reject):
+            say("error", done.error)
+        elif not isinstance(done, str | int):
+            self._show(harmless(str(done.document.id)), done.summary)
+        speed = report.speed_of(totals, time.monotonic() - self._started)
+        self._update(advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
+
+    def _show(self, name: str, summary: Summary) -> None:
         if self.as_text:
             self.progress.stop()
             out = console(sys.stdout)
@@ -271,12 +274,6 @@ class JobDisplay(_Bar):
             self.progress.start()
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
             self._rows.append([*report.comparison_row(name, summary.stats, summary.plain).values()])
-        speed = report.speed_of(totals, time.monotonic() - self._started)
-        self._update(advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
-
-    def passed(self, name: DocumentId, totals: JobTotals) -> None:
-        """Count a document that needed no work."""
-        self._update(advance=1)
 
     def conclude(self, totals: JobTotals, *, exact: bool) -> None:
         """Show the figures of the job: on stdout after the summaries, else on stderr."""
@@ -300,10 +297,9 @@ class PoolDisplay(_Bar):
     def __init__(self, total: int | None) -> None:
         super().__init__("documents, {task.fields[tokens]:,} tokens{task.fields[stage]}", total, tokens=0, stage="")
 
-    def taken(self, totals: PoolTotals) -> None:
-        """Show how many documents and tokens were taken."""
-        self._update(advance=1, tokens=totals.tokens)
-
-    def writing(self) -> None:
-        """Show that the documents are read and the pool is written."""
-        self._update(stage=", indexing and writing")
+    def __call__(self, totals: PoolTotals, reject: Reject | None) -> None:
+        """Show a document that was left out, and how far the file is made."""
+        if reject is not None:
+            say("error", reject.error)
+        stage = ", indexing and writing" if totals.is_read else ""
+        self._update(completed=totals.documents + totals.rejected, tokens=totals.tokens, stage=stage)

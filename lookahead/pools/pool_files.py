@@ -1,15 +1,27 @@
-"""Opening and describing pool files, with the errors of this package."""
+"""Making, opening and describing pool files, with the errors of this package."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import PoolError
-from lookahead.ngram.pool_file import VERSION, Pool, PoolHeader, read_header
+from lookahead.documents.decode_text import Document, Reject
+from lookahead.documents.inputs import Input
+from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
+from lookahead.errors import PoolError, count, one_line
+from lookahead.ngram.chains import SEPARATOR, IntArray
+from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
+from lookahead.utils.fingerprints import tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool:
@@ -42,35 +54,9 @@ def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabula
     return open_pool(os.fspath(config.pool), fingerprint=fingerprint, vocabulary=vocabulary)
 
 
-def read_pool_header(path: str) -> PoolHeader:
-    """The header of a pool file, without reading its contents."""
-    with pool_errors(path):
-        return read_header(path)
-
-
-def header_rows(path: str, header: PoolHeader) -> list[tuple[str, str]]:
-    """The name and the value of each figure in the header of a pool file."""
-    return [
-        ("pool", path),
-        ("documents", f"{header.documents:,}"),
-        ("tokens", f"{header.tokens:,}"),
-        ("largest token id", str(header.largest_token)),
-        ("bytes", f"{header.file_bytes:,}"),
-        ("bytes per token", f"{header.file_bytes / header.tokens:.1f}"),
-        ("tokenizer", f"{header.fingerprint:016x}"),
-        ("checksum", f"{header.checksum:016x}"),
-        ("format", f"version {VERSION}"),
-    ]
-
-
 def describe_pool(path: str, header: PoolHeader) -> str:
     """The size of a pool in one line."""
-    return f"{path}: {header.tokens:,} tokens in {count_of_documents(header.documents)}"
-
-
-def count_of_documents(number: int) -> str:
-    """`1 document` or `2 documents`."""
-    return f"{number:,} document{'' if number == 1 else 's'}"
+    return f"{path}: {header.tokens:,} tokens in {count(header.documents, 'document')}"
 
 
 def check_folder(path: str) -> None:
@@ -91,7 +77,89 @@ def pool_errors(path: str) -> Iterator[None]:
         raise PoolError(str(error)) from error
 
 
+@dataclass(slots=True)
+class PoolTotals:
+    """What was read for a pool so far."""
+
+    documents: int = 0
+    tokens: int = 0
+    rejected: int = 0  # documents that could not be read or have no tokens
+    is_read: bool = False  # whether all documents were read, and the file is written next
+    is_full: bool = False  # whether documents were left out because the pool has its most tokens
+
+    def __str__(self) -> str:
+        skipped = f", {self.rejected:,} skipped" if self.rejected else ""
+        full = "; the pool has its most tokens, and the rest was not read" if self.is_full else ""
+        return f"{self.tokens:,} tokens of {count(self.documents, 'document')} taken{skipped}{full}"
+
+
+# Is told of every document, with the reject if it was left out, and when all of them are read.
+PoolObserver = Callable[[PoolTotals, Reject | None], None]
+
+
+def build_pool(
+    path: str,
+    inputs: Sequence[Input],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add: bool = False,  # the documents of the existing pool are kept
+    max_tokens: int | None = None,  # the document that exceeds them is cut, and later ones are not read
+    limit: int = DEFAULT_LIMIT,  # bytes of a document
+    totals: PoolTotals,
+    observer: PoolObserver,
+) -> PoolHeader:
+    """Make a pool of the documents of all inputs. An existing file is replaced when the new one is complete."""
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    with pool_errors(path):
+        before = [np.array(Pool.open(path, fingerprint).tokens[1:])] if add else []
+    documents = list(read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer))
+    if not documents:
+        raise PoolError(f"{path}: no document to {'add' if add else 'make it of'}, {totals.rejected} could not be used")
+    separator = np.array([SEPARATOR], np.int32)
+    separated = [part for document in before + documents for part in (document, separator)][:-1]
+    with pool_errors(path):
+        return write_pool(path, np.concatenate(separated), fingerprint)
+
+
+def read_tokens(
+    inputs: Sequence[Input],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int | None,
+    limit: int,
+    totals: PoolTotals,
+    observer: PoolObserver,
+) -> Iterator[IntArray]:
+    """The documents of all inputs as int32 `[tokens]` each, at most `max_tokens` together."""
+    for document in read_documents(inputs, limit=limit):
+        ids = document if isinstance(document, Reject) else _tokens_of(document, tokenizer)
+        if isinstance(ids, Reject):
+            totals.rejected += 1
+            observer(totals, ids)
+            continue
+        if max_tokens is not None and totals.tokens + ids.size > max_tokens:
+            totals.is_full = True
+            ids = ids[: max_tokens - totals.tokens]
+        if ids.size > 0:
+            yield ids
+            totals.documents += 1
+            totals.tokens += ids.size
+            observer(totals, None)
+        if totals.is_full:
+            break
+    totals.is_read = True
+    observer(totals, None)
+
+
+def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArray | Reject:
+    try:
+        ids: Any = tokenizer(document.text, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # any error, such as a panic of a Rust tokenizer: the other documents go on
+        return Reject(document.id, f"{document.id}: {type(error).__name__}: {one_line(error)}")
+    if not ids:
+        return Reject(document.id, f"{document.id}: the document has no tokens")
+    return np.array(ids, np.int32)
+
+
 @lru_cache(maxsize=8)
 def _open(path: str, version: tuple[int, ...]) -> Pool:
-    """Open a file; the cache tells its versions apart."""
-    return Pool.open(path)
+    return Pool.open(path)  # the cache tells versions of the file apart
