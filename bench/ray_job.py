@@ -36,7 +36,7 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobObserver, JobTotals, SummarizeAll, run_job
 from lookahead.jobs.job_options import WorkerOptions
 from lookahead.jobs.journal import OutputPaths
-from lookahead.jobs.worker_pool import Plan, WorkerPool
+from lookahead.jobs.worker_pool import WorkerPool
 from lookahead.models.loading import load, prepare_process
 from lookahead.summarization.summarizer import Summarizer
 
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = WorkerOptions(model=model, dtype="fp32", device="cpu", threads=1, max_new_tokens=new)
         for way, observer in (("ray", lambda *_: None), ("killed", Killer(len(documents) // 4))):
             output = folder / f"{way}.jsonl"
-            with WorkerPool(ray, asdict(options), Plan(workers, 1, 0)) as pool:
+            with WorkerPool(ray, asdict(options), workers) as pool:
                 identity = pool.wait_ready(workers)
                 start = time.perf_counter()
                 written(pool.summarize_all, identity, documents, output, observer)

@@ -17,7 +17,7 @@ from lookahead.jobs import worker_pool
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import WorkerOptions
 from lookahead.jobs.journal import OutputPaths
-from lookahead.jobs.worker_pool import TRIES, Plan, RayWorker, WorkerPool
+from lookahead.jobs.worker_pool import TRIES, RayWorker, WorkerPool
 from lookahead.summarization.summarizer import Summarized
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'lookahead-decoding[ray]'")
@@ -60,7 +60,7 @@ def pool_for(model_folder, **options):
     """Two workers with the tiny model."""
     asked = {"max_new_tokens": 12, "rows": 1, **options}
     worker = WorkerOptions(model=str(model_folder), dtype="fp32", device="cpu", threads=1, **asked)
-    return WorkerPool(ray, asdict(worker), Plan(workers=2, threads=1, gpus=0))
+    return WorkerPool(ray, asdict(worker), workers=2)
 
 
 class KillsAWorker:

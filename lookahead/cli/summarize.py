@@ -158,9 +158,9 @@ def _worker_pool(options: JobOptions) -> Iterator[WorkerPool]:
     sent = options.for_workers()
     status = console(sys.stderr).status("connecting to Ray")
     with redirect_stdout(cast(TextIO, OwnStdout(sys.stdout))), status, connect(options.ray_address) as ray:
-        plan = plan_workers(ray, options.workers, options.threads, options.device)
-        with WorkerPool(ray, {**sent, "threads": plan.threads}, plan) as pool:
-            status.update(f"waiting for the first of {count(plan.workers, 'worker')}")
+        workers, threads, gpus = plan_workers(ray, options.workers, options.threads, options.device)
+        with WorkerPool(ray, {**sent, "threads": threads}, workers, gpus) as pool:
+            status.update(f"waiting for the first of {count(workers, 'worker')}")
             pool.wait_ready()
             status.stop()
             yield pool

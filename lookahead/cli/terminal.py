@@ -26,7 +26,6 @@ from rich.text import Text
 import lookahead
 from lookahead.documents.decode_text import DocumentId, Reject
 from lookahead.documents.inputs import Input, find_inputs
-from lookahead.documents.readers import check_readers
 from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.job import JobTotals
@@ -74,7 +73,6 @@ def find_sources(
         say("skipped", file)
     if len(skipped) > MOST_SKIPPED:
         say("skipped", f"{len(skipped) - MOST_SKIPPED:,} more files, {len(skipped):,} in all")
-    check_readers(sources)
     return sources, len(skipped)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lookahead.documents.byte_sources import MEGABYTE, bounded_lines, opened, read_bounded, read_errors, too_long
 from lookahead.documents.decode_text import Document, DocumentId, Reject, checked, decode_bytes, encoding_of, text_of
-from lookahead.documents.inputs import DEFAULT_ID_FIELD, PACKAGES, Input, load_packages
+from lookahead.documents.inputs import DEFAULT_ID_FIELD, Input, load_packages
 from lookahead.errors import DocumentError
 
 DEFAULT_LIMIT = 64 * MEGABYTE
@@ -46,13 +46,6 @@ def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> It
             yield Reject(source.path, f"{source.path}: {error.strerror or error}")
         except DocumentError as error:
             yield Reject(source.path, str(error))
-
-
-def check_readers(inputs: Sequence[Input]) -> None:
-    """Refuse inputs whose reader is not installed with a DocumentError, before any work is done."""
-    for format, path in {source.format: source.path for source in inputs}.items():
-        if format in PACKAGES:
-            load_packages(format, path)
 
 
 def count_documents(inputs: Sequence[Input]) -> int | None:

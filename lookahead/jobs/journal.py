@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.documents.inputs import Input, check_output, load_packages
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, count
 from lookahead.jobs.identity import JobIdentity, key_of, key_of_line, text_hash
 from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines, unpack_parquet, write_parquet
 from lookahead.ngram.replacing import remove_leftovers
@@ -244,14 +244,14 @@ class Journal(ExitStack):
     def finish(self) -> None:
         """Sort the lines into the order of the inputs and mark the job as finished; an OSError leaves the lines."""
         if self._same_ids:
-            have = "document has" if len(self._same_ids) == 1 else "documents have"
+            have = count(len(self._same_ids), "document has", "documents have")
             self._notes.append(
-                f"{len(self._same_ids)} {have} the id of another with a different text, the first of them "
-                f"{self._same_ids[0]!r}; lines of one id stand in the order of the inputs"
+                f"{have} the id of another with a different text, the first of them {self._same_ids[0]!r}; lines of "
+                "one id stand in the order of the inputs"
             )
         # A line that matches no document of this run is outdated if its id is that of one.
         ids = set() if self._is_part else {*self._text_of_id}
-        count, dropped = sort_lines(self._running, self._order, lambda record: key_of(record["id"]) in ids)
+        kept, dropped = sort_lines(self._running, self._order, lambda record: key_of(record["id"]) in ids)
         if dropped:
             self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
@@ -267,7 +267,7 @@ class Journal(ExitStack):
                 self._rejects.unlink()
         if self._is_parquet:
             write_parquet(self._running, self._results)
-        write_manifest(self._results, self._identity, count)
+        write_manifest(self._results, self._identity, kept)
         if self._is_parquet:
             self._running.unlink()
 

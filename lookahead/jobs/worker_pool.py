@@ -89,14 +89,6 @@ class RayWorker:
             yield document
 
 
-class Plan(NamedTuple):
-    """The number of workers and the resources of each."""
-
-    workers: int  # those without room wait, and let an autoscaling cluster grow
-    threads: int  # CPU threads of each, which Ray counts as CPUs
-    gpus: int  # of each, 0 or 1
-
-
 @dataclass(slots=True, eq=False)
 class _Worker:
     handle: Any
@@ -114,13 +106,15 @@ class _Call(NamedTuple):
 
 
 class WorkerPool:
-    """Summarizes documents with workers on a cluster, which have these arguments of `WorkerOptions`."""
+    """Summarizes documents with so many workers on a cluster, which have these arguments of `WorkerOptions`.
 
-    def __init__(self, ray: Any, options: dict[str, Any], plan: Plan) -> None:
-        self._ray = ray
-        resources = {"num_cpus": plan.threads, "num_gpus": plan.gpus, "max_concurrency": _MAX_CONCURRENCY}
+    Ray counts their threads as CPUs. Workers without room wait, and let an autoscaling cluster grow.
+    """
+
+    def __init__(self, ray: Any, options: dict[str, Any], workers: int, gpus: int = 0) -> None:
+        self._ray, self._options, self._size = ray, options, workers
+        resources = {"num_cpus": options["threads"], "num_gpus": gpus, "max_concurrency": _MAX_CONCURRENCY}
         self._make = ray.remote(RayWorker).options(**resources).remote
-        self._options, self._size = options, plan.workers
         self._workers: list[_Worker] = []
         self._calls: dict[Any, _Call] = {}
         self._retries: list[tuple[Document, int]] = []  # by the number of workers that died with the document
@@ -283,8 +277,8 @@ class OwnStdout:
         return getattr(self._stream, name)
 
 
-def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str | None) -> Plan:
-    """Divide the resources of a cluster: by default a worker with one thread for each GPU.
+def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str | None) -> tuple[int, int, int]:
+    """The workers of a cluster, and the threads and GPUs of each: by default a worker with one thread for each GPU.
 
     Without GPUs it is one for each machine, and the CPUs are divided among them.
     """
@@ -294,8 +288,8 @@ def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str
         )
     gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
     if gpus or device == "cuda":
-        return Plan(workers or max(1, gpus), threads or 1, 1)
+        return workers or max(1, gpus), threads or 1, 1
     machines = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     wanted = workers or max(1, sum(cpus >= (threads or 1) for cpus in machines))
     share = int(min(sum(machines) / wanted, max(machines, default=1)))
-    return Plan(wanted, threads or max(1, share), 0)
+    return wanted, threads or max(1, share), 0
