@@ -116,13 +116,14 @@ class _Run:
                 self._totals.earlier += before == "finished"
                 self._totals.rejected += before == "rejected"
                 self._observer(document.id, self._totals)
-            elif content is not None and content in self._twins:
+            elif content is None:
+                yield document
+            elif content in self._twins:
                 self._twins[content].append(document.id)
-            elif content is not None and (line := self._writer.line_of(content)) is not None:
+            elif (line := self._writer.line_of(content)) is not None:
                 self._copy(line, document.id, content)
             else:
-                if content is not None:
-                    self._twins[content] = []
+                self._twins[content] = []
                 yield document
 
     def write(self, done: Summarized) -> None:
