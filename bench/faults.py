@@ -34,7 +34,7 @@ from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.journal import OutputPaths
 from lookahead.models.loading import load
 from lookahead.summarization.summarizer import Summarizer
-from tests.support.stand_ins import Silent, StandIn
+from tests.support.stand_ins import StandIn
 
 WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept"
 TWINS, MALFORMED = 20, 50  # after so many documents comes one with the text of another; a line that is none
@@ -75,7 +75,7 @@ class Job:
         paths = OutputPaths(output, resume=True)
         paths.check(self._inputs)
         documents = read_documents(self._inputs)
-        run_job(documents, self._summarize_all, paths, self._identity, totals=JobTotals(), observer=Silent())
+        run_job(documents, self._summarize_all, paths, self._identity, totals=JobTotals())
 
     def run_and_kill(self, output: Path, delay_s: float) -> bool:
         """Do what is missing in a child process that is killed after some time; whether it came to its end."""

@@ -33,13 +33,12 @@ from bench.command import parser_of, publish
 from bench.prompts import SUMMARIZER
 from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import JobTotals, SummarizeAll, run_job
+from lookahead.jobs.job import JobObserver, JobTotals, SummarizeAll, run_job
 from lookahead.jobs.job_options import WorkerOptions
 from lookahead.jobs.journal import OutputPaths
-from lookahead.jobs.worker_pool import Plan, WorkerPool
+from lookahead.jobs.worker_pool import WorkerPool
 from lookahead.models.loading import load, prepare_process
 from lookahead.summarization.summarizer import Summarizer
-from tests.support.stand_ins import Silent
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -57,7 +56,11 @@ def cut(count: int) -> list[Document]:
 
 
 def written(
-    summarize_all: SummarizeAll, identity: JobIdentity, documents: list[Document], output: Path, observer: Any
+    summarize_all: SummarizeAll,
+    identity: JobIdentity,
+    documents: list[Document],
+    output: Path,
+    observer: JobObserver = lambda *_: None,
 ) -> None:
     paths = OutputPaths(output)
     paths.check([])
@@ -72,7 +75,7 @@ def work_alone(share: list[Document], output: Path, model: str, new: int, gate: 
     summarizer.warm_up()
     identity = JobIdentity.of(WorkerOptions(model=model, max_new_tokens=new), *loaded)
     gate.wait()
-    written(summarizer.summarize_all, identity, share, output, Silent())
+    written(summarizer.summarize_all, identity, share, output)
     finish.wait()
 
 
@@ -94,13 +97,13 @@ def local_seconds(documents: list[Document], workers: int, model: str, new: int,
     return seconds
 
 
-class Killer(Silent):
+class Killer:
     """Kills one worker when so many documents are done."""
 
     def __init__(self, after: int) -> None:
         self._after = after
 
-    def summarized(self, done: Any, totals: JobTotals) -> None:
+    def __call__(self, done: Any, totals: JobTotals) -> None:
         if totals.summarized == self._after:
             family = psutil.Process().children(recursive=True)
             os.kill(next(each.pid for each in family if "RayWorker" in "".join(each.cmdline()[:1])), signal.SIGKILL)
@@ -129,10 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         seconds = {}
         options = WorkerOptions(model=model, dtype="fp32", device="cpu", threads=1, max_new_tokens=new)
-        for way, observer in (("ray", Silent()), ("killed", Killer(len(documents) // 4))):
+        for way, observer in (("ray", lambda *_: None), ("killed", Killer(len(documents) // 4))):
             output = folder / f"{way}.jsonl"
-            with WorkerPool(ray, asdict(options), Plan(workers, 1, 0)) as pool:
-                identity = pool.wait_ready(workers).identity
+            with WorkerPool(ray, asdict(options), workers) as pool:
+                identity = pool.wait_ready(workers)
                 start = time.perf_counter()
                 written(pool.summarize_all, identity, documents, output, observer)
                 seconds[way] = time.perf_counter() - start

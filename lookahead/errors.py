@@ -88,6 +88,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def count(number: int, one: str, many: str | None = None) -> str:
+    """`1 document`, `2 documents`."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error tells of a lack of memory; torch raises it as a RuntimeError on a CPU."""
     return isinstance(error, MemoryError) or bool(re.search("(out of|enough|allocate) memory", str(error)))

@@ -19,7 +19,7 @@ from lookahead.errors import ConfigError, LookaheadError, PoolError
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import Pool, write_pool
-from lookahead.pools.open_pool import open_pool
+from lookahead.pools.pool_files import open_pool
 from lookahead.proposers.ngram import NgramProposer
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 

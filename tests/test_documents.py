@@ -210,6 +210,17 @@ def test_a_line_as_long_as_the_limit_is_read(folder, encoding):
     assert [document.text for document in documents] == ["Two.", "Two."]
 
 
+@pytest.mark.parametrize(("name", "encoding"), [("a.csv", "utf-8"), ("a.jsonl", "utf-16")])
+def test_the_limit_counts_the_bytes_of_a_value_in_utf_8_wherever_it_stands(folder, name, encoding):
+    rows = {
+        "a.csv": 'text\n"ééééé\nééééé\nééééé"\nTwo.\n',
+        "a.jsonl": '{"text": "' + "é" * 14 + '"}\n{"text": "Two."}\n',
+    }
+    (folder / name).write_bytes(rows[name].encode(encoding))
+    reject, second = read_documents(find_inputs([name]), limit=26)
+    assert "longer than" in reject.error and second.text == "Two."
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -65,7 +65,7 @@ def test_rows_beside_a_group_that_unpacks_too_far_are_read(tmp_path):
 
 
 def test_a_large_group_that_is_no_smaller_in_the_file_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("lookahead.documents.table_files._UNPACKED", 1000)
+    monkeypatch.setattr("lookahead.documents.readers._UNPACKED", 1000)
     path = tmp_path / "a.parquet"
     texts = [os.urandom(500).hex() for _ in range(30)]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)

@@ -16,7 +16,7 @@ import pytest
 from lookahead.documents.byte_sources import bounded_lines, file_system
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import find_inputs
-from lookahead.documents.readers import check_readers, count_documents, read_documents
+from lookahead.documents.readers import count_documents, read_documents
 from lookahead.errors import DocumentError
 
 PAGE = """<html><head><title>News</title></head><body><nav><a href="/">Home</a> <a href="/b">Sport</a></nav>
@@ -270,7 +270,7 @@ def test_a_reader_that_is_not_installed_is_named_with_what_to_install(folder, mo
     monkeypatch.setitem(sys.modules, module, None)
     extra = {"trafilatura": "html", "pyarrow": "tables"}[module]
     with pytest.raises(DocumentError, match=rf"needs {module}: pip install 'lookahead-decoding\[{extra}\]'"):
-        check_readers(find_inputs([name]))
+        find_inputs([name])
 
 
 # URLs

@@ -26,7 +26,7 @@ from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models.loading import load
 from lookahead.models.model_state import state_of
 from lookahead.proposers import ProposerState
-from tests.support.stand_ins import Silent, StandIn
+from tests.support.stand_ins import StandIn
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -52,9 +52,7 @@ def test_equal_texts_are_summarized_once_where_no_journal_is_kept(monkeypatch: p
     items = [Document(name, f"text {name[0]}") for name in ("a", "a2", "b", "a3", "c", "d", "a4")]
     totals = JobTotals()
     shown: list[dict[str, Any]] = []
-    run_job(
-        items, StandIn().summarize_all, OutputPaths(None), JOB, totals=totals, observer=Silent(), shown=shown.append
-    )
+    run_job(items, StandIn().summarize_all, OutputPaths(None), JOB, totals=totals, shown=shown.append)
     copies = [(line["id"], line.get("copy_of")) for line in shown]
     # Only the newest two lines are remembered.
     assert copies == [("a", None), ("a2", "a"), ("b", None), ("a3", "a"), ("c", None), ("d", None), ("a4", None)]
@@ -74,7 +72,7 @@ def test_what_a_kill_left_half_written_is_removed_and_nothing_else(
         paths = OutputPaths(output, **options)
         paths.check([])
         items = [Document(each, f"text {each}") for each in "ab"]
-        run_job(items, Backwards().summarize_all, paths, JOB, totals=JobTotals(), observer=Silent())
+        run_job(items, Backwards().summarize_all, paths, JOB, totals=JobTotals())
 
     for move in range(moves):
         left_to_go = [replace_file] * move
@@ -98,7 +96,7 @@ def run(output: Path, count: int, **options: bool) -> None:
     items = [Document(f"d{number}", f"text {number}") for number in range(count)]
     paths = OutputPaths(output, **options)
     paths.check([])
-    run_job(items, StandIn().summarize_all, paths, JOB, totals=JobTotals(), observer=Silent())
+    run_job(items, StandIn().summarize_all, paths, JOB, totals=JobTotals())
 
 
 def test_every_line_and_every_repair_is_on_the_disk_before_anything_else_is_written(
@@ -165,7 +163,7 @@ def test_an_interrupt_at_any_line_of_code_leaves_as_many_summaries_as_are_told(t
 
         try:
             sys.settrace(trace)
-            run_job(items, StandIn().summarize_all, paths, JOB, totals=totals, observer=Silent())
+            run_job(items, StandIn().summarize_all, paths, JOB, totals=totals)
         except KeyboardInterrupt:
             written = output.read_bytes() if output.exists() else b""
             assert totals.written == written.count(b"\n") and (not written or written.endswith(b"\n"))
@@ -245,7 +243,7 @@ def test_a_file_name_that_is_no_text_is_known_again_in_a_parquet_file(tmp_path: 
     items = [Document("caf\udce9.txt", "One."), Document("b.txt", "Half of a pair: \udce9.")]
     for resume in (False, True):
         paths, totals = OutputPaths(tmp_path / "out.parquet", resume=resume), JobTotals()
-        run_job(items, StandIn().summarize_all, paths, JOB, totals=totals, observer=Silent())
+        run_job(items, StandIn().summarize_all, paths, JOB, totals=totals)
         assert totals.earlier == (2 if resume else 0)
         rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
         assert [row["id"] for row in rows] == ["caf\\udce9.txt", "b.txt"]

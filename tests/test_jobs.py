@@ -24,7 +24,6 @@ from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 from tests.support.forked import status_of
-from tests.support.stand_ins import Silent
 
 OPTIONS = JobOptions(max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
@@ -79,7 +78,7 @@ def run(items, worker=None, *, resume=False, identity=JOB, output=OUT, rows=1, *
     paths = OutputPaths(output, resume=resume, **options)
     paths.check([])
     summarize_all = partial((worker or Worker()).summarize_all, rows=rows)
-    run_job(items, summarize_all, paths, identity, totals=totals, observer=Silent())
+    run_job(items, summarize_all, paths, identity, totals=totals)
     return totals
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import lookahead
 from lookahead.config import LookaheadConfig
-from lookahead.jobs.estimate import MOST_PARTS
+from lookahead.jobs.job import MOST_PARTS
 from lookahead.jobs.output_memory import OutputMemory
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models.model_state import state_of

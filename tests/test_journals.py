@@ -20,7 +20,7 @@ from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions, read_job_file
 from lookahead.jobs.journal import Journal, OutputPaths, write_manifest
 from lookahead.jobs.result_lines import copy_of
-from tests.support.stand_ins import Silent, StandIn
+from tests.support.stand_ins import StandIn
 
 OPTIONS = JobOptions(max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
@@ -64,7 +64,7 @@ def run(
     paths, totals = OutputPaths(output, **options), JobTotals()
     paths.check([])
     summarize_all = (worker or Worker()).summarize_all
-    run_job(items, summarize_all, paths, JOB, totals=totals, observer=Silent(), is_part=is_part)
+    run_job(items, summarize_all, paths, JOB, totals=totals, is_part=is_part)
     return totals
 
 

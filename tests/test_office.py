@@ -14,7 +14,7 @@ import pytest
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import find_inputs
-from lookahead.documents.readers import check_readers, read_documents
+from lookahead.documents.readers import read_documents
 from lookahead.errors import DocumentError
 
 MEGABYTE = 1 << 20
@@ -181,7 +181,7 @@ def test_readers_that_are_not_installed_are_told_before_the_work(folder, monkeyp
     monkeypatch.setitem(sys.modules, "docx", None)
     for name, needs in (("a.pdf", "PDF needs pypdf"), ("a.docx", "Word files need python-docx")):
         with pytest.raises(DocumentError, match=rf"{name}: {needs}: pip install 'lookahead-decoding\[documents\]'"):
-            check_readers(find_inputs([name]))
+            find_inputs([name])
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")

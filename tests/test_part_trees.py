@@ -14,7 +14,6 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.journal import OutputPaths
 from lookahead.summarization.summarizer import Summarizer
-from tests.support.stand_ins import Silent
 
 LONG = [Document(name, f"{name}. " + "The cat sat on the mat. " * count) for name, count in (("a", 60), ("b", 2))]
 LONG.append(Document("same as a", LONG[0].text))
@@ -36,7 +35,7 @@ class Killed(BaseException):
 def run(items, worker, *, identity=KEEPING, output, resume=False):
     totals, paths = JobTotals(), OutputPaths(output, resume=resume)
     paths.check([])
-    run_job(items, worker.summarize_all, paths, identity, totals=totals, observer=Silent())
+    run_job(items, worker.summarize_all, paths, identity, totals=totals)
     return totals
 
 

@@ -17,8 +17,8 @@ from lookahead.jobs import worker_pool
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import WorkerOptions
 from lookahead.jobs.journal import OutputPaths
-from lookahead.jobs.worker_pool import TRIES, Plan, RayWorker, WorkerPool
-from tests.support.stand_ins import Silent
+from lookahead.jobs.worker_pool import TRIES, RayWorker, WorkerPool
+from lookahead.summarization.summarizer import Summarized
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'lookahead-decoding[ray]'")
 
@@ -60,30 +60,30 @@ def pool_for(model_folder, **options):
     """Two workers with the tiny model."""
     asked = {"max_new_tokens": 12, "rows": 1, **options}
     worker = WorkerOptions(model=str(model_folder), dtype="fp32", device="cpu", threads=1, **asked)
-    return WorkerPool(ray, asdict(worker), Plan(workers=2, threads=1, gpus=0))
+    return WorkerPool(ray, asdict(worker), workers=2)
 
 
-class KillsAWorker(Silent):
+class KillsAWorker:
     """Kills one of the workers at once when so many documents are done."""
 
     def __init__(self, after):
         self.after, self.killed = after, 0
 
-    def summarized(self, done, totals):
-        if totals.summarized == self.after:
+    def __call__(self, done, totals):
+        if isinstance(done, Summarized) and totals.summarized == self.after:
             victim = worker_processes()[0]
             os.kill(victim.pid, signal.SIGKILL)
             victim.wait(10)
             self.killed += 1
 
 
-def run(pool, documents, output, observer=None):
+def run(pool, documents, output, observer=lambda *_: None):
     """A job with a pool, all of whose workers are ready before it begins."""
     totals, paths = JobTotals(), OutputPaths(Path(output))
     paths.check([])
     with pool:
-        identity = pool.wait_ready(2).identity
-        run_job(documents, pool.summarize_all, paths, identity, totals=totals, observer=observer or Silent())
+        identity = pool.wait_ready(2)
+        run_job(documents, pool.summarize_all, paths, identity, totals=totals, observer=observer)
     return totals
 
 

@@ -11,7 +11,7 @@ import pytest
 from lookahead.documents.decode_text import Document
 from lookahead.errors import UnsupportedModelError
 from lookahead.jobs.job_options import WorkerOptions
-from lookahead.jobs.worker_pool import RayWorker, WorkerInfo
+from lookahead.jobs.worker_pool import RayWorker
 from lookahead.proposers.heads import Heads
 from lookahead.summarization.summarizer import Summarizer
 
@@ -27,13 +27,13 @@ def test_calls_side_by_side_give_the_summaries_of_one_by_one(model_folder, tiny_
     documents = [Document(i, f"Text number {i}, " + "which goes on. " * i) for i in range(12)]
 
     async def work():
-        info = await worker.start()
+        _, rows = await worker.start()
         first = await asyncio.gather(*map(worker.summarize, documents[:7]))
         late = await worker.summarize(documents[7])  # after the rows have been idle
-        return info, [*first, late, *await asyncio.gather(*map(worker.summarize, documents[8:]))]
+        return rows, [*first, late, *await asyncio.gather(*map(worker.summarize, documents[8:]))]
 
-    info, done = asyncio.run(work())
-    assert isinstance(info, WorkerInfo) and info.rows == (1 if compare else 3)
+    rows, done = asyncio.run(work())
+    assert rows == (1 if compare else 3)
     summarizer = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=12)
     assert [summary.text for summary in done] == [summarizer.summarize(each.text).text for each in documents]
 

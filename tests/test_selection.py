@@ -11,8 +11,8 @@ from lookahead.documents.decode_text import Document
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from lookahead.errors import ConfigError
-from lookahead.jobs import estimate as estimating
-from lookahead.jobs.estimate import MOST_PARTS, estimate_job, select_documents
+from lookahead.jobs import job
+from lookahead.jobs.job import MOST_PARTS, estimate_job, select_documents
 from lookahead.jobs.job_options import JobOptions
 from lookahead.summarization.prompting import PromptFitter
 from tests.support.stand_ins import StandIn
@@ -60,7 +60,7 @@ class Clocked(StandIn):
 
     def __init__(self, monkeypatch):
         self.seen = []
-        monkeypatch.setattr(estimating.time, "perf_counter", lambda: float(sum(map(len, self.seen))))
+        monkeypatch.setattr(job.time, "perf_counter", lambda: float(sum(map(len, self.seen))))
 
     def summarize_all(self, documents):
         for document in documents:

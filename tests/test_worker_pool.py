@@ -17,8 +17,6 @@ from lookahead.jobs.worker_pool import (
     FAILED_STARTS,
     TRIES,
     OwnStdout,
-    Plan,
-    WorkerInfo,
     WorkerPool,
     connect,
     plan_workers,
@@ -27,7 +25,7 @@ from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 
 JOB = JobIdentity(model="tiny", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
-READY = WorkerInfo(JOB, rows=1)  # has two documents in flight
+READY = JOB, 1  # has two documents in flight
 
 
 class RayError(Exception):
@@ -82,7 +80,7 @@ class Ray:
 
 
 def pool_of(ray, workers=2):
-    return WorkerPool(ray, None, Plan(workers, 1, 0))
+    return WorkerPool(ray, {"threads": 1}, workers)
 
 
 def documents(*texts):
@@ -147,7 +145,7 @@ def test_a_document_that_kills_workers_is_put_aside_and_its_neighbours_are_done(
 
 
 def test_a_worker_that_would_do_another_job_is_left_out():
-    stranger = WorkerInfo(replace(JOB, weights="other"), rows=1)
+    stranger = (replace(JOB, weights="other"), 1)
     ray = Ray([READY, stranger])
     pool = pool_of(ray)
     assert len(outcomes(pool, documents(*"abcdef"))) == 6
@@ -182,16 +180,16 @@ def cluster(**resources):
 @pytest.mark.parametrize(
     ("machines", "asked", "plan"),
     [
-        ({"cpus": [8]}, (None, None, None), Plan(1, 8, 0)),
-        ({"cpus": [8]}, (4, None, None), Plan(4, 2, 0)),
-        ({"cpus": [2]}, (4, None, None), Plan(4, 1, 0)),  # two of them wait for a larger cluster
-        ({"cpus": [8, 8]}, (None, None, None), Plan(2, 8, 0)),
-        ({"cpus": [8, 2]}, (1, None, None), Plan(1, 8, 0)),  # and not the ten, which no machine has
-        ({"cpus": [8, 2]}, (None, 4, None), Plan(1, 4, 0)),
-        ({"cpus": [16], "gpus": [4]}, (None, None, None), Plan(4, 1, 1)),
-        ({"cpus": [16], "gpus": [4]}, (2, 3, "cuda"), Plan(2, 3, 1)),
-        ({"cpus": [16], "gpus": [4]}, (2, None, "cpu"), Plan(2, 8, 0)),
-        ({"cpus": [1]}, (3, None, "cuda"), Plan(3, 1, 1)),  # machines with GPUs may come
+        ({"cpus": [8]}, (None, None, None), (1, 8, 0)),
+        ({"cpus": [8]}, (4, None, None), (4, 2, 0)),
+        ({"cpus": [2]}, (4, None, None), (4, 1, 0)),  # two of them wait for a larger cluster
+        ({"cpus": [8, 8]}, (None, None, None), (2, 8, 0)),
+        ({"cpus": [8, 2]}, (1, None, None), (1, 8, 0)),  # and not the ten, which no machine has
+        ({"cpus": [8, 2]}, (None, 4, None), (1, 4, 0)),
+        ({"cpus": [16], "gpus": [4]}, (None, None, None), (4, 1, 1)),
+        ({"cpus": [16], "gpus": [4]}, (2, 3, "cuda"), (2, 3, 1)),
+        ({"cpus": [16], "gpus": [4]}, (2, None, "cpu"), (2, 8, 0)),
+        ({"cpus": [1]}, (3, None, "cuda"), (3, 1, 1)),  # machines with GPUs may come
     ],
 )
 def test_a_cluster_is_divided_by_gpus_or_else_by_cpus(machines, asked, plan):

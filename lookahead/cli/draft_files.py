@@ -14,7 +14,7 @@ from lookahead.cli.terminal import PoolDisplay, console, convert, find_sources, 
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.readers import count_documents
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, count
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, ModelOptions, option
 from lookahead.models.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_process
 
@@ -114,9 +114,23 @@ def pool_info(options: FileOptions) -> None:
 
     For example: lookahead pool info pool.lkp
     """
-    from lookahead.pools.open_pool import header_rows, read_pool_header
+    from lookahead.ngram.pool_file import VERSION, read_header
+    from lookahead.pools.pool_files import pool_errors
 
-    console(sys.stdout).print(table(header_rows(options.file, read_pool_header(options.file))))
+    with pool_errors(options.file):
+        header = read_header(options.file)
+    rows = [
+        ("pool", options.file),
+        ("documents", f"{header.documents:,}"),
+        ("tokens", f"{header.tokens:,}"),
+        ("largest token id", str(header.largest_token)),
+        ("bytes", f"{header.file_bytes:,}"),
+        ("bytes per token", f"{header.file_bytes / header.tokens:.1f}"),
+        ("tokenizer", f"{header.fingerprint:016x}"),
+        ("checksum", f"{header.checksum:016x}"),
+        ("format", f"version {VERSION}"),
+    ]
+    console(sys.stdout).print(table(rows))
 
 
 def pool_verify(options: VerifyOptions) -> None:
@@ -129,7 +143,7 @@ def pool_verify(options: VerifyOptions) -> None:
 
     Exit status: 0 it can be used; 2 it cannot, and a line says why.
     """
-    from lookahead.pools.open_pool import describe_pool, open_pool
+    from lookahead.pools.pool_files import describe_pool, open_pool
 
     fingerprint, fits = None, ""
     if options.model is not None:
@@ -195,7 +209,7 @@ def memory_info(options: FileOptions) -> None:
     For example: lookahead memory info my-model.lkm
     """
     from lookahead.ngram.memory_file import VERSION, read_memory_header
-    from lookahead.pools.open_pool import pool_errors
+    from lookahead.pools.pool_files import pool_errors
 
     with pool_errors(options.file):
         header = read_memory_header(options.file)
@@ -223,7 +237,7 @@ def memory_verify(options: VerifyOptions) -> None:
     Exit status: 0 it can be used; 2 it cannot, and a line says why.
     """
     from lookahead.ngram.memory_file import read_memory
-    from lookahead.pools.open_pool import pool_errors
+    from lookahead.pools.pool_files import pool_errors
 
     header, fits = None, ""
     if options.model is not None:
@@ -247,8 +261,7 @@ def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> No
     else:
         settings["tokenizer"] = _load_tokenizer(options.model)
     from lookahead.generation.model_memory import build_memory
-    from lookahead.pools.build_pool import PoolTotals, build_pool
-    from lookahead.pools.open_pool import describe_pool
+    from lookahead.pools.pool_files import PoolTotals, build_pool, describe_pool
 
     build: Any = build_memory if is_memory else build_pool
     describe: Any = _describe_memory if is_memory else describe_pool
@@ -273,7 +286,7 @@ def _check_name(output: Path) -> None:
 
 
 def _describe_memory(path: str, header: MemoryHeader) -> str:
-    return f"{path}: {header.contexts:,} context{'' if header.contexts == 1 else 's'}"
+    return f"{path}: {count(header.contexts, 'context')}"
 
 
 pool_app = App(help="Make pools: files of your documents to draft from.")

@@ -17,7 +17,6 @@ from lookahead.cli.terminal import console, harmless, load, prepare, reading, re
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN
 from lookahead.errors import ConfigError, PromptError
-from lookahead.jobs.job_figures import stats_rows
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions, new_tokens_option, option
 from lookahead.models.loading import DEFAULT_MODEL, locate_model
 
@@ -91,7 +90,10 @@ def generate(options: GenerateOptions) -> None:
     if pieces.finish_reason == "length" and len(pieces.token_ids) < options.max_new_tokens:
         say("note", f"the model's context is full after {len(pieces.token_ids)} new tokens")
     if options.stats:
-        rows = [*stats_rows(pieces.stats), ("finish_reason", str(pieces.finish_reason))]
+        rows = []
+        for name, value in {**pieces.stats.to_dict(), "finish_reason": pieces.finish_reason}.items():
+            counts = ", ".join(f"{key}: {n}" for key, n in value.items()) if isinstance(value, dict) else str(value)
+            rows.append((name, counts or "-"))
         console(sys.stderr).print(table(rows))
 
 

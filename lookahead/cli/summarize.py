@@ -17,11 +17,10 @@ from lookahead.cli.terminal import JobDisplay, console, find_sources, load, reme
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.readers import count_documents
-from lookahead.errors import ClusterError, ConfigError, LookaheadError
+from lookahead.errors import ClusterError, ConfigError, LookaheadError, count
 from lookahead.jobs import job_figures
-from lookahead.jobs.estimate import estimate_job, select_documents
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import JobTotals, run_job
+from lookahead.jobs.job import JobTotals, estimate_job, run_job, select_documents
 from lookahead.jobs.job_options import JobOptions, option, read_job_file, to_toml
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.result_lines import print_line
@@ -95,7 +94,7 @@ def summarize(options: SummarizeOptions) -> None:
         if options.ray:
             pool = stack.enter_context(_worker_pool(options))
             summarize_all: SummarizeAll = pool.summarize_all
-            identity, notes = pool.wait_ready().identity, pool.notes
+            identity, notes = pool.wait_ready(), pool.notes
         else:
             loaded = load(options)
             from lookahead.jobs.output_memory import OutputMemory
@@ -133,7 +132,7 @@ def _prints_text(options: JobOptions) -> bool:
 def _find_memory(options: JobOptions) -> Path | None:
     """The pool, if it is a memory of outputs and not a corpus, and can be one in this job."""
     from lookahead.jobs.output_memory import is_memory
-    from lookahead.pools.open_pool import check_folder
+    from lookahead.pools.pool_files import check_folder
 
     if options.pool is None or not is_memory(options.pool):
         return None
@@ -157,9 +156,9 @@ def _worker_pool(options: JobOptions) -> Iterator[WorkerPool]:
     sent = options.for_workers()
     status = console(sys.stderr).status("connecting to Ray")
     with redirect_stdout(cast(TextIO, OwnStdout(sys.stdout))), status, connect(options.ray_address) as ray:
-        plan = plan_workers(ray, options.workers, options.threads, options.device)
-        with WorkerPool(ray, {**sent, "threads": plan.threads}, plan) as pool:
-            status.update(f"waiting for the first of {job_figures.count(plan.workers, 'worker')}")
+        workers, threads, gpus = plan_workers(ray, options.workers, options.threads, options.device)
+        with WorkerPool(ray, {**sent, "threads": threads}, workers, gpus) as pool:
+            status.update(f"waiting for the first of {count(workers, 'worker')}")
             pool.wait_ready()
             status.stop()
             yield pool
@@ -250,5 +249,5 @@ def report(options: ReportOptions) -> None:
     for problem in done.problems:
         say("warning", problem)
     failed = f"{done.failed:,} failed" if done.failed else "no failures"
-    documents = f"{done.documents:,} document{'' if done.documents == 1 else 's'}"
+    documents = count(done.documents, "document")
     console(sys.stderr).print(f"{documents}, {failed}; written to {done.path}", soft_wrap=True)

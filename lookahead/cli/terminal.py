@@ -26,7 +26,6 @@ from rich.text import Text
 import lookahead
 from lookahead.documents.decode_text import DocumentId, Reject
 from lookahead.documents.inputs import Input, find_inputs
-from lookahead.documents.readers import check_readers
 from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.job import JobTotals
@@ -34,8 +33,8 @@ from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOpti
 from lookahead.models import loading
 
 if TYPE_CHECKING:
-    from lookahead.pools.build_pool import PoolTotals
-    from lookahead.summarization.summarizer import Summarized
+    from lookahead.pools.pool_files import PoolTotals
+    from lookahead.summarization.summarizer import Summarized, Summary
 
 MOST_TABLE_ROWS = 20
 MOST_SKIPPED = 20  # files that are named
@@ -74,7 +73,6 @@ def find_sources(
         say("skipped", file)
     if len(skipped) > MOST_SKIPPED:
         say("skipped", f"{len(skipped) - MOST_SKIPPED:,} more files, {len(skipped):,} in all")
-    check_readers(sources)
     return sources, len(skipped)
 
 
@@ -156,7 +154,7 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     if (memory := getattr(options, "memory", None)) is not None:
         # Refuse a file that is no memory, or that could not be written at the end.
         from lookahead.ngram.memory_file import read_memory_header
-        from lookahead.pools.open_pool import check_folder, pool_errors
+        from lookahead.pools.pool_files import check_folder, pool_errors
 
         check_folder(memory)
         if os.path.lexists(memory):
@@ -232,10 +230,6 @@ class _Bar(Progress):
         )
         self._task = self.add_task("", total=total, **values)
 
-    def rejected(self, reject: Reject, *_: object) -> None:
-        say("error", reject.error)
-        self.update(self._task, advance=1)
-
 
 class JobDisplay(_Bar):
     """Shows a job: progress and errors on stderr, and the summaries on stdout if they are wanted (`as_text`)."""
@@ -251,9 +245,16 @@ class JobDisplay(_Bar):
         """Show how far a prompt is read."""
         self.update(self._task, read=f", reading: {done:,} of {tokens:,} tokens" if done < tokens else "")
 
-    def summarized(self, done: Summarized, totals: JobTotals) -> None:
-        """Show a summary and the progress."""
-        name, summary = harmless(str(done.document.id)), done.summary
+    def __call__(self, done: Summarized | Reject | DocumentId, totals: JobTotals) -> None:
+        """Show what became of a document, and the progress."""
+        if isinstance(done, Reject):
+            say("error", done.error)
+        elif not isinstance(done, str | int):
+            self._show(harmless(str(done.document.id)), done.summary)
+        speed = report.speed_of(totals, time.monotonic() - self._started)
+        self.update(self._task, advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
+
+    def _show(self, name: str, summary: Summary) -> None:
         if self.as_text:
             self.stop()
             out = console(sys.stdout)
@@ -263,12 +264,6 @@ class JobDisplay(_Bar):
             self.start()
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
             self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
-        speed = report.speed_of(totals, time.monotonic() - self._started)
-        self.update(self._task, advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
-
-    def passed(self, name: DocumentId, totals: JobTotals) -> None:
-        """Count a document that needed no work."""
-        self.update(self._task, advance=1)
 
     def conclude(self, totals: JobTotals, *, exact: bool) -> None:
         """Show the figures of the job: on stdout after the summaries, else on stderr."""
@@ -291,10 +286,9 @@ class PoolDisplay(_Bar):
     def __init__(self, total: int | None) -> None:
         super().__init__("documents, {task.fields[tokens]:,} tokens{task.fields[stage]}", total, tokens=0, stage="")
 
-    def taken(self, totals: PoolTotals) -> None:
-        """Show how many documents and tokens were taken."""
-        self.update(self._task, advance=1, tokens=totals.tokens)
-
-    def writing(self) -> None:
-        """Show that the documents are read and the pool is written."""
-        self.update(self._task, stage=", indexing and writing")
+    def __call__(self, totals: PoolTotals, reject: Reject | None) -> None:
+        """Show a document that was left out, and how far the file is made."""
+        if reject is not None:
+            say("error", reject.error)
+        stage = ", indexing and writing" if totals.is_read else ""
+        self.update(self._task, completed=totals.documents + totals.rejected, tokens=totals.tokens, stage=stage)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
 from contextlib import ExitStack, contextmanager
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import IO, Any, AnyStr, TypeVar, cast
 
 from lookahead.errors import DocumentError, one_line
 
@@ -44,8 +44,9 @@ def file_system(url: str) -> tuple[Any, str]:
 def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[Any]]:
     """Open a file, a URL or standard input (`-`) for reading bytes.
 
-    With `seekable`, a stream without `seek` is copied to a temporary file. DocumentError if the path is a device, a URL
-    cannot be opened or read, or a pipe stays empty; OSError if a file cannot be opened or read.
+    With `seekable`, a stream without `seek` is copied to a temporary file, which takes at most half of the free space.
+    DocumentError if the path is a device, a URL cannot be opened or read, or a pipe stays empty; OSError if a file
+    cannot be opened or read.
     """
     with ExitStack() as stack:
         if path == STDIN:
@@ -61,7 +62,15 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
             stream = stack.enter_context(_open_local(path))
         if seekable and (path == STDIN or not stream.seekable()):
             copy = stack.enter_context(tempfile.TemporaryFile())
-            _copy(stream, copy, path)
+            most = min(MOST_COPIED, shutil.disk_usage(tempfile.gettempdir()).free // 2)
+            while data := stream.read(MEGABYTE):
+                if copy.tell() + len(data) > most:
+                    raise DocumentError(
+                        f"{path}: cannot copy more than {most / (1 << 30):.3g} GiB to a temporary file; download it, "
+                        "and name the file"
+                    )
+                copy.write(data)
+            copy.seek(0)
             stream = cast("io.BufferedReader[Any]", copy)
         yield stream
 
@@ -123,19 +132,15 @@ def too_long(place: str, limit: int) -> str:
     return f"{place}: longer than {limit / MEGABYTE:.3g} MB; --max-document-mb raises the limit"
 
 
-def bounded_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """The byte offset and the bytes of each line; `None` for more than `limit` bytes, which memory never holds."""
+def bounded_lines(file: IO[AnyStr], limit: int) -> Iterator[tuple[int, AnyStr | None]]:
+    """The offset and the bytes or characters of each line; `None` for more than `limit`, which memory never holds."""
     offset = 0
     while line := file.readline(limit + 2):
         length = len(line)
-        if length <= limit or line.endswith(b"\n"):
-            yield offset, line
-        else:
-            while rest := file.readline(MEGABYTE):
-                length += len(rest)
-                if rest.endswith(b"\n"):
-                    break
-            yield offset, None
+        yield offset, line if length <= limit or line[-1:] in ("\n", b"\n") else None
+        while line and line[-1:] not in ("\n", b"\n"):
+            line = file.readline(MEGABYTE)
+            length += len(line)
         offset += length
 
 
@@ -167,16 +172,3 @@ class _Remote(io.RawIOBase):
         data: bytes = ask(self._url, lambda: self._file.read(len(buffer)))
         buffer[: len(data)] = data
         return len(data)
-
-
-def _copy(stream: BinaryIO, copy: BinaryIO, path: str) -> None:
-    """Copy a stream, at most to half of the free space for temporary files, and rewind the copy."""
-    most = min(MOST_COPIED, shutil.disk_usage(tempfile.gettempdir()).free // 2)
-    while data := stream.read(MEGABYTE):
-        if copy.tell() + len(data) > most:
-            raise DocumentError(
-                f"{path}: cannot copy more than {most / (1 << 30):.3g} GiB to a temporary file; download it, and name "
-                "the file"
-            )
-        copy.write(data)
-    copy.seek(0)

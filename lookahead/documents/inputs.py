@@ -66,7 +66,8 @@ def find_inputs(
     text. Standard input is JSON lines if a field is given. `on_skip` gets the path of every other file of a folder that
     is not taken, except hidden ones, and the reason.
 
-    DocumentError if a path does not exist, a folder or pattern has no file to read, or no input has the fields given.
+    DocumentError if a path does not exist, a folder or pattern has no file to read, no input has the fields given, or
+    the reader of a format is not installed.
     """
     if "" in (field, id_field):
         raise DocumentError("a field or column must have a name, got ''")
@@ -78,6 +79,8 @@ def find_inputs(
         suffix = _suffix(path.split("?")[0] if is_url(path) else path)
         format: Format = "jsonl" if path == STDIN and asked else SUFFIXES.get(suffix, "text")
         is_table = format not in _ONE_TEXT
+        if format in PACKAGES:
+            load_packages(format, path)
         inputs.append(Input(path, field or DEFAULT_FIELD, format, id_field) if is_table else Input(path, None, format))
     if asked and all(source.field is None for source in inputs):
         raise DocumentError(
@@ -119,18 +122,16 @@ def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]
         return [argument]
     if is_url(argument):
         return _expand_url(argument, on_skip)
-    path = Path(argument)
+    path, hint = Path(argument), ""
     try:
         if path.is_dir():
             return _documents_of(argument, list(_walk(path, on_skip)), without, on_skip)
         if path.exists():
             return [argument]
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise DocumentError(f"{argument}: {error.strerror}") from error
-        raise DocumentError(
-            f"{argument[:40]!r}...: {error.strerror}; a text itself is read from stdin with -"
-        ) from error
+        if error.errno == errno.ENAMETOOLONG:
+            argument, hint = f"{argument[:40]!r}...", "; a text itself is read from stdin with -"
+        raise DocumentError(f"{argument}: {error.strerror}{hint}") from error
     if not glob.has_magic(argument):
         raise DocumentError(f"{argument}: no such file")
     matches = sorted(match for match in glob.glob(argument, recursive=True) if not Path(match).is_dir())

@@ -1,27 +1,28 @@
-"""Reading and counting the documents of inputs of any format."""
+"""Reading and counting documents: files of one each, and JSON lines, CSV, TSV and Parquet with one per line or row."""
 
 from __future__ import annotations
 
-import codecs
+import csv
 import io
-import logging
+import json
 import os
-import re
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from lookahead.documents.byte_sources import MEGABYTE, bounded_lines, is_url, read_bounded, read_errors, too_long
-from lookahead.documents.decode_text import Document, Reject, checked, decode_bytes
-from lookahead.documents.inputs import PACKAGES, Input, load_packages
-from lookahead.documents.table_files import read_csv, read_json_lines, read_parquet
-from lookahead.errors import DocumentError, one_line
+from lookahead.documents.byte_sources import MEGABYTE, bounded_lines, opened, read_bounded, read_errors, too_long
+from lookahead.documents.decode_text import Document, DocumentId, Reject, checked, decode_bytes, encoding_of, text_of
+from lookahead.documents.inputs import DEFAULT_ID_FIELD, Input, load_packages
+from lookahead.errors import DocumentError
 
 DEFAULT_LIMIT = 64 * MEGABYTE
-_OLD_WORD = b"\xd0\xcf\x11\xe0"  # begins .doc files, and .docx files with a password
-_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
-_FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"  # repeats the text before it
-_BREAKS = {f"{_WORD}p": "\n\n", f"{_WORD}br": "\n", f"{_WORD}cr": "\n", f"{_WORD}tab": "\t"}
+_UNPACKED = 64 << 20  # bytes; a row group that unpacks to no more is read whatever its size in the file
+_MOST_FOLD = 100  # how many times its size in the file a larger row group may unpack to
+_UNPACKS_TOO_FAR = f"a group of rows that unpacks to more than {_MOST_FOLD} times its size is not read"
+_BATCH_ROWS = 1024
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+_END = "\x1e"  # an extra last row: a quote that is not closed swallows it
 
 
 def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> Iterator[Document | Reject]:
@@ -32,13 +33,7 @@ def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> It
     for source in inputs:
         try:
             if source.field is None:
-                data, format = read_bounded(source.path, limit), source.format
-                if format == "text" and is_url(source.path):  # most web addresses have no suffix
-                    begin = data[:1024].removeprefix(codecs.BOM_UTF8).lstrip().lower()
-                    is_page = begin.startswith(b"<") and re.search(rb"<(!doctype )?html\b", begin)
-                    format = "pdf" if begin.startswith(b"%pdf-") else "html" if is_page else "text"
-                extract = _EXTRACTORS.get(format)
-                text = decode_bytes(data, source.path) if extract is None else extract(data, source.path, limit)
+                text = text_of(read_bounded(source.path, limit), source.path, source.format, limit)
                 yield Document(source.path, checked(text, source.path))
                 continue
             is_empty = True
@@ -51,13 +46,6 @@ def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> It
             yield Reject(source.path, f"{source.path}: {error.strerror or error}")
         except DocumentError as error:
             yield Reject(source.path, str(error))
-
-
-def check_readers(inputs: Sequence[Input]) -> None:
-    """Refuse inputs whose reader is not installed with a DocumentError, before any work is done."""
-    for format, path in {source.format: source.path for source in inputs}.items():
-        if format in PACKAGES:
-            load_packages(format, path)
 
 
 def count_documents(inputs: Sequence[Input]) -> int | None:
@@ -82,73 +70,199 @@ def count_documents(inputs: Sequence[Input]) -> int | None:
     return total
 
 
-def _html_text(data: bytes, path: str, limit: int) -> str:
-    """The main text of a web page without menus, advertisements and footers. The page declares its own encoding."""
-    (trafilatura,) = load_packages("html", path)
-    with read_errors(path, "HTML"):
-        text = trafilatura.extract(data, include_comments=False, favor_recall=True)
-    if not text:
-        raise DocumentError(f"{path}: no main text found in this page")
-    return str(text)
+def _read_json_lines(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
+    """Read one document per line that is not blank."""
+    with opened(source.path) as file:
+        for number, (offset, line) in enumerate(_utf8_lines(file, source.path, limit), start=1):
+            place = f"{source.path}:{number}"
+            if line is None:
+                yield Reject(place, too_long(place, limit))
+            elif line.strip():
+                try:
+                    record = json.loads(decode_bytes(line, place, offset).strip())
+                except DocumentError as error:
+                    yield Reject(place, str(error))
+                except (ValueError, RecursionError) as error:
+                    what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+                    if isinstance(error, json.JSONDecodeError):
+                        what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+                    yield Reject(place, f"{place}: not valid JSON: {what}")
+                else:
+                    yield _document(place, source, field, record, limit)
 
 
-def _pdf_text(data: bytes, path: str, limit: int) -> str:
-    """The text of all pages of a PDF file, of at most `limit` bytes."""
-    (pypdf,) = load_packages("pdf", path)
-    pages: list[str] = []
-    size = 0
-    log = logging.getLogger("pypdf")  # it says something about every damaged page
-    with read_errors(path, "PDF"):
-        level = log.level
-        log.setLevel(logging.CRITICAL)
+def _read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
+    """Read one document per row; the first names the columns. DocumentError if the rest cannot be read."""
+    csv.field_size_limit(min(limit, (1 << 31) - 1))
+    with opened(source.path) as file:
+        wrong: list[DocumentError] = []  # about the lines of the current row
+        lines = chain(_csv_lines(file, source.path, limit, wrong), [_END])
+        rows = csv.reader(lines, delimiter=_DELIMITERS[source.format])
         try:
-            reader = pypdf.PdfReader(io.BytesIO(data))
-            if reader.is_encrypted and not reader.decrypt(""):
-                raise DocumentError(f"{path}: this PDF needs a password; save a copy without one")
-            for page in reader.pages:
-                pages.append(page.extract_text().strip())
-                size += len(pages[-1].encode("utf-8", "surrogatepass"))
-                if size > limit:
-                    raise DocumentError(too_long(path, limit))
-        except pypdf.errors.DependencyError as error:
-            reason = one_line(error)
-            raise DocumentError(f"{path}: this PDF is encrypted; save a copy that is not ({reason})") from error
-        finally:
-            log.setLevel(level)
-    text = "\n\n".join(page for page in pages if page)
-    if not text:
-        what = f"its {len(pages)} pages hold" if len(pages) != 1 else "its page holds"
-        raise DocumentError(f"{path}: {what} no text; scanned pages need OCR first, for example with ocrmypdf")
-    return text
+            names: list[str] = []
+            before = 0
+            for row in rows:
+                if row == [_END]:
+                    break
+                if row and row[-1].endswith(_END):
+                    raise DocumentError(
+                        f"{source.path}:{before + 1}: a quote is not closed; the rest of the file is not read"
+                    )
+                before = rows.line_num
+                place = f"{source.path}:{before}"
+                if not names:
+                    if wrong:
+                        raise wrong[0]
+                    if row:
+                        names = row
+                        _check_names(source, field, names, source.path)
+                elif wrong:
+                    yield Reject(place, str(wrong[0]))
+                    wrong.clear()
+                elif not any(cell.strip() for cell in row):
+                    continue
+                elif len(row) != len(names):
+                    yield Reject(place, f"{place}: {len(row)} cells, and there are {len(names)} columns")
+                else:
+                    cells = dict(zip(names[::-1], row[::-1], strict=True))  # of equal names the first counts
+                    yield _document(place, source, field, cells, limit)
+        except csv.Error as error:
+            where = f"{source.path}:{rows.line_num}"
+            message = too_long(where, limit) if "field limit" in str(error) else f"{where}: not valid CSV: {error}"
+            raise DocumentError(f"{message}; the rest of the file is not read") from error
 
 
-def _docx_text(data: bytes, path: str, limit: int) -> str:
-    """The text of a Word file with its tables, without headers and footers; it may unpack to `limit` bytes."""
-    (docx,) = load_packages("docx", path)
-    if data.startswith(_OLD_WORD):
-        raise DocumentError(f"{path}: an old or encrypted Word file; save it as .docx without a password")
-    with read_errors(path, "a Word file"):
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # an entry never yields more bytes than it declares
-            if sum(entry.file_size for entry in archive.infolist()) > limit:
-                raise DocumentError(too_long(f"{path}, unpacked", limit))
-        body = docx.Document(io.BytesIO(data)).element.body
-    text = "".join(_body_text(body)).strip()
-    if not text:
-        raise DocumentError(f"{path}: this Word file holds no text")
-    return text
+def _read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
+    """Read one document per row. DocumentError if the file is damaged, or the column is missing or holds no text."""
+    arrow, parquet = load_packages("parquet", source.path)
+    number = 0
+    with opened(source.path, seekable=True) as file, read_errors(source.path, "Parquet"):
+        table = parquet.ParquetFile(file)
+        names: list[str] = table.schema_arrow.names
+        _check_names(source, field, names, source.path)
+        kind = table.schema_arrow.field(names.index(field)).type
+        kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+        if str(kind) not in ("string", "large_string", "string_view"):
+            raise DocumentError(f"{source.path}: column {field!r} must hold strings, it holds {kind}")
+        columns = [name for name in (field, source.id_field or DEFAULT_ID_FIELD) if name in names]
+        for rows, batches in _row_groups(table, columns, max(limit, _UNPACKED)):
+            if batches is None:
+                number += rows
+                place = f"{source.path}:{number - rows + 1}-{number}"
+                yield Reject(place, f"{place}: {_UNPACKS_TOO_FAR}")
+                continue
+            for batch in batches:
+                number += 1
+                cells = {name: _cell(batch, name) for name in columns}
+                yield _document(f"{source.path}:{number}", source, field, cells, limit)
 
 
-def _body_text(body: Any) -> Iterator[str]:
-    """The text of a Word document's body without tracked deletions."""
-    for fallback in list(body.iter(_FALLBACK)):
-        fallback.getparent().remove(fallback)
-    for element in body.iter():
-        is_tab_stop = element.tag == f"{_WORD}tab" and element.getparent().tag != f"{_WORD}r"
-        if element.tag == f"{_WORD}t":
-            yield element.text or ""
-        elif element.tag in _BREAKS and not is_tab_stop:
-            yield _BREAKS[element.tag]
+def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file on this machine, without null fields; DocumentError if they cannot be read."""
+    _, parquet = load_packages("parquet", str(path))
+    with read_errors(str(path), "Parquet"):
+        for _, batches in _row_groups(parquet.ParquetFile(path), rows=_BATCH_ROWS):
+            if batches is None:
+                raise DocumentError(f"{path}: {_UNPACKS_TOO_FAR}")
+            for batch in batches:
+                for row in batch.to_pylist():
+                    yield {name: value for name, value in row.items() if value is not None}
 
 
-_EXTRACTORS = {"html": _html_text, "pdf": _pdf_text, "docx": _docx_text}
-_TABLES = {"jsonl": read_json_lines, "csv": read_csv, "tsv": read_csv, "parquet": read_parquet}
+def _row_groups(
+    table: Any, columns: Sequence[str] | None = None, most: int = _UNPACKED, rows: int = 1
+) -> Iterator[tuple[int, Iterator[Any] | None]]:
+    """The row groups of an open Parquet file: the number of rows, and batches of at most `rows` rows or 64 MiB.
+
+    They are `None` for a group that would unpack to more than `most` bytes and more than 100 times its size in the
+    file: a value may be compressed a thousandfold, or be repeated in every row. The sizes are those that the file
+    declares, and no value is larger than its unpacked group.
+    """
+    for number in range(table.num_row_groups):
+        group = table.metadata.row_group(number)
+        chunks = [group.column(at) for at in range(group.num_columns)]
+        if columns is not None:
+            chunks = [chunk for chunk in chunks if any(f"{chunk.path_in_schema}.".startswith(f"{c}.") for c in columns)]
+        unpacked = sum(chunk.total_uncompressed_size for chunk in chunks)
+        if unpacked > max(most, _MOST_FOLD * sum(chunk.total_compressed_size for chunk in chunks)):
+            yield group.num_rows, None
+        else:
+            at_once = max(1, min(rows, _UNPACKED // max(1, unpacked)))
+            yield group.num_rows, table.iter_batches(batch_size=at_once, row_groups=[number], columns=columns)
+
+
+def _cell(batch: Any, name: str) -> object:
+    """The value of the first column of a name in a batch of one row, or the error that decoding it raises."""
+    try:
+        return batch.column(batch.schema.names.index(name))[0].as_py()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _utf8_lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """The lines as of `bounded_lines`, in UTF-8 whatever Unicode encoding the file has."""
+    encoding = encoding_of(file.peek(4)[:4])
+    if encoding == "utf-8":
+        yield from bounded_lines(file, limit)
+        return
+    text = io.TextIOWrapper(file, encoding, newline="\n")
+    try:
+        for _, line in bounded_lines(text, limit):
+            yield 0, None if line is None else line.encode("utf-8", "replace")
+    except UnicodeError as error:
+        raise DocumentError(f"{path}: a line is not {encoding.upper()} text: {error}") from error
+    finally:
+        text.detach()  # the caller closes the file
+
+
+def _csv_lines(file: io.BufferedReader, path: str, limit: int, wrong: list[DocumentError]) -> Iterator[str]:
+    """The lines of an open file as text; one that is none is added to `wrong` and yielded with its bytes escaped.
+
+    A line that is too long ends the file, since it is unknown where the next row begins.
+    """
+    for number, (offset, data) in enumerate(_utf8_lines(file, path, limit), start=1):
+        place = f"{path}:{number}"
+        if data is None:
+            raise DocumentError(f"{too_long(place, limit)}; the rest of the file is not read")
+        try:
+            line = decode_bytes(data, place, offset)
+        except DocumentError as error:
+            wrong.append(error)
+            line = data.replace(b"\0", b"").decode("utf-8", "surrogateescape")  # csv takes zeros from Python 3.11 on
+        yield line
+
+
+def _check_names(source: Input, field: str, names: Collection[str], place: str) -> None:
+    """DocumentError if there is no field or column of the text, or of the id where one is named."""
+    for needed, option in ((field, "--text-field"), (source.id_field, "--id-field")):
+        if needed is not None and needed not in names:
+            noun, there = "field" if source.format == "jsonl" else "column", ", ".join(names) or "none"
+            raise DocumentError(f"{place}: no {noun} {needed!r}; the {noun}s are {there} ({option} names one)")
+
+
+def _document(place: str, source: Input, field: str, record: Any, limit: int) -> Document | Reject:
+    """The document of a JSON value, or of a row by the names of its columns."""
+    name: DocumentId = place
+    try:
+        if not isinstance(record, dict):
+            raise DocumentError(f"{place}: expected a JSON object, got {type(record).__name__}")
+        given = record.get(source.id_field or DEFAULT_ID_FIELD)
+        if is_id := isinstance(given, str | int) and not isinstance(given, bool) and given != "":
+            name = given
+        _check_names(source, field, record, place)
+        if source.id_field is not None and not is_id:
+            held = "an empty string" if given == "" else type(given).__name__
+            raise DocumentError(f"{place}: field {source.id_field!r} must be a string or a whole number, got {held}")
+        text, where = record[field], f"{place}: {'field' if source.format == 'jsonl' else 'column'} {field!r}"
+        if isinstance(text, UnicodeDecodeError):
+            raise DocumentError(f"{where} is not UTF-8 text: {text.reason} at byte {text.start}")
+        if not isinstance(text, str):
+            raise DocumentError(f"{where} must hold a string, got {type(text).__name__}")
+        if len(text) > limit // 4 and len(text.encode("utf-8", "replace")) > limit:
+            raise DocumentError(too_long(place, limit))
+        return Document(name, checked(text, place))
+    except DocumentError as error:
+        return Reject(name, str(error))
+
+
+_TABLES = {"jsonl": _read_json_lines, "csv": _read_csv, "tsv": _read_csv, "parquet": _read_parquet}

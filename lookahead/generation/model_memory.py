@@ -18,8 +18,7 @@ from lookahead.models.target import input_device
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.memory_file import MemoryHeader, merge_records, read_memory, records_of, table_of, write_memory
 from lookahead.ngram.recycled import ORDERS, RecycledTable
-from lookahead.pools.build_pool import PoolObserver, PoolTotals, read_tokens
-from lookahead.pools.open_pool import pool_errors
+from lookahead.pools.pool_files import PoolObserver, PoolTotals, pool_errors, read_tokens
 from lookahead.proposers import ProposerState
 from lookahead.proposers.file_memory import EMPTY, header_of, merge_into, open_file_memory
 from lookahead.verification.exact import read_scores
@@ -105,7 +104,6 @@ def build_memory(
         learn(table, model, ids)
     if not totals.documents:
         raise PoolError(f"{path}: no document to learn from, {totals.rejected} could not be used")
-    observer.writing()
     new, _ = records_of(table, header.vocabulary)
     if adds:
         return merge_into(path, header, new)

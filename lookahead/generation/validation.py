@@ -25,7 +25,7 @@ from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.model_state import state_of
 from lookahead.models.support import check_model, decoder_vocabulary, described, validate_model
 from lookahead.models.target import input_device, position_limit
-from lookahead.pools.open_pool import pool_of
+from lookahead.pools.pool_files import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 # The least value of options that are whole numbers, and the range of those that are any number.

@@ -1,49 +1,49 @@
-"""Run a job: summarize every document once, write a line for each, and skip what an earlier run finished."""
+"""Run a job, which summarizes every document once and skips what an earlier run finished; or estimate its time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lookahead.documents.byte_sources import STDIN
 from lookahead.documents.decode_text import Document, DocumentId, Reject
+from lookahead.documents.inputs import Input
+from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
+from lookahead.errors import ConfigError, LookaheadError
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.journal import Journal, OutputPaths, Sink, Stream
 from lookahead.jobs.result_lines import Record, copy_of
 from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
+    from lookahead.jobs.job_options import JobOptions
+    from lookahead.summarization.chunking import Parts
+    from lookahead.summarization.prompting import PromptFitter
     from lookahead.summarization.summarizer import PlainFigures, Summarized
 
 
+TRIED = 3  # documents that are summarized to measure the time
+MOST_PARTS = 8  # parts of each that are summarized
+
 # Takes documents, and yields them as they finish: of a `Summarizer` in this process, or of a `WorkerPool` on a cluster.
 SummarizeAll = Callable[[Iterable[Document]], Iterator["Summarized | Reject"]]
-
-
-class JobObserver(Protocol):
-    """Shows the progress of a job. Each method is called after the line of a document is written."""
-
-    def summarized(self, done: Summarized, totals: JobTotals) -> None:
-        """A document was summarized."""
-
-    def passed(self, name: DocumentId, totals: JobTotals) -> None:
-        """A document needed no work: it was finished before, or its text equals another."""
-
-    def rejected(self, reject: Reject, totals: JobTotals) -> None:
-        """A document could not be read or summarized."""
 
 
 @dataclass(slots=True)
 class JobTotals:
     """What a job has done so far, in documents."""
 
-    summarized: int = 0  # they have `document_tokens` tokens
+    summarized: int = 0
     copied: int = 0  # with the text of another, whose summary was copied
     earlier: int = 0  # finished by an earlier run
     rejected: int = 0  # failed, in this run or an earlier one
     skipped: int = 0  # files of folders that were not read
     cut: int = 0  # summaries cut off at the token limit
-    document_tokens: int = 0
     stats: DecodingStats = field(default_factory=DecodingStats)
     plain: PlainFigures | None = None  # of plain decoding, if it was asked for
     different: list[DocumentId] = field(default_factory=list)  # plain decoding gave other tokens
@@ -55,6 +55,11 @@ class JobTotals:
         return self.summarized + self.copied
 
 
+# Is told what became of a document after its line is written. One that needed no work, since it was finished before or
+# its text equals another, is told by its id.
+JobObserver = Callable[["Summarized | Reject | DocumentId", JobTotals], None]
+
+
 def run_job(
     documents: Iterable[Document | Reject],
     summarize_all: SummarizeAll,
@@ -62,7 +67,7 @@ def run_job(
     identity: JobIdentity,
     *,
     totals: JobTotals,
-    observer: JobObserver,
+    observer: JobObserver = lambda *_: None,
     is_part: bool = False,
     shown: Sink | None = None,
 ) -> None:
@@ -110,14 +115,15 @@ class _Run:
             if before is not None:
                 self._totals.earlier += before == "finished"
                 self._totals.rejected += before == "rejected"
-                self._observer.passed(document.id, self._totals)
-            elif content is not None and content in self._twins:
+                self._observer(document.id, self._totals)
+            elif content is None:
+                yield document
+            elif content in self._twins:
                 self._twins[content].append(document.id)
-            elif content is not None and (line := self._writer.line_of(content)) is not None:
+            elif (line := self._writer.line_of(content)) is not None:
                 self._copy(line, document.id, content)
             else:
-                if content is not None:
-                    self._twins[content] = []
+                self._twins[content] = []
                 yield document
 
     def write(self, done: Summarized) -> None:
@@ -127,12 +133,11 @@ class _Run:
         totals, summary = self._totals, done.summary
         totals.summarized += 1
         totals.cut += summary.finish_reason == "length"
-        totals.document_tokens += summary.document_tokens
         totals.stats = total_in_sequence([totals.stats, summary.stats])
         if summary.plain is not None:
             totals.plain = summary.plain if totals.plain is None else totals.plain + summary.plain
             totals.different += [done.document.id] * (not summary.plain.identical)
-        self._observer.summarized(done, self._totals)
+        self._observer(done, self._totals)
         for twin in self._twins.pop(content, []):
             self._copy(line, twin, content)
 
@@ -143,9 +148,110 @@ class _Run:
         for each in (reject, *(Reject(name, reject.error) for name in twins)):
             self._writer.reject(each, content)
             self._totals.rejected += 1
-            self._observer.rejected(each, self._totals)
+            self._observer(each, self._totals)
 
     def _copy(self, line: Record, name: DocumentId, content: bytes) -> None:
         self._writer.append(copy_of(line, name), content)
         self._totals.copied += 1
-        self._observer.passed(name, self._totals)
+        self._observer(name, self._totals)
+
+
+def select_documents(
+    inputs: Sequence[Input],
+    *,
+    first: int | None = None,
+    sample: int | None = None,
+    seed: int = 0,
+    limit: int = DEFAULT_LIMIT,
+) -> Iterator[Document | Reject]:
+    """All documents of the inputs, or the first of them or of a random sample, in their order.
+
+    A sample is drawn by reading the inputs once more. `limit` is the largest size of a document, in bytes.
+    """
+    if sample is None:
+        return islice(read_documents(inputs, limit=limit), first)
+    for path in (source.path for source in inputs):
+        if path == STDIN or Path(path).is_fifo():
+            raise ConfigError(
+                f"a sample is drawn by reading the inputs twice, and {path} cannot be; write it to a file first"
+            )
+    count = sum(1 for _ in read_documents(inputs, limit=limit))
+    drawn = set(random.Random(seed).sample(range(count), min(sample, count)))
+    chosen = (document for i, document in enumerate(read_documents(inputs, limit=limit)) if i in drawn)
+    return islice(chosen, first)
+
+
+@dataclass(slots=True)
+class Estimate:
+    """What a job would take."""
+
+    documents: int = 0  # that can be read
+    failed: int = 0  # documents that cannot
+    copies: int = 0  # documents whose text equals that of another; they take no time
+    document_tokens: int = 0  # of the other documents
+    parts: int = 0  # they are cut into, each summarized by itself
+    most_new_tokens: int = 0  # written, summaries of parts excluded
+    tried: int = 0  # documents that were summarized to measure the time
+    tried_parts: int = 0  # parts of those
+    timed_parts: int = 0  # parts that were summarized: neighbours, at most `MOST_PARTS` of a document
+    seconds: float | None = None  # on this machine; `None` without documents
+    cost: float | None = None  # of that time; `None` without a price
+
+
+def estimate_job(
+    documents: Iterable[Document | Reject], fitter: PromptFitter, summarize_all: SummarizeAll, options: JobOptions
+) -> Estimate:
+    """Read and cut all documents, summarize a few at random, and extrapolate their time. Nothing is written.
+
+    Of a long document some parts are summarized; their time is scaled to the document by tokens.
+    """
+    draw, estimate = random.Random(options.seed), Estimate()
+    seen: set[bytes] = set()
+    tried: list[tuple[Document, Parts]] = []
+    for document in documents:
+        if isinstance(document, Reject):
+            estimate.failed += 1
+            continue
+        content = text_hash(document.text)
+        if content in seen:
+            estimate.copies += 1
+            continue
+        try:
+            fitted = fitter.fit(document.text)
+        except LookaheadError:
+            estimate.failed += 1
+            continue
+        seen.add(content)
+        estimate.document_tokens += fitted.tokens
+        estimate.parts += len(fitted.parts)
+        # Reservoir sampling: every document is as likely.
+        place = len(tried) if len(tried) < TRIED else draw.randrange(len(seen))
+        if place < TRIED:
+            tried[place : place + 1] = [(document, fitted)]
+    estimate.documents = len(seen) + estimate.copies
+    estimate.most_new_tokens = len(seen) * options.max_new_tokens
+    estimate.tried = len(tried)
+    estimate.tried_parts = sum(len(fitted.parts) for _, fitted in tried)
+    estimate.timed_parts = sum(min(len(fitted.parts), MOST_PARTS) for _, fitted in tried)
+    if tried:
+        # The mean of scaling by documents and by tokens, since only prompts vary in length.
+        by_documents = sum(fitted.tokens for _, fitted in tried) / len(tried) * len(seen)
+        tokens = (by_documents + estimate.document_tokens) / 2
+        estimate.seconds = round(_seconds_per_token(tried, summarize_all, draw) * tokens, 3)
+        if options.price_per_hour is not None:
+            estimate.cost = round(estimate.seconds / 3600 * options.price_per_hour, 4)
+    return estimate
+
+
+def _seconds_per_token(tried: list[tuple[Document, Parts]], summarize_all: SummarizeAll, draw: random.Random) -> float:
+    """Summarize documents, of a long one `MOST_PARTS` neighbouring parts; seconds per token of what was summarized."""
+    excerpts, tokens = [], 0
+    for document, fitted in tried:
+        begin = draw.randrange(max(0, len(fitted.parts) - MOST_PARTS) + 1)
+        parts = fitted.parts[begin : begin + MOST_PARTS]
+        is_whole, excerpt = len(parts) == len(fitted.parts), document.text[parts[0].chars[0] : parts[-1].chars[1]]
+        excerpts.append(document if is_whole else Document(document.id, excerpt))
+        tokens += fitted.tokens if is_whole else parts[-1].tokens[1] - parts[0].tokens[0]
+    start = time.perf_counter()
+    list(summarize_all(excerpts))
+    return (time.perf_counter() - start) / max(1, tokens)

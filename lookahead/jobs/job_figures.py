@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lookahead.errors import count
+
 if TYPE_CHECKING:
-    from lookahead.jobs.estimate import Estimate
-    from lookahead.jobs.job import JobTotals
+    from lookahead.jobs.job import Estimate, JobTotals
     from lookahead.jobs.output_memory import OutputMemory
     from lookahead.stats import DecodingStats
     from lookahead.summarization.summarizer import PlainFigures, Summary
@@ -126,19 +127,6 @@ def comparison_row(name: str, stats: DecodingStats, plain: PlainFigures) -> dict
         "tokens\nper pass": f"{stats.mean_acceptance_length:.2f}",
         "identical": "yes" if plain.identical else "NO",
     }
-
-
-def stats_rows(stats: DecodingStats) -> list[tuple[str, str]]:
-    """The counters of decoding, with their names."""
-    return [
-        (name, (", ".join(f"{key}: {n}" for key, n in value.items()) or "-") if isinstance(value, dict) else str(value))
-        for name, value in stats.to_dict().items()
-    ]
-
-
-def count(number: int, one: str, many: str | None = None) -> str:
-    """`1 document`, `2 documents`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _describe_speed(stats: DecodingStats, tokens_per_s: float) -> str:

@@ -7,6 +7,7 @@ from these dataclasses. A field without a help text is not a flag.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -275,17 +276,15 @@ def read_job_file(path: Path) -> dict[str, Any]:
         if option.name in values:
             raise ConfigError(f"job {path}: {name} stands there twice, with - and with _")
         allowed, types = _TYPES[str(option.type).removesuffix(" | None")]
-        if list in types and isinstance(value, str):
-            value = [value]
-        least, most = option.metadata.get("min"), option.metadata.get("max")
-        is_right = type(value) in types  # exactly, since bool is a subclass of int
-        if is_right and list in types:
-            is_right = all(isinstance(each, str) for each in value)
-        elif is_right and least is not None:
-            is_right = least <= value and (most is None or value <= most)
+        least, most = option.metadata.get("min", -math.inf), option.metadata.get("max", math.inf)
+        if list in types:
+            value = [value] if isinstance(value, str) else value
+            is_right = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        else:  # of exactly this type, since bool is a subclass of int
+            is_right = type(value) in types and (isinstance(value, str) or least <= value <= most)
         if not is_right:
-            if least is not None:
-                allowed += f" of at least {least}" if most is None else f" from {least} to {most}"
+            if "min" in option.metadata:
+                allowed += f" of at least {least}" if most == math.inf else f" from {least} to {most}"
             received = str(value).lower() if isinstance(value, bool) else repr(value)
             raise ConfigError(f"job {path}: {name} must be {allowed}, got {received}")
         values[option.name] = value

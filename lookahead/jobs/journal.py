@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.documents.inputs import Input, check_output, load_packages
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, count
 from lookahead.jobs.identity import JobIdentity, key_of, key_of_line, text_hash
 from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines, unpack_parquet, write_parquet
 from lookahead.ngram.replacing import remove_leftovers
@@ -138,7 +138,7 @@ class Stream(ExitStack):
         paths.clear()
         self._rejects = self.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
         self._sink = self.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
-        self._lines: OrderedDict[bytes, Record] = OrderedDict()  # by text hash, the newest last
+        self._lines: dict[bytes, Record] = {}  # by text hash, the newest last
 
     def take(self, document: Document) -> tuple[bytes | None, Before]:
         """The hash of a document's text, `None` if its line is not written; and that no earlier run is known."""
@@ -153,10 +153,10 @@ class Stream(ExitStack):
         """Write the line of a document with this text hash."""
         if self._sink is not None:
             self._sink(record)
+            self._lines.pop(content, None)
             self._lines[content] = record
-            self._lines.move_to_end(content)
             if len(self._lines) > _REMEMBERED:
-                self._lines.popitem(last=False)
+                del self._lines[next(iter(self._lines))]
         self.lines += 1
 
     def line_of(self, content: bytes) -> Record | None:
@@ -175,13 +175,11 @@ class Journal(ExitStack):
 
     def __init__(self, paths: OutputPaths, identity: JobIdentity, notes: list[str], *, is_part: bool = False) -> None:
         super().__init__()
-        self._identity, self._notes = identity, notes
         assert paths.results is not None and paths.running is not None and paths.rejects is not None
-        self._is_part, self._is_parquet = is_part, paths.is_parquet
+        self._identity, self._notes, self._is_part, self._is_parquet = identity, notes, is_part, paths.is_parquet
         self._results, self._running, self._rejects = paths.results, paths.running, paths.rejects
         self._finished: Counter[bytes] = Counter()  # lines of earlier runs by key, less those taken
         self._offsets: dict[bytes, int] = {}  # of the first line of each text, by text hash
-        self._rejected: set[bytes] = set()  # keys of the lines of rejects
         self._order: list[bytes] = []  # keys of the documents of the inputs
         self._text_of_id: dict[bytes, bytes] = {}  # the first text hash of each id, by its key
         self._unreadable: set[bytes] = set()  # keys of the ids of documents that could not be read, without `is_part`
@@ -190,7 +188,29 @@ class Journal(ExitStack):
             files.callback(_acquire_lock(self._results).release)
             if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # other jobs may have been given the same
                 files.callback(_acquire_lock(self._rejects).release)
-            self._open(paths, files)
+            paths.clear()
+            earlier = read_manifest(self._results)
+            if earlier is not None and (different := identity.differences(earlier["job"])):
+                raise ConfigError(
+                    f"output {self._results} was written by another job: {different}; name another --output, or pass "
+                    "--overwrite to begin anew"
+                )
+            try:
+                for path in paths.all:
+                    remove_leftovers(path)
+                if self._is_parquet and self._results.is_file() and not self._running.exists():
+                    unpack_parquet(self._results, self._running, self._is_own)
+                write_manifest(self._results, identity)
+            except OSError as error:
+                raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
+            for offset, record in self._read_lines(self._running, self._is_own):
+                self._finished[key_of_line(record)] += 1
+                self._offsets.setdefault(bytes.fromhex(record["document"]), offset)
+            rejected = self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys())
+            known = {key_of_line(record) for _, record in rejected}
+            self._rejected = set() if paths.retry_rejects else known  # keys of the lines of rejects
+            self._file = files.enter_context(JsonLinesFile(self._running))
+            self._reject_file = files.enter_context(JsonLinesFile(self._rejects, lazy=True))
             self.enter_context(files.pop_all())
 
     @property
@@ -224,14 +244,14 @@ class Journal(ExitStack):
     def finish(self) -> None:
         """Sort the lines into the order of the inputs and mark the job as finished; an OSError leaves the lines."""
         if self._same_ids:
-            have = "document has" if len(self._same_ids) == 1 else "documents have"
+            have = count(len(self._same_ids), "document has", "documents have")
             self._notes.append(
-                f"{len(self._same_ids)} {have} the id of another with a different text, the first of them "
-                f"{self._same_ids[0]!r}; lines of one id stand in the order of the inputs"
+                f"{have} the id of another with a different text, the first of them {self._same_ids[0]!r}; lines of "
+                "one id stand in the order of the inputs"
             )
         # A line that matches no document of this run is outdated if its id is that of one.
         ids = set() if self._is_part else {*self._text_of_id}
-        count, dropped = sort_lines(self._running, self._order, lambda record: key_of(record["id"]) in ids)
+        kept, dropped = sort_lines(self._running, self._order, lambda record: key_of(record["id"]) in ids)
         if dropped:
             self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
@@ -247,7 +267,7 @@ class Journal(ExitStack):
                 self._rejects.unlink()
         if self._is_parquet:
             write_parquet(self._running, self._results)
-        write_manifest(self._results, self._identity, count)
+        write_manifest(self._results, self._identity, kept)
         if self._is_parquet:
             self._running.unlink()
 
@@ -264,32 +284,6 @@ class Journal(ExitStack):
         with open(self._running, "rb") as file:
             file.seek(self._offsets[content])
             return parse_record(file.readline())
-
-    def _open(self, paths: OutputPaths, files: ExitStack) -> None:
-        """Read what earlier runs wrote, and open the files for appending."""
-        paths.clear()
-        earlier = read_manifest(self._results)
-        if earlier is not None and (different := self._identity.differences(earlier["job"])):
-            raise ConfigError(
-                f"output {self._results} was written by another job: {different}; name another --output, or pass "
-                "--overwrite to begin anew"
-            )
-        try:
-            for path in paths.all:
-                remove_leftovers(path)
-            if self._is_parquet and self._results.is_file() and not self._running.exists():
-                unpack_parquet(self._results, self._running, self._is_own)
-            write_manifest(self._results, self._identity)
-        except OSError as error:
-            raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
-        for offset, record in self._read_lines(self._running, self._is_own):
-            self._finished[key_of_line(record)] += 1
-            self._offsets.setdefault(bytes.fromhex(record["document"]), offset)
-        for _, record in self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys()):
-            if not paths.retry_rejects:
-                self._rejected.add(key_of_line(record))
-        self._file = files.enter_context(JsonLinesFile(self._running))
-        self._reject_file = files.enter_context(JsonLinesFile(self._rejects, lazy=True))
 
     def _read_lines(self, path: Path, is_valid: Callable[[Record], bool]) -> Iterator[tuple[int, Record]]:
         """The lines of a file with their byte offsets. A torn last line is cut off: a crash may lose part of it."""
@@ -324,12 +318,11 @@ def _acquire_lock(output: Path) -> FileLock:
     lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0)
     try:
         lock.acquire()
-    except Timeout as error:
-        if not Path(lock.lock_file).exists():  # filelock reports a folder without write permission as a timeout
-            raise ConfigError(f"output {output} cannot be written: no lock can be made beside it") from error
-        raise ConfigError(f"output {output} is being written by another process; wait for it, or stop it") from error
     except NotImplementedError:  # a file system without locks
         pass
     except OSError as error:
-        raise ConfigError(f"output {output} cannot be written: {error.strerror}") from error
+        what = f"cannot be written: {error.strerror or 'no lock can be made beside it'}"
+        if isinstance(error, Timeout) and Path(lock.lock_file).exists():  # else the folder cannot be written to
+            what = "is being written by another process; wait for it, or stop it"
+        raise ConfigError(f"output {output} {what}") from error
     return lock

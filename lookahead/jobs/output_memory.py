@@ -15,8 +15,8 @@ from lookahead.errors import PoolError
 from lookahead.models.model_state import state_of
 from lookahead.models.support import vocabulary_size
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.pool_file import write_pool
-from lookahead.pools.open_pool import open_pool, pool_errors, read_pool_header
+from lookahead.ngram.pool_file import read_header, write_pool
+from lookahead.pools.pool_files import open_pool, pool_errors
 from lookahead.proposers import ProposerState
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
@@ -29,7 +29,8 @@ Item = TypeVar("Item")
 
 def is_memory(path: str | os.PathLike[str]) -> bool:
     """Whether a pool file is a memory of outputs or does not exist yet; else it is a corpus."""
-    return not os.path.lexists(path) or read_pool_header(os.fspath(path)).learned == 1
+    with pool_errors(os.fspath(path)):
+        return not os.path.lexists(path) or read_header(path).learned == 1
 
 
 class OutputMemory:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from io import FileIO
 from itertools import islice, pairwise
@@ -16,7 +15,7 @@ from typing import Any
 
 from lookahead.documents.decode_text import DocumentId
 from lookahead.documents.inputs import load_packages
-from lookahead.documents.table_files import parquet_records
+from lookahead.documents.readers import parquet_records
 from lookahead.errors import ConfigError
 from lookahead.jobs.identity import key_of_line
 from lookahead.ngram.replacing import replacing, sync_folder
@@ -65,7 +64,8 @@ class JsonLinesFile(ExitStack):
             written = 0
             while written < len(line):
                 written += self._file.write(line[written:])
-            _sync(self._file)
+            if os.path.isfile(self._file.fileno()):  # pipes and devices have no disk
+                os.fsync(self._file.fileno())
             self.whole = (self.whole[0] + len(line), self.whole[1] + 1)
         except BaseException:
             with suppress(OSError):  # a pipe or a device cannot be truncated
@@ -82,14 +82,6 @@ class JsonLinesFile(ExitStack):
             return file
         except OSError as error:
             raise ConfigError(f"output {self.path} cannot be written: {error.strerror}") from error
-
-
-def _sync(file: FileIO) -> None:
-    try:
-        os.fsync(file.fileno())
-    except OSError as error:  # pipes and devices have no disk
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-            raise
 
 
 def print_line(record: Record) -> None:
@@ -110,12 +102,6 @@ def parse_record(line: bytes) -> Record:
     if not isinstance(record, dict) or not line.endswith(b"\n"):
         raise ValueError("not a JSON object in a line")
     return record
-
-
-def records_in(path: Path) -> Iterator[Record]:
-    """The JSON objects of a file of whole lines."""
-    with open(path, "rb") as file:
-        yield from map(parse_record, file)
 
 
 def sort_lines(
@@ -151,14 +137,15 @@ def sort_lines(
 def write_parquet(lines: Path, path: Path) -> None:
     """Write results as Parquet. Ids are numbers if all of them are; `stats`, `tree` and `plain` are JSON strings."""
     arrow, parquet = load_packages("parquet", str(path))
-    ids = (record[name] for record in records_in(lines) for name in _IDS if name in record)
-    is_number = all(isinstance(each, int) and -(1 << 63) <= each < 1 << 63 for each in ids)
+    with open(lines, "rb") as source:
+        ids = (record[name] for record in map(parse_record, source) for name in _IDS if name in record)
+        is_number = all(isinstance(each, int) and -(1 << 63) <= each < 1 << 63 for each in ids)
     id_type, text, number = arrow.int64() if is_number else arrow.string(), arrow.string(), arrow.int64()
     columns = {"id": id_type, "summary": text} | dict.fromkeys(_NUMBERS, number) | dict.fromkeys(_TEXTS, text)
     columns |= {"copy_of": id_type} | dict.fromkeys(_AS_JSON, text)
     schema = arrow.schema([*columns.items(), ("speedup", arrow.float64()), ("identical", arrow.bool_())])
-    rows = (_row(record, is_number) for record in records_in(lines))
-    with replacing(path) as file, parquet.ParquetWriter(file, schema) as writer:
+    with open(lines, "rb") as source, replacing(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        rows = (_row(parse_record(line), is_number) for line in source)
         while batch := list(islice(rows, _BATCH_ROWS)):
             writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
 
@@ -181,10 +168,8 @@ def _row(record: Record, ids_are_numbers: bool) -> Record:
     """A line as a row. Lone surrogates, which Parquet cannot hold, become escapes."""
     row = dict(record)
     for name, value in record.items():
-        if name in _IDS and not ids_are_numbers:
-            row[name] = str(value)
-        elif name in _AS_JSON and value is not None:
+        if name in _AS_JSON and value is not None:
             row[name] = json.dumps(value)
-        if isinstance(row[name], str):
-            row[name] = row[name].encode("utf-8", "backslashreplace").decode()
+        elif isinstance(value, str) or (name in _IDS and not ids_are_numbers):
+            row[name] = str(value).encode("utf-8", "backslashreplace").decode()
     return row

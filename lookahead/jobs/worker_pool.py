@@ -1,19 +1,20 @@
 """A pool of workers on a Ray cluster, used like one summarizer; `docs/ray.md` says why it is not `map_batches`.
 
-A worker is a Ray actor: an engine in a process of its own. One document is one call. A worker has a few more documents
-in flight than it has rows, and decodes them together. Documents of a dead worker go to others; those that several
-workers died with are retried last and alone.
+A worker is a Ray actor with an engine, and a document is one call. A worker has a few more in flight than it has rows.
+Documents of a dead worker go to others; those that several workers died with are retried last and alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from bisect import insort
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from itertools import chain
+from queue import SimpleQueue
 from threading import Thread, get_ident
 from typing import Any, NamedTuple, TextIO
 
@@ -30,13 +31,6 @@ _MAX_CONCURRENCY = 2048  # concurrent calls of an actor: more than it ever gets
 _CONNECT_S = 10.0
 
 
-class WorkerInfo(NamedTuple):
-    """What a worker reports when it is ready."""
-
-    identity: JobIdentity  # of the job with the worker's model
-    rows: int  # documents it decodes together
-
-
 class RayWorker:
     """An actor that summarizes documents: its calls are awaited concurrently, and a thread decodes them together."""
 
@@ -44,10 +38,12 @@ class RayWorker:
         self._options = WorkerOptions(**options)
         self._inbox: SimpleQueue[tuple[Document, Future[Summary | str]]] = SimpleQueue()
         self._in_flight: dict[int, tuple[Document, Future[Summary | str]]] = {}  # by the `id` of the document
-        self._failure: BaseException | None = None
 
-    async def start(self) -> WorkerInfo | LookaheadError:
-        """Load the model and start the engine. An error in the options is returned, not raised."""
+    async def start(self) -> tuple[JobIdentity, int] | LookaheadError:
+        """Load the model and start the engine; returns the job with this model, and how many rows are decoded together.
+
+        An error in the options is returned, not raised.
+        """
         from lookahead.models.step_costs import prepare_costs
 
         options = self._options
@@ -64,14 +60,12 @@ class RayWorker:
         except LookaheadError as error:
             return error
         Thread(target=self._serve, args=(summarizer,), daemon=True).start()
-        return WorkerInfo(JobIdentity.of(options, *loaded), rows)
+        return JobIdentity.of(options, *loaded), rows
 
     async def summarize(self, document: Document) -> Summary | str:
         """The summary of a document, or an error message. RuntimeError if the engine has stopped."""
         answer: Future[Summary | str] = Future()
         self._inbox.put((document, answer))
-        if self._failure is not None:  # checked last: an engine that stops later fails the pending futures
-            raise RuntimeError(f"the engine stopped: {self._failure!r}")
         return await asyncio.wrap_future(answer)
 
     def _serve(self, summarizer: Summarizer) -> None:
@@ -80,31 +74,19 @@ class RayWorker:
                 _, answer = self._in_flight.pop(id(outcome.document))
                 answer.set_result(outcome.summary if isinstance(outcome, Summarized) else outcome.error)
             raise RuntimeError("the engine ended before its input did")
-        except BaseException as error:
-            # No caller sees an error of this thread: fail the pending calls and all later ones.
-            self._failure = error
-            waiting = [self._inbox.get() for _ in range(self._inbox.qsize())]
-            for _, answer in [*self._in_flight.values(), *waiting]:
+        except BaseException as error:  # no caller sees it in this thread: fail the pending calls and all later ones
+            for _, answer in chain(self._in_flight.values(), iter(self._inbox.get, None)):
                 answer.set_exception(RuntimeError(f"the engine stopped: {error!r}"))
 
     def _documents(self) -> Iterator[Document | None]:
         """The documents as they arrive. While some are in flight, None instead of waiting."""
         while True:
-            try:
-                document, answer = self._inbox.get(block=not self._in_flight)
-            except Empty:
+            if self._in_flight and self._inbox.empty():
                 yield None
-            else:
-                self._in_flight[id(document)] = document, answer
-                yield document
-
-
-class Plan(NamedTuple):
-    """The number of workers and the resources of each."""
-
-    workers: int  # those without room wait, and let an autoscaling cluster grow
-    threads: int  # CPU threads of each, which Ray counts as CPUs
-    gpus: int  # of each, 0 or 1
+                continue
+            document, answer = self._inbox.get()  # by this thread alone
+            self._in_flight[id(document)] = document, answer
+            yield document
 
 
 @dataclass(slots=True, eq=False)
@@ -124,17 +106,19 @@ class _Call(NamedTuple):
 
 
 class WorkerPool:
-    """Summarizes documents with workers on a cluster, which have these arguments of `WorkerOptions`."""
+    """Summarizes documents with so many workers on a cluster, which have these arguments of `WorkerOptions`.
 
-    def __init__(self, ray: Any, options: dict[str, Any], plan: Plan) -> None:
-        self._ray = ray
-        resources = {"num_cpus": plan.threads, "num_gpus": plan.gpus, "max_concurrency": _MAX_CONCURRENCY}
+    Ray counts their threads as CPUs. Workers without room wait, and let an autoscaling cluster grow.
+    """
+
+    def __init__(self, ray: Any, options: dict[str, Any], workers: int, gpus: int = 0) -> None:
+        self._ray, self._options, self._size = ray, options, workers
+        resources = {"num_cpus": options["threads"], "num_gpus": gpus, "max_concurrency": _MAX_CONCURRENCY}
         self._make = ray.remote(RayWorker).options(**resources).remote
-        self._options, self._size = options, plan.workers
         self._workers: list[_Worker] = []
         self._calls: dict[Any, _Call] = {}
         self._retries: list[tuple[Document, int]] = []  # by the number of workers that died with the document
-        self._first: WorkerInfo | None = None
+        self._identity: JobIdentity | None = None  # of the first worker that was ready
         self._failed_starts = 0
         self._last_words = ""  # why the last worker was removed
         self.notes: list[str] = []  # what the user should know about workers
@@ -148,11 +132,11 @@ class WorkerPool:
         for worker in self._workers:
             self._ray.kill(worker.handle)
 
-    def wait_ready(self, workers: int = 1) -> WorkerInfo:
-        """Wait until so many workers are ready; LookaheadError if options are wrong, or all died while they started."""
-        while self._first is None or sum(worker.capacity > 0 for worker in self._workers) < workers:
+    def wait_ready(self, workers: int = 1) -> JobIdentity:
+        """Wait until so many workers are ready. LookaheadError if options are wrong, or all died while they started."""
+        while self._identity is None or sum(worker.capacity > 0 for worker in self._workers) < workers:
             list(self._collect(waits=True))
-        return self._first
+        return self._identity
 
     def summarize_all(self, documents: Iterable[Document]) -> Iterator[Outcome]:
         """Summarize documents. They are taken when a worker has room, and yielded as they finish.
@@ -166,17 +150,15 @@ class WorkerPool:
             free = [worker for worker in self._workers if worker.in_flight < worker.capacity]
             worker = min(free, key=lambda each: each.in_flight, default=None)
             document, deaths = None, 0
-            if worker is None:
-                pass
-            elif self._retries and (self._retries[0][1] < TRIES - 1 or not (is_open or worker.in_flight)):
+            if worker and self._retries and (self._retries[0][1] < TRIES - 1 or not (is_open or worker.in_flight)):
                 document, deaths = self._retries.pop(0)
-            elif is_open:
+            elif worker and is_open:
                 try:
                     document = next(source)
                 except Exception as raised:
                     is_open, error = False, None if isinstance(raised, StopIteration) else raised
                     continue
-            if worker is not None and document is not None:
+            if worker and document:
                 size = worker.capacity if deaths == TRIES - 1 else 1  # the last try is alone, after all others
                 self._calls[worker.handle.summarize.remote(document)] = _Call(worker, document, deaths, size)
                 worker.in_flight += size
@@ -204,26 +186,26 @@ class WorkerPool:
             except self._ray.exceptions.RayError as error:
                 yield from self._fail(call, first_line(error))
                 continue
-            if call.document is None:
+            if (document := call.document) is None:
                 self._accept(call.worker, answer)
-            elif isinstance(answer, str):
-                yield Reject(call.document.id, answer, call.document)
             else:
-                yield Summarized(call.document, answer)
+                is_error = isinstance(answer, str)
+                yield Reject(document.id, answer, document) if is_error else Summarized(document, answer)
         if not self._workers:
             raise ClusterError(f"no worker is left; the last one: {self._last_words}")
 
-    def _accept(self, worker: _Worker, answer: WorkerInfo | LookaheadError) -> None:
+    def _accept(self, worker: _Worker, answer: tuple[JobIdentity, int] | LookaheadError) -> None:
         """Use a worker that is ready, if its job is that of the others."""
-        if isinstance(answer, WorkerInfo):
-            self._first = self._first or answer
-            different = answer.identity.differences(self._first.identity.to_dict())
+        if not isinstance(answer, LookaheadError):
+            identity, rows = answer
+            self._identity = self._identity or identity
+            different = identity.differences(self._identity.to_dict())
             if not different:
                 self._failed_starts = 0
-                worker.capacity = answer.rows + max(1, answer.rows // 4)  # so that no row waits for the next document
+                worker.capacity = rows + max(1, rows // 4)  # so that no row waits for the next document
                 return
             answer = ClusterError(f"it would do another job: {different}")
-        if self._first is None:
+        if self._identity is None:
             raise answer
         self._remove(worker, str(answer))
         self.notes.append(f"a worker was left out: {answer}")
@@ -238,14 +220,11 @@ class WorkerPool:
                 self.notes.append(f"a worker died, and its documents went to others: {reason}")
             if self._failed_starts < FAILED_STARTS:
                 self._add()
-        if call.document is None:
-            return
-        if call.deaths + 1 < TRIES:
-            self._retries.append((call.document, call.deaths + 1))
-            self._retries.sort(key=lambda each: each[1])
-        else:
-            name = call.document.id
-            yield Reject(name, f"{name}: {TRIES} workers died while they summarized it: {reason}", call.document)
+        if (document := call.document) is not None and call.deaths + 1 < TRIES:
+            insort(self._retries, (document, call.deaths + 1), key=lambda each: each[1])
+        elif document is not None:
+            error = f"{document.id}: {TRIES} workers died while they summarized it: {reason}"
+            yield Reject(document.id, error, document)
 
     def _remove(self, worker: _Worker, reason: str) -> None:
         """Stop a worker; its pending calls end with an error."""
@@ -258,9 +237,8 @@ class WorkerPool:
 def connect(address: str | None) -> Iterator[Any]:
     """Connect to a cluster while the context lasts; yields the module `ray`.
 
-    The address is as for `ray.init`: `"HOST:PORT"`, `"ray://HOST:PORT"`, `"auto"` (a cluster on this machine) or
-    `"local"` (one started for this job). `None` is the existing connection of the process, else the variable
-    RAY_ADDRESS, else `"auto"` or `"local"`.
+    The address is as for `ray.init`: `"HOST:PORT"`, `"ray://HOST:PORT"`, `"auto"` or `"local"`. `None` is the existing
+    connection of the process, else the variable RAY_ADDRESS, else `"auto"` or `"local"`.
     """
     try:
         import ray
@@ -299,11 +277,10 @@ class OwnStdout:
         return getattr(self._stream, name)
 
 
-def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str | None) -> Plan:
-    """Divide the resources of a cluster: a GPU for each worker if there are GPUs, else CPUs.
+def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str | None) -> tuple[int, int, int]:
+    """The workers of a cluster, and the threads and GPUs of each: by default a worker with one thread for each GPU.
 
-    By default there is a worker for each GPU, or without GPUs one for each machine, and the CPUs are divided among
-    them; with a GPU a worker has one thread.
+    Without GPUs it is one for each machine, and the CPUs are divided among them.
     """
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(
@@ -311,8 +288,8 @@ def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str
         )
     gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
     if gpus or device == "cuda":
-        return Plan(workers or max(1, gpus), threads or 1, 1)
+        return workers or max(1, gpus), threads or 1, 1
     machines = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     wanted = workers or max(1, sum(cpus >= (threads or 1) for cpus in machines))
     share = int(min(sum(machines) / wanted, max(machines, default=1)))
-    return Plan(wanted, threads or max(1, share), 0)
+    return wanted, threads or max(1, share), 0

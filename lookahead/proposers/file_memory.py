@@ -17,7 +17,7 @@ from lookahead.heads.layers import body_of
 from lookahead.models.support import decoder_vocabulary
 from lookahead.ngram import memory_file
 from lookahead.ngram.memory_file import MOST_TOKENS, MemoryHeader, Records, merge_records, read_memory, write_memory
-from lookahead.pools.open_pool import check_folder, pool_errors
+from lookahead.pools.pool_files import check_folder, pool_errors
 from lookahead.proposers.ngram import Memory
 from lookahead.utils.fingerprints import model_fingerprint
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lookahead.documents.byte_sources import bounded_lines
-from lookahead.documents.table_files import parquet_records
+from lookahead.documents.readers import parquet_records
 from lookahead.errors import DocumentError
 from lookahead.reporting.charts import Values
 from lookahead.utils.atomic import parse_json

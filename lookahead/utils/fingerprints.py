@@ -47,8 +47,8 @@ def model_fingerprint(model: Any, body: nn.Module) -> str:
     config: Any = model.config.get_text_config()
     digest = xxhash.xxh3_64(f"{config.model_type} {config.num_hidden_layers} {config.hidden_size}".encode())
     embedding: Tensor = model.get_input_embeddings().weight
-    rows = torch.linspace(0, len(embedding) - 1, min(_ROWS, len(embedding)), dtype=torch.float32, device="cpu").long()
-    for values in (embedding[rows.to(embedding.device)], *(each for each in body.parameters() if each.ndim == 1)):
+    rows = _spaced(embedding, _ROWS, torch.float32)
+    for values in (rows, *(each for each in body.parameters() if each.ndim == 1)):
         digest.update(values.detach().to("cpu", torch.float32).bfloat16().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
@@ -63,9 +63,12 @@ def weights_fingerprint(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
-            values = parameter.detach().flatten()
-            places = torch.linspace(
-                0, len(values) - 1, min(len(values), _VALUES), dtype=torch.float64, device="cpu"
-            ).long()
-            digest.update(values[places.to(values.device)].cpu().view(torch.uint8).numpy().tobytes())
+            values = _spaced(parameter.detach().flatten(), _VALUES, torch.float64)
+            digest.update(values.cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _spaced(values: Tensor, most: int, dtype: torch.dtype) -> Tensor:
+    """At most so many evenly spaced entries; the dtype of the positions rounds them, and so belongs to fingerprints."""
+    places = torch.linspace(0, len(values) - 1, min(most, len(values)), dtype=dtype, device="cpu").long()
+    return values[places.to(values.device)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.stats import DecodingStats
@@ -18,11 +17,3 @@ class StandIn:
         for document in documents:
             words = document.text.upper().split()
             yield Summarized(document, Summary(" ".join(words[:8]), len(words), 8, 1, "none", DecodingStats()))
-
-
-class Silent:
-    """Watches a job and says nothing."""
-
-    def summarized(self, *_: Any) -> None: ...
-    def passed(self, *_: Any) -> None: ...
-    def rejected(self, *_: Any) -> None: ...

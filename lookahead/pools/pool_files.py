@@ -1,24 +1,80 @@
-"""Making pool files from documents."""
+"""Making, opening and describing pool files, with the errors of this package."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import Input
 from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
-from lookahead.errors import PoolError, one_line
+from lookahead.errors import PoolError, count, one_line
 from lookahead.ngram.chains import SEPARATOR, IntArray
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
-from lookahead.pools.open_pool import count_of_documents, pool_errors
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool:
+    """Open a pool to draft from. An open pool is reused unless its file was replaced.
+
+    It is checked against the fingerprint of the tokenizer, or the number of token ids of the model, where given.
+    """
+    with pool_errors(path):
+        status = os.stat(path)
+        version = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        pool = _open(path, version)
+        if not pool.is_intact:  # the file changed after it was opened
+            _open.cache_clear()
+            pool = _open(path, version)
+        if fingerprint is not None:
+            pool.check_fingerprint(fingerprint)
+    largest = pool.header.largest_token
+    if vocabulary is not None and largest >= vocabulary:
+        raise PoolError(
+            f"{path}: made with another tokenizer: it holds token id {largest}, and the ids of this model are "
+            f"0 to {vocabulary - 1}"
+        )
+    return pool
+
+
+def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool | None:
+    """The pool that a configuration names, opened as by `open_pool`; `None` if it names none."""
+    if config.pool is None:
+        return None
+    return open_pool(os.fspath(config.pool), fingerprint=fingerprint, vocabulary=vocabulary)
+
+
+def describe_pool(path: str, header: PoolHeader) -> str:
+    """The size of a pool in one line."""
+    return f"{path}: {header.tokens:,} tokens in {count(header.documents, 'document')}"
+
+
+def check_folder(path: str) -> None:
+    """PoolError if there is no folder for a file to be written to."""
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.access(folder, os.W_OK):
+        raise PoolError(f"{path}: cannot be written: there is no folder {folder} that can be written to")
+
+
+@contextmanager
+def pool_errors(path: str) -> Iterator[None]:
+    """Turn the errors of a pool file into a `PoolError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise PoolError(str(error)) from error
 
 
 @dataclass(slots=True)
@@ -28,25 +84,17 @@ class PoolTotals:
     documents: int = 0
     tokens: int = 0
     rejected: int = 0  # documents that could not be read or have no tokens
+    is_read: bool = False  # whether all documents were read, and the file is written next
     is_full: bool = False  # whether documents were left out because the pool has its most tokens
 
     def __str__(self) -> str:
         skipped = f", {self.rejected:,} skipped" if self.rejected else ""
         full = "; the pool has its most tokens, and the rest was not read" if self.is_full else ""
-        return f"{self.tokens:,} tokens of {count_of_documents(self.documents)} taken{skipped}{full}"
+        return f"{self.tokens:,} tokens of {count(self.documents, 'document')} taken{skipped}{full}"
 
 
-class PoolObserver(Protocol):
-    """Is told of the progress of making a pool."""
-
-    def taken(self, totals: PoolTotals) -> None:
-        """A document was taken."""
-
-    def rejected(self, reject: Reject) -> None:
-        """A document was rejected."""
-
-    def writing(self) -> None:
-        """All documents were read, and the pool is written next."""
+# Is told of every document, with the reject if it was left out, and when all of them are read.
+PoolObserver = Callable[[PoolTotals, Reject | None], None]
 
 
 def build_pool(
@@ -67,7 +115,6 @@ def build_pool(
     documents = list(read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer))
     if not documents:
         raise PoolError(f"{path}: no document to {'add' if add else 'make it of'}, {totals.rejected} could not be used")
-    observer.writing()
     separator = np.array([SEPARATOR], np.int32)
     separated = [part for document in before + documents for part in (document, separator)][:-1]
     with pool_errors(path):
@@ -87,7 +134,7 @@ def read_tokens(
         ids = document if isinstance(document, Reject) else _tokens_of(document, tokenizer)
         if isinstance(ids, Reject):
             totals.rejected += 1
-            observer.rejected(ids)
+            observer(totals, ids)
             continue
         if max_tokens is not None and totals.tokens + ids.size > max_tokens:
             totals.is_full = True
@@ -96,9 +143,11 @@ def read_tokens(
             yield ids
             totals.documents += 1
             totals.tokens += ids.size
-            observer.taken(totals)
+            observer(totals, None)
         if totals.is_full:
             break
+    totals.is_read = True
+    observer(totals, None)
 
 
 def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArray | Reject:
@@ -109,3 +158,8 @@ def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArr
     if not ids:
         return Reject(document.id, f"{document.id}: the document has no tokens")
     return np.array(ids, np.int32)
+
+
+@lru_cache(maxsize=8)
+def _open(path: str, version: tuple[int, ...]) -> Pool:
+    return Pool.open(path)  # the cache tells versions of the file apart
