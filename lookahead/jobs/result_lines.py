@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -64,8 +65,11 @@ class JsonLinesFile(ExitStack):
             written = 0
             while written < len(line):
                 written += self._file.write(line[written:])
-            if os.path.isfile(self._file.fileno()):  # pipes and devices have no disk
+            try:
                 os.fsync(self._file.fileno())
+            except OSError as error:  # pipes, devices and some network drives cannot do it
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+                    raise
             self.whole = (self.whole[0] + len(line), self.whole[1] + 1)
         except BaseException:
             with suppress(OSError):  # a pipe or a device cannot be truncated
