@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -174,13 +174,13 @@ class Summarizer:
         return generate(self._model, self._tokenizer, prompts, **options)
 
 
+@dataclass(slots=True, eq=False)
 class _Task:
-    """A document on its way to a summary."""
+    """A document on its way to a summary, and the outputs of its current round by the index of their prompt."""
 
-    def __init__(self, document: Document) -> None:
-        self.document = document
-        self.pipeline: SummaryPipeline
-        self.done: dict[int, Completion] = {}  # of the current round, by the index of the prompt
+    document: Document
+    pipeline: SummaryPipeline = field(init=False)
+    done: dict[int, Completion] = field(default_factory=dict)
 
 
 class _BatchSummarizer:
