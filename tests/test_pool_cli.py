@@ -191,6 +191,12 @@ def test_ctrl_c_leaves_no_file_behind(folder, model_folder):
 # Add
 
 
+def test_add_takes_no_more_tokens_than_allowed(pool, tiny_tokenizer):
+    assert pool("build", "a.txt", "-o", "pool.lkp").exit_code == 0
+    assert "the rest was not read" in pool("add", "pool.lkp", "b.txt", "--max-tokens", "1").stderr
+    assert texts_of("pool.lkp", tiny_tokenizer) == ["The cat sat.", "A"]
+
+
 def test_add_puts_documents_behind_those_of_the_pool(pool, tiny_tokenizer):
     assert pool("build", "a.txt", "-o", "pool.lkp").exit_code == 0
     result = pool("add", "pool.lkp", "docs.jsonl", "b.txt")

@@ -115,8 +115,8 @@ def cut(measured: MeasuredText, budget: int, overlap: int = 0) -> Parts:
     if measured.tokens > budget:
         ends, is_hard = _fitting_ends(measured, budget - overlap)
         chosen = _pack(measured, ends, budget - overlap)
-        weakest = min((ends[end] for _, end in chosen[:-1]), default=Break.SECTION)
-        split = "hard" if is_hard else "sections" if weakest >= Break.PARAGRAPH else "sentences"
+        is_sections = all(ends[end] >= Break.PARAGRAPH for _, end in chosen[:-1])
+        split = "hard" if is_hard else "sections" if is_sections else "sentences"
     trimmed = _trimmed(measured, chosen)
     if overlap:
         trimmed = _trimmed(measured, _overlapping(measured, trimmed, overlap, budget))
@@ -148,12 +148,8 @@ def _token_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The spans without outer whitespace; blank spans are left out."""
-    trimmed = []
-    for begin, end in spans:
-        stretch = measured.text[begin:end]
-        if not stretch.isspace():
-            trimmed.append((end - len(stretch.lstrip()), begin + len(stretch.rstrip())))
-    return trimmed
+    stretches = [(begin, end, measured.text[begin:end]) for begin, end in spans]
+    return [(end - len(it.lstrip()), begin + len(it.rstrip())) for begin, end, it in stretches if not it.isspace()]
 
 
 def _fitting_ends(measured: MeasuredText, budget: int) -> tuple[dict[int, Break], bool]:

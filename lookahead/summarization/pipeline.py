@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lookahead.documents.decode_text import Document
 from lookahead.errors import DocumentError
 from lookahead.stats import DecodingStats, total_in_sequence
 from lookahead.summarization.chunking import Parts, Split
 from lookahead.summarization.prompting import PromptFitter
+from lookahead.verification.stopping import FinishReason
 
-if TYPE_CHECKING:
-    from lookahead.summarization.summarizer import PlainFigures
-    from lookahead.verification.stopping import FinishReason
+
+@dataclass(frozen=True, slots=True)
+class PlainFigures:
+    """Counters of plain decoding, and whether lookahead decoding gave the same tokens."""
+
+    stats: DecodingStats = field(default_factory=DecodingStats)  # no draft is counted
+    identical: bool = True
+
+    def speedup(self, stats: DecodingStats) -> float | None:
+        """Tokens per second of lookahead decoding over those of plain decoding; `None` with nothing to compare."""
+        return stats.tokens_per_s / self.stats.tokens_per_s if self.stats.tokens_per_s else None
+
+    def __add__(self, other: PlainFigures) -> PlainFigures:
+        """The figures of prompts that were decoded one after the other."""
+        return PlainFigures(total_in_sequence([self.stats, other.stats]), self.identical and other.identical)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tokens, seconds and the rate as a JSON-ready dict."""
+        figures = self.stats.to_dict()
+        return {name: figures[name] for name in ("emitted_tokens", "prefill_s", "decode_s", "tokens_per_s")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +112,7 @@ class Summarized:
 
 
 # The text of each prompt of a round, the counters of all, and why the last one ended.
-_Output = tuple[list[str], DecodingStats, "FinishReason"]
+_Output = tuple[list[str], DecodingStats, FinishReason]
 # Yields the prompts of a round with the most new tokens of each, is sent their output, and returns the summary's.
 _Rounds = Generator[tuple[list[str], int], _Output, _Output]
 

@@ -110,7 +110,7 @@ class Prompting:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         markers = {marker for marker in (*tokenizer.all_special_tokens, *added) if len(marker) > 1}
         longest_first = sorted(markers, key=len, reverse=True)
-        self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._markers = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def clean(self, text: str) -> str:
         """Prepare a piece of a document for the model; every document passes here once.
@@ -120,8 +120,6 @@ class Prompting:
         """
         if self.template == SUMMARIZE_TEMPLATE:
             text = _WHITESPACE.sub(" ", text)
-        if self._markers is None:
-            return text
         return self._markers.sub(lambda marker: f"{marker[0][0]} {marker[0][1:]}", text)
 
     def render(self, document: str, summary: str | None = None) -> str:

@@ -21,35 +21,14 @@ from lookahead.generation.prompts import PromptReader, pad_prompts, pad_token_of
 from lookahead.generation.scheduler import Completion, Scheduler, cache_tokens_of
 from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats, total, total_in_sequence
-from lookahead.summarization.pipeline import Summarized, Summary, SummaryPipeline
+from lookahead.summarization.pipeline import PlainFigures, Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompting import PromptFitter, SummaryRequest
 
-__all__ = ["Summarized", "Summarizer", "Summary"]
+__all__ = ["PlainFigures", "Summarized", "Summarizer", "Summary"]
 
 Outcome = Summarized | Reject
 
 _ROWS_TOGETHER = 8  # prompts of one document
-
-
-@dataclass(frozen=True, slots=True)
-class PlainFigures:
-    """Counters of plain decoding, and whether lookahead decoding gave the same tokens."""
-
-    stats: DecodingStats = field(default_factory=DecodingStats)  # no draft is counted
-    identical: bool = True
-
-    def speedup(self, stats: DecodingStats) -> float | None:
-        """Tokens per second of lookahead decoding over those of plain decoding; `None` with nothing to compare."""
-        return stats.tokens_per_s / self.stats.tokens_per_s if self.stats.tokens_per_s else None
-
-    def __add__(self, other: PlainFigures) -> PlainFigures:
-        """The figures of prompts that were decoded one after the other."""
-        return PlainFigures(total_in_sequence([self.stats, other.stats]), self.identical and other.identical)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Tokens, seconds and the rate as a JSON-ready dict."""
-        figures = self.stats.to_dict()
-        return {name: figures[name] for name in ("emitted_tokens", "prefill_s", "decode_s", "tokens_per_s")}
 
 
 def decode_plainly(
@@ -193,13 +172,13 @@ class Summarizer:
         return generate(self._model, self._tokenizer, prompts, **options)
 
 
+@dataclass(slots=True, eq=False)
 class _Task:
-    """A document on its way to a summary."""
+    """A document on its way to a summary, and the outputs of its current round by the index of their prompt."""
 
-    def __init__(self, document: Document) -> None:
-        self.document = document
-        self.pipeline: SummaryPipeline
-        self.done: dict[int, Completion] = {}  # of the current round, by the index of the prompt
+    document: Document
+    pipeline: SummaryPipeline = field(init=False)
+    done: dict[int, Completion] = field(default_factory=dict)
 
 
 class _BatchSummarizer:
