@@ -160,10 +160,8 @@ class DraftCache(dict[int, Tensor]):
         `read` and `add` are those of `DraftLayer.forward`, padded on the right.
         """
         past, lengths, is_past = self.padded(layer, rows)
-        index, last = (
-            torch.arange(read.shape[1], device=read.device),
-            torch.tensor(new, device=read.device)[:, None] - 1,
-        )
+        index = torch.arange(read.shape[1], device=read.device)
+        last = torch.tensor(new, device=read.device)[:, None] - 1
         mask = torch.cat((is_past, index <= last), 1)[:, None]
         out, states = layer(read, add, rotation, lengths + index, mask, last, past)
         for row, n, each in zip(rows, new, states, strict=True):
