@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lookahead
@@ -29,14 +28,22 @@ CALLS: list[dict[str, Any]] = [
     {**ONE, "do_sample": False, "max_new_tokens": 20},
     {**RAGGED, "eos_token_id": [10, 35, 67, 90], "do_sample": True, "top_k": 20, "max_new_tokens": 20},
 ]
-LORA: dict[str, Any] = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+Adapter = tuple[str, dict[str, Any]]
+"""The name of a class of configurations, and its arguments."""
 
 
-def adapted(model: PreTrainedModel, *configs: PeftConfig) -> Any:
+def lora_of(target_modules: str | list[str], **options: Any) -> Adapter:
+    return "LoraConfig", {"r": 4, "init_lora_weights": False, "target_modules": target_modules, **options}
+
+
+def adapted(model: PreTrainedModel, *adapters: Adapter) -> Any:
     """A copy of a model with adapters of random weights, named first and second; the first one is on."""
+    import peft
+
+    configs = [getattr(peft, name)(task_type="CAUSAL_LM", **options) for name, options in adapters]
     with torch.random.fork_rng():
         torch.manual_seed(6)
-        wrapped = get_peft_model(deepcopy(model), configs[0], adapter_name="first")
+        wrapped = peft.get_peft_model(deepcopy(model), configs[0], adapter_name="first")
         for config in configs[1:]:
             wrapped.add_adapter("second", config)
     return wrapped.eval()
@@ -45,9 +52,7 @@ def adapted(model: PreTrainedModel, *configs: PeftConfig) -> Any:
 @pytest.fixture
 def lora(looping_llama: PreTrainedModel) -> Any:
     """Two LoRA adapters, one on every linear layer and one on two of attention and on the embedding."""
-    everywhere = LoraConfig(**LORA, target_modules="all-linear")
-    somewhere = LoraConfig(**LORA, target_modules=["q_proj", "v_proj", "embed_tokens"])
-    return adapted(looping_llama, everywhere, somewhere)
+    return adapted(looping_llama, lora_of("all-linear"), lora_of(["q_proj", "v_proj", "embed_tokens"]))
 
 
 def served(model: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -158,7 +163,7 @@ def test_an_adapter_that_transformers_loads_itself_gives_the_tokens_of_generate(
 
 
 def test_float32_adapters_on_bfloat16_weights_are_drafted_for(looping_llama: PreTrainedModel) -> None:
-    model = adapted(deepcopy(looping_llama).bfloat16(), LoraConfig(**LORA, target_modules="all-linear"))
+    model = adapted(deepcopy(looping_llama).bfloat16(), lora_of("all-linear"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
     arguments: dict[str, Any] = {**RAGGED, "max_new_tokens": 60, "do_sample": False}
     engine = model.generate(**arguments, custom_generate=prepare, lookahead_config=DRAFTING)
@@ -168,11 +173,11 @@ def test_float32_adapters_on_bfloat16_weights_are_drafted_for(looping_llama: Pre
     assert sum(stats.accepted_tokens for stats in engine.stats) > 0
 
 
-PLAIN: dict[str, PeftConfig] = {
-    "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
-    "prefix tuning": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
-    "adapters from a token on": LoraConfig(**LORA, target_modules="all-linear", alora_invocation_tokens=[9, 31]),
-    "dropout left on": LoraConfig(**LORA, target_modules="all-linear", lora_dropout=0.5),
+PLAIN: dict[str, Adapter] = {
+    "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 5}),
+    "prefix tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 5}),
+    "adapters from a token on": lora_of("all-linear", alora_invocation_tokens=[9, 31]),
+    "dropout left on": lora_of("all-linear", lora_dropout=0.5),
 }
 
 

@@ -126,7 +126,7 @@ class Desk:
         if "--model" in _options_of(words[1:]) and not {"--model", "--job"} & {*words}:
             words += ["--model", "PATH_OR_ID"]  # a real model would take minutes
         if "--max-new-tokens" in _options_of(words[1:]) and not {"--max-new-tokens", "--job"} & {*words}:
-            words += ["--max-new-tokens", "24"]
+            words += ["--max-new-tokens", "12"]
         result = CliRunner().invoke(app, words[1:], input=source)  # it expands patterns itself
         assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
         return result.output
@@ -165,11 +165,13 @@ def desk(
     """A folder with small files by the names that the pages use, no network, and `lookahead` on the path."""
     text = (ROOT / "examples" / "dust_unto_dust.txt").read_text("utf-8")
     paragraphs = text.split("\n\n")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "examples").mkdir()
+    for path in (ROOT / "examples").glob("*.txt"):  # as much of each as shows what the page shows
+        (tmp_path / "examples" / path.name).write_text(path.read_text("utf-8")[:2500])
     for name in ("PATH_OR_ID", "my-model"):
         (tmp_path / name).symlink_to(float32_summarizer)
-    (tmp_path / "article.txt").write_text("\n\n".join(paragraphs[:8]))
-    (tmp_path / "prompt.txt").write_text(f"<doc> {' '.join(text.split()[:300])}<sum>")
+    (tmp_path / "article.txt").write_text("\n\n".join(paragraphs[:4]))
+    (tmp_path / "prompt.txt").write_text(f"<doc> {' '.join(text.split()[:150])}<sum>")
     for folder, suffix in (("notes", "md"), ("docs", "txt")):
         (tmp_path / folder).mkdir()
         for i in range(2):

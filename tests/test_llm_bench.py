@@ -42,7 +42,7 @@ def no_core(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def given(files: list[str], model_folder: Path) -> list[str]:
     """The command line of a small run."""
-    sizes = ["--per-category", "1", "--warmup", "1", "--max-new-tokens", "24", "--cold", "0"]
+    sizes = ["--per-category", "1", "--warmup", "1", "--max-new-tokens", "12", "--cold", "0"]
     return ["--model", str(model_folder), *files, *sizes, "--methods", METHODS]
 
 

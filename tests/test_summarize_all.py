@@ -40,7 +40,7 @@ def assert_like_one_at_a_time(outcomes, summarizer):
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_long_and_short_documents_are_summarized_as_one_at_a_time(tiny_llama, tiny_tokenizer, rows):
-    summarizer = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=24)
+    summarizer = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=12)
     outcomes = list(summarizer.summarize_all(documents(), rows))
     assert isinstance(in_order(outcomes)[6], Reject)
     assert in_order(outcomes)[4].summary.parts > 4
