@@ -224,11 +224,12 @@ def measure_machine(model: PreTrainedModel) -> Machine:
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of some work, with the device synchronized."""
-    wait: Callable[[], object] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     start = perf_counter()
     work()
-    wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return max(perf_counter() - start, 1e-9)
 
 
