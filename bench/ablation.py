@@ -10,8 +10,8 @@ depend on the machine. `window W N G` is the lookahead branch with these sizes. 
 lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decoding) draft chains as long as the nodes
 allow, `token recycling` a static tree of as many nodes (80 in the paper), `suffix tree` (SuffixDecoding, by the package
 `arctic-inference`) and `retrieval` (REST, from the texts of `--datastore`) the likeliest nodes of theirs. With
-`--memory shared` each combination remembers the prompts before, with a memory file it also knows what that holds; with
-`request` every prompt starts anew. "Before loops" counts, of each output, the tokens up to the place where 16 tokens
+`--memory shared` each combination remembers the prompts before; with `request` every prompt starts anew, and with a
+memory file from what that holds. "Before loops" counts, of each output, the tokens up to the place where 16 tokens
 repeat, as small models loop and that flatters n-grams. In fp32 a token that is not that of `model.generate` ends the
 run.
 """
@@ -33,11 +33,13 @@ from bench import baselines
 from bench.baselines import ChainRule, Datastore
 from bench.command import make_engine, parser_of, publish, setting_of, use_one_thread
 from bench.llm import add_prompt_options, read_prompts
+from bench.llm_figures import Prompt
 from bench.prompts import loop_start, read_tokens
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
+from lookahead.proposers import ProposerState
 
 SOURCES = (
     "prompt",
@@ -115,6 +117,18 @@ def decode(model: PreTrainedModel, category: str, ids: torch.Tensor, tokens: int
     return Decoded(category, flat, [len(each) for each in emitted], engine.stats[0].drafted_tokens)
 
 
+def decode_all(
+    model: PreTrainedModel, prompts: Sequence[Prompt], tokens: int, config: LookaheadConfig
+) -> list[Decoded]:
+    """Decode prompts one after the other, each with what a memory file holds, if the configuration has one."""
+    learned, outputs = LearnedState(), []
+    with use_learned(model, learned):
+        for prompt in prompts:
+            learned.of(ProposerState, ProposerState).files.clear()  # so that the file is read again
+            outputs.append(decode(model, prompt.category, prompt.ids, tokens, config))
+    return outputs
+
+
 def figures(outputs: Sequence[Decoded]) -> dict[str, Any]:
     """Tokens per pass in all, before the loops and by category, and draft nodes per pass."""
 
@@ -154,8 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     budgets = list(map(int, options.nodes.split(",")))
     for name, nodes in product(options.sources.split(","), budgets):
         config = config_of(name, nodes, options.memory, store)
-        with use_learned(model, LearnedState()):
-            outputs = [decode(model, each.category, each.ids, options.max_new_tokens, config) for each in prompts]
+        outputs = decode_all(model, prompts, options.max_new_tokens, config)
         differing = [i for i, output in enumerate(outputs) if output.tokens != expected[i]]
         if differing and options.dtype == "fp32":
             print(f"outputs of {name} differ from those without drafts: {differing}")

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import vllm_replay
-from bench.ablation import config_of, decode
+from bench.ablation import config_of, decode, decode_all
 from bench.baselines import Datastore, LongestSuffix, Retrieval, SuffixTrees, TokenRecycling
+from bench.llm_figures import Prompt
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Top
 from lookahead.drafting.tree import TokenTree
@@ -59,6 +60,17 @@ def test_proposers_for_vllm_are_replayed_on_recorded_outputs(tmp_path: Path, cap
         assert ours["by_category"]["once"] == ours["without_loops"] > 1
         assert 1 < ours["gain"] <= ours["tokens_per_step"]
         assert ours["drafted_per_step"] <= vllm_replay.LONGEST_DRAFT
+
+
+def test_an_ablation_starts_every_prompt_from_what_its_memory_file_holds(tiny_llama, tmp_path: Path):
+    prompt = Prompt("", torch.randint(0, 100, (1, 30), generator=torch.Generator().manual_seed(0)))
+    passes = {
+        str(memory): [len(output.steps) for output in decode_all(tiny_llama, [prompt] * 2, 48, config)]
+        for memory in ("shared", tmp_path / "none.lkm")
+        for config in [config_of("prompt+outputs+recycled", 7, str(memory))]
+    }
+    (_, again), (first, anew) = passes.values()
+    assert again < first / 2 < anew
 
 
 has_suffix_trees = pytest.mark.skipif(find_spec("arctic_inference") is None, reason="arctic-inference is not installed")
