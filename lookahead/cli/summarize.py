@@ -131,10 +131,12 @@ def _prints_text(options: JobOptions) -> bool:
 
 def _find_memory(options: JobOptions) -> Path | None:
     """The pool, if it is a memory of outputs and not a corpus, and can be one in this job."""
+    if options.pool is None:
+        return None  # before torch is imported
     from lookahead.jobs.output_memory import is_memory
     from lookahead.pools.pool_files import check_folder
 
-    if options.pool is None or not is_memory(options.pool):
+    if not is_memory(options.pool):
         return None
     if "outputs" not in options.proposers:
         raise ConfigError(

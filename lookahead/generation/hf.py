@@ -93,7 +93,9 @@ def decode(
         return cast(Tensor | utils.GenerateOutput, engine.sample(streamer=lookahead_streamer))
     pad, past = generation_config._pad_token_tensor, cache_in(model_kwargs)
     tokens, _ = collect(engine, lookahead_streamer, pad)
-    new = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True, padding_value=int(pad or 0))
+    new = pad_sequence(
+        [torch.tensor(row, device="cpu") for row in tokens], batch_first=True, padding_value=int(pad or 0)
+    )
     sequences = torch.cat([input_ids, new.to(input_ids.device)], -1)
     return_cache(engine, past)
     if not generation_config.return_dict_in_generate:

@@ -65,11 +65,7 @@ class JsonLinesFile(ExitStack):
             written = 0
             while written < len(line):
                 written += self._file.write(line[written:])
-            try:
-                os.fsync(self._file.fileno())
-            except OSError as error:  # pipes, devices and some network drives cannot do it
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-                    raise
+            _sync(self._file)
             self.whole = (self.whole[0] + len(line), self.whole[1] + 1)
         except BaseException:
             with suppress(OSError):  # a pipe or a device cannot be truncated
@@ -86,6 +82,14 @@ class JsonLinesFile(ExitStack):
             return file
         except OSError as error:
             raise ConfigError(f"output {self.path} cannot be written: {error.strerror}") from error
+
+
+def _sync(file: FileIO) -> None:
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:  # pipes, devices and some network drives cannot do it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
 
 
 def print_line(record: Record) -> None:
