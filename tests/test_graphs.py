@@ -120,6 +120,20 @@ def test_what_was_recorded_is_not_replayed_for_other_weights_settings_or_sizes(r
         assert Target(model, **kind).cache is not kept
 
 
+def test_the_first_replay_of_every_call_is_checked(
+    recordings: list[Recording], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, options = build(FAMILIES["Llama"]), {"max_new_tokens": 12, "do_sample": False}
+    config, ids = LookaheadConfig(cuda_graphs=True, proposers=()), ragged(1, 20)["input_ids"]
+    decode(model, config, input_ids=ids, **options)
+    assert len(recordings) == 1
+    rope = model.model.rotary_emb
+    rope.inv_freq = rope.inv_freq * 3  # the recording reads the tensor that stood there
+    with caplog.at_level(logging.WARNING, "lookahead"):
+        assert torch.equal(decode(model, config, input_ids=ids, **options), model.generate(ids, **options))
+    assert "a replay differs by" in caplog.text
+
+
 def test_kept_recordings_go_with_their_model(recordings: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (compiled, cuda_graphs):
         monkeypatch.setattr(module, "state_of", state_of)
