@@ -133,6 +133,15 @@ def test_another_request_with_the_same_beginning_and_end_is_not_taken_for_the_on
         assert proposer._known.rows[0].text.tokens[41] == prompt[40]
 
 
+def test_a_row_that_lost_tokens_is_not_taken_for_the_request_that_has_them():
+    text = np.full((1, 40), 7, np.int32)
+    requests, proposer = KnownRequests(max_aside=8, aside_tokens=1000), ChainProposer(2)
+    requests.match(text, np.array([40]), [True])
+    requests.rows[0] = proposer.start(text[0])
+    assert requests.match(text, np.array([40]), [True]) == [] and requests.rows[0] is not None
+    assert len(requests.match(text, np.array([39]), [True])) == 1 and requests.rows == [None]
+
+
 def test_the_second_turn_of_a_chat_adds_to_the_text_of_the_first(monkeypatch):
     proposer, engine = engine_of()
     first = StubRequest([1, 2, 3, 4, 5, 6, 7, 8], 60)
