@@ -122,10 +122,10 @@ def decode_all(
 ) -> list[Decoded]:
     """Decode prompts one after the other, each with what a memory file holds, if the configuration has one."""
     learned, outputs = LearnedState(), []
-    with use_learned(model, learned):
-        for prompt in prompts:
-            learned.of(ProposerState, ProposerState).files.clear()  # so that the file is read again
-            outputs.append(decode(model, prompt.category, prompt.ids, tokens, config))
+    for each in prompts:
+        learned.of(ProposerState, ProposerState).files.clear()  # so that the file is read again
+        with use_learned(model, learned):
+            outputs.append(decode(model, each.category, each.ids, tokens, config))
     return outputs
 
 

@@ -81,18 +81,6 @@ def check_family(family: Family) -> tuple[int, list[str]]:
     return runs, failures
 
 
-def check_families(names: str) -> dict[str, Any]:
-    table = {**FAMILIES, **ENCODER_DECODERS}
-    chosen = [each for each in table.values() if each.decoded == "trees" or each.name in ENCODER_DECODERS]
-    chosen = chosen if names == "all" else [table[name] for name in names.split(",")]
-    runs, failures = 0, []
-    for family in chosen:
-        family_runs, family_failures = check_family(family)
-        print(f"{family.name:24} {family_runs - len(family_failures):3} of {family_runs} identical", flush=True)
-        runs, failures = runs + family_runs, failures + family_failures
-    return {"families": len(chosen), "runs": runs, "identical": runs - len(failures), "failures": failures}
-
-
 def held(cache: Any) -> int:
     layers = [layer for layer in getattr(cache, "layers", ()) if layer.is_initialized]
     return sum(
@@ -212,9 +200,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", UserWarning)
     if arguments.families:
         use_one_thread()
-        report = check_families(arguments.families)
+        names, table = arguments.families, {**FAMILIES, **ENCODER_DECODERS}
+        chosen = [each for each in table.values() if each.decoded == "trees" or each.name in ENCODER_DECODERS]
+        chosen = chosen if names == "all" else [table[name] for name in names.split(",")]
+        runs, failures = 0, list[dict[str, Any]]()
+        for family in chosen:
+            tried, failed = check_family(family)
+            print(f"{family.name:24} {tried - len(failed):3} of {tried} identical", flush=True)
+            runs, failures = runs + tried, failures + failed
+        report = {"families": len(chosen), "runs": runs, "identical": runs - len(failures), "failures": failures}
         publish(report, arguments.output)
-        return 1 if report["failures"] else 0
+        return 1 if failures else 0
     stay_on_cores(arguments.core)
     if arguments.encoder_decoder:
         model, name = bart_base(), "BART-base's shape, random weights"

@@ -23,6 +23,7 @@ PEERS = {
 }
 
 # Text stays text, and names inside a file do not change from run to run.
+UNDATED = {"Date": None, "Creator": None}
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "lookahead", "font.size": 9}
 
 
@@ -46,7 +47,7 @@ def draw_replay(results: Path, path: Path) -> None:
             axes.grid(alpha=0.3)
         panels[0][0].set_ylabel("tokens a step")
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center")
-        _save(figure, path)
+        figure.savefig(path, metadata=UNDATED)
 
 
 def draw_llm(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -73,10 +74,4 @@ def draw_llm(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
             label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False)
-        _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Write a figure, without the time and the version that would make it another file every time."""
-    fixed = {"metadata": {"Date": None, "Creator": None}} if path.suffix == ".svg" else {"dpi": 150}
-    figure.savefig(path, **fixed)
+        figure.savefig(path, metadata=UNDATED)

@@ -40,13 +40,11 @@ from lookahead.jobs.worker_pool import WorkerPool
 from lookahead.models.loading import load, prepare_process
 from lookahead.summarization.summarizer import Summarizer
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-
 
 def cut(count: int) -> list[Document]:
     """Documents of 40 to 400 words, each begun at a random word of a story."""
-    draw = random.Random(0)
-    stories = [path.read_text(encoding="utf-8").split() for path in sorted(EXAMPLES.glob("*.txt"))]
+    draw, examples = random.Random(0), Path(__file__).resolve().parent.parent / "examples"
+    stories = [path.read_text(encoding="utf-8").split() for path in sorted(examples.glob("*.txt"))]
     found = []
     for number in range(count):
         story = draw.choice(stories)
