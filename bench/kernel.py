@@ -7,11 +7,12 @@
 Every method attends over the same trees, in the caches of as many layers as a model has, so that no cache of the GPU
 helps one layer with what another has read. One CUDA graph holds all layers and is replayed, one replay ahead of the one
 that is timed; what is printed is the median of the replays, per layer. SDPA gets its dense mask and FlexAttention its
-block mask ready-made, as once per step; "flex, mask inside" makes the block mask in the graph, once for all layers. A
-method that differs from float64 by more than half precision explains is not timed, and the command fails. Bandwidth
-counts keys and values once, and stands beside that of a plain copy, which counts what it reads and what it writes.
-Compaction moves 5 tokens in all layers. On a CPU, on one thread, nothing is recorded, FlexAttention is not compiled,
-and the reference compacts: that measures the CPU's own kernel beside SDPA, and nothing about a GPU.
+block mask ready-made, as once per step; "flash, merged" has a mask of the nodes alone, and flash attention reads the
+context; "flex, mask inside" makes the block mask in the graph, once for all layers. A method that differs from float64
+by more than half precision explains is not timed, and the command fails. Bandwidth counts keys and values once, and
+stands beside that of a plain copy, which counts what it reads and what it writes. Compaction moves 5 tokens in all
+layers. On a CPU, on one thread, nothing is recorded, FlexAttention is not compiled, and the reference compacts: that
+measures the CPU's own kernel beside SDPA, and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
 
 from bench.command import parser_of, publish, use_one_thread
 from bench.gpu_steps import ByHand, Stopwatch, read_bandwidth
 from bench.targets import KERNEL, print_goals
 from lookahead.kernels import cpu_attention
+from lookahead.kernels.dispatch import masked_attention
 from lookahead.models.cuda_graphs import CudaGraphs, Graph
 from tests.support import kernel_reference as reference
 from tests.support.random_trees import relative_error, tree_tensors
@@ -62,25 +63,21 @@ def methods(
     return {
         "kernel": lambda: lambda layers: tuple(kernel(*layer, **tree) for layer in layers),
         "sdpa": partial(_sdpa, sees, groups),
+        "flash, merged": partial(_sdpa, sees, groups, int(tree["lengths"].min())),
         "flex": partial(_flex, sees, is_inside=False, is_compiled=is_gpu),
         "flex, mask inside": partial(_flex, sees, is_inside=True, is_compiled=is_gpu),
     }
 
 
-def _sdpa(sees: Tensor, groups: int) -> Attend:
-    """SDPA with a dense mask, the query heads of a KV head packed into rows of one query, as the engine calls it."""
+def _sdpa(sees: Tensor, groups: int, start: int = 0) -> Attend:
+    """The engine's attention by torch, under a dense mask of the slots from `start` on."""
     blocked = torch.zeros(sees.shape, device=sees.device).masked_fill(~sees, float("-inf"))
     masks: dict[torch.dtype, Tensor] = {}
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if query.dtype not in masks:
-            masks[query.dtype] = blocked.to(query.dtype).repeat_interleave(groups, 1)[:, None]
-        rows, heads, width, dim = query.shape
-        packed = query.view(rows, heads // groups, groups, width, dim).transpose(2, 3).flatten(2, 3)
-        kv = keys.transpose(1, 2), values.transpose(1, 2)
-        out = scaled_dot_product_attention(packed, *kv, attn_mask=masks[query.dtype])
-        out = out.view(rows, heads // groups, width, groups, -1)
-        return out.permute(0, 2, 1, 3, 4).reshape(rows, width, heads, -1)
+            masks[query.dtype] = blocked.to(query.dtype).repeat_interleave(groups, 1)[:, None, :, start:]
+        return masked_attention(query, keys.transpose(1, 2), values.transpose(1, 2), masks[query.dtype])
 
     return lambda layers: tuple(attend(*layer) for layer in layers)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead.kernels import cpu_attention
@@ -22,6 +23,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DIM_STEP = 16  # elements; the compiler turns strides and sizes divisible by 16 into 16-byte asynchronous copies
 _ALIGNMENT = 16  # bytes
 COMPACTION = "compaction"
+# Slots without a mask from which flash attention pays for the launches of a merge, and how many times the slots with
+# one they must be, whose scores are multiplied in float32. Estimated, not measured on a GPU.
+_LEAST_PREFIX, _LEAST_SHARE = 1024, 16
 
 
 class KernelVariant(NamedTuple):
@@ -162,6 +166,23 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
     return partial(compact, SlotBuffers(buffers))
 
 
+def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether flash attention of an NVIDIA GPU takes these `[rows, heads or kv_heads, …, dim]`, without a mask."""
+    if query.device.type != "cuda" or torch.version.cuda is None:
+        return False
+    # Not as causal: for queries that are fewer than the keys, torch would answer for a mask aligned to the first key.
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1]))
+
+
+def unmasked(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> int:
+    """How many first slots `masked_attention` needs no mask for, where all queries see the first `prefix`: all, or 0.
+
+    Takes queries, keys and values as it does. Elsewhere than in half precision on a GPU it is 0.
+    """
+    pays = prefix >= max(_LEAST_PREFIX, _LEAST_SHARE * (key.shape[2] - prefix))
+    return prefix if pays and query.shape[3] % 8 == 0 and takes_flash(query, key, value) else 0
+
+
 def masked_attention(
     query: Tensor,
     key: Tensor,
@@ -175,13 +196,16 @@ def masked_attention(
 
     Takes queries `[rows, heads, width, dim]`, keys and values `[rows, kv_heads, slots, …]`, and an additive mask
     `[rows, 1, width * groups, slots]`, or None where every query sees every slot; for the other arguments see
-    `tree_attention`. Returns `[rows, width, heads, value_dim]`, contiguous.
+    `tree_attention`. A mask may be for the last slots only where every query sees those before, without softcap and
+    sinks and as `unmasked` allows. Returns `[rows, width, heads, value_dim]`, contiguous.
     """
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
-    if softcap is None and sinks is None:
+    if mask is not None and mask.shape[3] < key.shape[2]:
+        out = _behind_prefix(packed, key, value, mask, dim**-0.5 if scaling is None else scaling)
+    elif softcap is None and sinks is None:
         out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     else:  # as in Gemma 2 and gpt-oss, which SDPA does not support
         scores = packed @ key.transpose(2, 3) * (scaling or dim**-0.5)
@@ -195,7 +219,25 @@ def masked_attention(
         weights = torch.softmax(scores, -1, dtype=torch.float32)[..., : key.shape[2]]
         out = weights.to(value.dtype) @ value
     out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
-    return out.reshape(rows, width, heads, -1)
+    return out.reshape(rows, width, heads, -1).contiguous()
+
+
+def _behind_prefix(packed: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Attention of packed queries that see all slots before those of the mask.
+
+    Flash attention reads these, in one pass over their keys. The logarithm of its sum of weights is one more score in
+    the softmax over the other slots, and its output the value there.
+    Source: Juravsky et al. 2024, "Hydragen: High-Throughput LLM Inference with Shared Prefixes", §3.1.
+    """
+    start = key.shape[2] - mask.shape[3]
+    aten: Any = torch.ops.aten
+    is_cpu = packed.device.type == "cpu"
+    flash = aten._scaled_dot_product_flash_attention_for_cpu if is_cpu else aten._scaled_dot_product_flash_attention
+    before, log_sum, *_ = flash(packed, key[:, :, :start], value[:, :, :start], scale=scaling)
+    scores = packed.float() @ key[:, :, start:].transpose(2, 3).float()
+    weights = torch.softmax(torch.cat([torch.add(mask, scores, alpha=scaling), log_sum[..., None]], -1), -1)
+    out = weights[..., :-1] @ value[:, :, start:].float()
+    return torch.addcmul(out, weights[..., -1:], before).to(value.dtype)
 
 
 def require(condition: bool, message: str) -> None:

@@ -115,11 +115,14 @@ def _by_torch(
     query: Tensor, keys: Tensor, values: Tensor, tree: dict[str, Tensor], options: dict[str, Any]
 ) -> Callable[[], Tensor]:
     """The attention that serves where no kernel does, of `tree_attention`'s arguments; its mask is made before."""
+    key, value = keys.transpose(1, 2), values.transpose(1, 2)
     sees = tree_mask(keys.shape[1], **tree, window=options.get("window"), chunk=options.get("chunk"))
     mask = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill(~sees, -torch.inf)
     mask = mask.repeat_interleave(query.shape[1] // keys.shape[2], 1)[:, None]
     given = {name: options.get(name) for name in ("softcap", "sinks")}
-    return partial(dispatch.masked_attention, query, keys.transpose(1, 2), values.transpose(1, 2), mask, **given)
+    if not any(each is not None for each in options.values()):
+        mask = mask[..., dispatch.unmasked(query, key, value, int(tree["lengths"].min())) :]
+    return partial(dispatch.masked_attention, query, key, value, mask, **given)
 
 
 def tree_mask(

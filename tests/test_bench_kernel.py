@@ -15,7 +15,7 @@ from bench.targets import KERNEL
 
 TINY = ["--device", "cpu", "--rows", "1", "--contexts", "150", "--widths", "5", "--heads", "4", "--kv-heads", "2"]
 TINY += ["--dim", "16", "--layers", "2", "--replays", "2"]
-METHODS = ["kernel", "sdpa", "flex", "flex, mask inside"]
+METHODS = ["kernel", "sdpa", "flash, merged", "flex", "flex, mask inside"]
 
 
 def test_the_kernel_of_a_cpu_takes_the_benchmark_from_its_check_to_its_figures(
@@ -60,7 +60,7 @@ def test_a_method_of_torch_that_cannot_serve_is_said_to_have_failed(
     assert kernel.main(TINY) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     failures = [each.get("failed") for each in result["results"]]
-    assert failures == [None, None, *["RuntimeError: no valid triton configs"] * 2]
+    assert failures == [*[None] * 3, *["RuntimeError: no valid triton configs"] * 2]
 
 
 def test_a_method_that_cannot_be_recorded_is_timed_by_hand_and_the_result_says_so(
@@ -76,7 +76,7 @@ def test_a_method_that_cannot_be_recorded_is_timed_by_hand_and_the_result_says_s
     monkeypatch.setattr(kernel, "median_us", median_us)
     assert kernel.main(TINY) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert [each.get("by_hand", False) for each in results] == [False, False, True, True]
+    assert [each.get("by_hand", False) for each in results] == [*[False] * 3, True, True]
 
 
 def timed(method: str, context: int, width: int, us: float, share: float = 0.0, rows: int = 1) -> dict[str, Any]:

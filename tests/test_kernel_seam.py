@@ -242,7 +242,7 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
         with target.serving():
             logits.append(target.prefill(prompts))
         monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)
-        monkeypatch.setattr("lookahead.models.attention._takes_flash", lambda *_: True)
+        monkeypatch.setattr(dispatch, "takes_flash", lambda *_: True)
         monkeypatch.setattr(TreePass, "mask", None)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 

@@ -13,11 +13,13 @@ import lookahead
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels.dispatch import KernelVariant, Verdict
 from lookahead.models import kernel_trial
+from lookahead.models.cache import TreeSlots
 from lookahead.models.kernel_trial import run_tests
 from lookahead.models.target import Target
-from lookahead.models.tree_pass import TreePass
+from lookahead.models.tree_pass import AttentionSpan, TreePass
 from tests.support import kernel_reference as reference
 from tests.support.random_trees import random_trees, relative_error
+from tests.test_kernel_seam import random_tree
 
 pytestmark = [
     pytest.mark.gpu,
@@ -155,6 +157,25 @@ def test_a_prompt_read_in_parts_by_flash_attention_gives_the_logits_of_reading_i
             logits.append(target.prefill(prompts).float())
         monkeypatch.setattr(TreePass, "mask", None)
     assert (logits[1] - logits[0]).norm() < 0.03 * logits[0].norm()
+
+
+@pytest.mark.parametrize("lengths", [(2000,), (4090, 4096)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 16, 70])
+@pytest.mark.parametrize(("groups", "dim"), [(1, 64), (4, 128), (8, 72), (3, 256)])
+def test_flash_attention_over_what_all_nodes_see_gives_the_attention_under_a_mask(groups, dim, width, dtype, lengths):
+    rows, slots = len(lengths), max(lengths) + width
+    cache = TreeSlots(rows, slots + 50)
+    cache.lengths[:] = lengths
+    cache.begin(width)
+    tree_pass = TreePass(cache, torch.device("cuda"), [random_tree(row, width) for row in range(rows)])
+    query = torch.randn(rows, width, 2 * groups, dim, device="cuda", dtype=dtype).transpose(1, 2)
+    key, value = torch.randn(2, rows, slots + 50, 2, dim, device="cuda", dtype=dtype)[:, :, :slots].transpose(2, 3)
+    start = choice.unmasked(query, key, value, tree_pass.prefix)
+    assert start == min(lengths)
+    whole, last = (tree_pass.mask(groups, AttentionSpan(), dtype, query.device, each) for each in (0, start))
+    want = choice.masked_attention(query.double(), key.double(), value.double(), whole.double())
+    assert relative_error(choice.masked_attention(query, key, value, last), want) < TOLERANCE[dtype]
 
 
 def test_in_bfloat16_outputs_part_from_generate_only_where_two_tokens_are_near():

@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
@@ -131,8 +130,8 @@ def tree_attention(
     """Attention of the thread's running `TreePass`, with the signature of transformers' attention functions.
 
     Trees, and on a CPU prompts in float32, go to a kernel where one supports them. Otherwise the query heads that share
-    a KV head are packed into query rows, so that one SDPA call reads keys and values once. The pass makes the mask. The
-    window or chunk of the layer applies where the arguments have none.
+    a KV head are packed into query rows, so that torch's attention reads keys and values once. The pass makes the mask.
+    The window or chunk of the layer applies where the arguments have none.
     """
     tree_pass: TreePass = _thread.tree_pass
     if softcap is not None and _real(module.config)._attn_implementation == "sdpa":
@@ -161,8 +160,8 @@ def tree_attention(
         if kernel is not None:
             return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux), None
     span, groups = _within(told, slots), query.shape[1] // key.shape[1]
-    mask, is_plain = None, softcap is None and s_aux is None and span == AttentionSpan()
-    if is_plain and tree_pass.is_causal and (tree_pass.is_from_empty or _takes_flash(query, key, value)):
+    is_plain = softcap is None and s_aux is None and span == AttentionSpan()
+    if is_plain and tree_pass.is_causal and (tree_pass.is_from_empty or dispatch.takes_flash(query, key, value)):
         # Causal attention from an empty cache needs no mask, and SDPA skips half of the work. Nor does a further part
         # of a prompt, where flash attention aligns the last query with the last key.
         if tree_pass.is_from_empty:
@@ -171,9 +170,7 @@ def tree_attention(
             last = causal_lower_right(query.shape[2], slots)
             out = scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
-    if span != AttentionSpan() or not tree_pass.sees_all:
-        mask = tree_pass.mask(groups, span, query.dtype, query.device)
-    return dispatch.masked_attention(query, key, value, mask, scaling, softcap, s_aux), None
+    return _by_torch(tree_pass, query, key, value, span, scaling, softcap, s_aux), None
 
 
 def turns_by_kernel(module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]) -> Turns | None:
@@ -222,14 +219,12 @@ def _in_compiled_code(
     """
     tree_pass: TreePass = _thread.tree_pass
     key, value = _thread.cache.update(key, value, _thread.at)
-    told, groups = AttentionSpan(window, chunk), query.shape[1] // key.shape[1]
+    told = AttentionSpan(window, chunk)
     kernel = _kernel_of(tree_pass, query, key, value, told, scaling, softcap, sinks)
     if kernel is not None:
         return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=sinks)
-    span, mask = _within(told, key.shape[2]), None
-    if span != AttentionSpan() or not tree_pass.sees_all:
-        mask = tree_pass.mask(groups, span, query.dtype, query.device)
-    return dispatch.masked_attention(query, key, value, mask, scaling, softcap, sinks).contiguous()
+    span = _within(told, key.shape[2])
+    return _by_torch(tree_pass, query, key, value, span, scaling, softcap, sinks)
 
 
 @_in_compiled_code.register_fake
@@ -277,11 +272,24 @@ def _kernel_of(
     return tree_pass.kernels[kind]
 
 
-def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether flash attention of a GPU takes these; for other kernels torch would make a mask."""
-    if query.device.type != "cuda":
-        return False
-    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1]))
+def _by_torch(
+    tree_pass: TreePass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    span: AttentionSpan,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Torch's attention, under a mask of the slots that not every node sees, or of all."""
+    mask = None
+    if span != AttentionSpan() or not tree_pass.sees_all:
+        start, is_plain = 0, softcap is None and sinks is None and span == AttentionSpan()
+        if is_plain and not torch.compiler.is_compiling():  # which would make the length a constant
+            start = dispatch.unmasked(query, key, value, tree_pass.prefix)
+        mask = tree_pass.mask(query.shape[1] // key.shape[1], span, query.dtype, query.device, start)
+    return dispatch.masked_attention(query, key, value, mask, scaling, softcap, sinks)
 
 
 def _within(span: AttentionSpan, slots: int) -> AttentionSpan:

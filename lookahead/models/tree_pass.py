@@ -70,9 +70,10 @@ class TreePass:
         self.is_causal = self.is_prefill and slots.is_even  # chains behind equally many committed tokens
         self.is_from_empty = self.is_prefill and slots.kv_length == slots.width  # behind none
         is_one = slots.width == 1 and slots.is_even
+        self.prefix = int(slots.lengths[: slots.active].min()) if trees else 0  # first slots that all nodes see
         self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)  # needs no mask
         self.kernels: dict[Hashable, Callable[..., Any] | None] = {}  # by shapes; None where torch's own serves
-        self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device], Tensor] = {}
+        self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device, int], Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
         lengths = slots.lengths[: slots.active]
         arrays: tuple[NDArray[Any], ...]
@@ -104,13 +105,15 @@ class TreePass:
             self._tensors[device] = TreeTensors(*(each.to(device) for each in first))
         return self._tensors[device]
 
-    def mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Additive mask `[active, 1, width * groups, kv]` for `groups` query heads packed into query rows.
+    def mask(
+        self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device, start: int = 0
+    ) -> Tensor:
+        """Additive mask `[active, 1, width * groups, kv - start]` for `groups` query heads packed into query rows.
 
-        Node t has the rows t * groups … t * groups + groups - 1. It is made by tensor operations alone, which can be
-        compiled and captured.
+        It is for the slots from `start` on, which must not exceed `prefix`. Node t has the rows t * groups … t * groups
+        + groups - 1. It is made by tensor operations alone, which can be compiled and captured.
         """
-        key, is_kept = (groups, span, dtype, device), not torch.compiler.is_compiling()
+        key, is_kept = (groups, span, dtype, device, start), not torch.compiler.is_compiling()
         if is_kept and key in self._masks:
             return self._masks[key]
         lengths, _, depths, words = self.tensors(device)
@@ -118,11 +121,11 @@ class TreePass:
         # Padding nodes of a row that earlier passes scored in part stand behind what is read.
         slots = self._slots.kv_length + (0 if self._scored is None else nodes)
         own, node = lengths[:, None] + depths, torch.arange(nodes, device=device)
-        at = torch.arange(slots, device=device, dtype=torch.int32)
+        at = torch.arange(start, slots, device=device, dtype=torch.int32)
         # The position of the token in a slot, and -1 where a node must not look.
         seen = torch.where(at < lengths[:, None], at, -1)[:, None].expand(-1, nodes, -1)
         is_ancestor = ((words[:, :, node // 64] >> (node % 64)) & 1) == 1
-        places = (lengths[:, None] + node).long()[:, None].expand(-1, nodes, -1)
+        places = (lengths[:, None] + node - start).long()[:, None].expand(-1, nodes, -1)
         seen = seen.scatter(2, places, torch.where(is_ancestor, own[:, None], -1))
         first = torch.zeros_like(own)
         if span.window is not None:
@@ -133,9 +136,9 @@ class TreePass:
         mask = torch.where(seen >= first[:, :, None], torch.zeros_like(hidden), hidden)
         if self._scored is not None:
             queries = torch.from_numpy(self._scored[:, None] + np.arange(self._slots.width)).to(device)
-            mask = mask.gather(1, queries.clamp_max(nodes - 1)[:, :, None].expand(-1, -1, slots))
-        mask = mask[:, :, None, : self._slots.kv_length].expand(-1, -1, groups, -1)
-        mask = mask.reshape(rows, 1, -1, self._slots.kv_length)
+            mask = mask.gather(1, queries.clamp_max(nodes - 1)[:, :, None].expand(-1, -1, slots - start))
+        mask = mask[:, :, None, : self._slots.kv_length - start].expand(-1, -1, groups, -1)
+        mask = mask.reshape(rows, 1, -1, self._slots.kv_length - start)
         if is_kept:
             self._masks[key] = mask
         return mask
