@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +86,14 @@ served: set[KernelVariant] = set()
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether `device` is an NVIDIA GPU and triton is installed."""
-    return device.type == "cuda" and torch.version.cuda is not None and find_spec("triton") is not None
+    """Whether `device` is an NVIDIA GPU and triton can be imported."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    try:
+        import_module("triton")
+    except Exception:  # whatever a broken installation raises
+        return False
+    return True
 
 
 def attention_for(

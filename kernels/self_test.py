@@ -12,6 +12,7 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
+from subprocess import CalledProcessError
 from typing import Any
 
 import numpy as np
@@ -194,7 +195,10 @@ def main(variants: str) -> None:
         try:
             verdict = verdict_of(KernelVariant.from_json(values))
         except Exception as error:  # for any failure torch's own attention is used
-            is_lasting = "CUDA" not in str(error) or "illegal" in str(error)  # no lack of memory, no GPU that is busy
+            text = str(error)
+            # Memory, a free GPU, a C compiler or the headers of Python may be missing today.
+            is_lacking = "CUDA" in text or "compiler" in text or isinstance(error, CalledProcessError)
+            is_lasting = "illegal" in text or not is_lacking
             print(json.dumps(Verdict(f"{type(error).__name__}: {error}", is_lasting=is_lasting)), flush=True)
             return
         print(json.dumps(verdict), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,9 @@ def test_what_a_pass_reads_of_the_host_does_not_grow_with_the_context(
             with Transfers() as transfers:
                 target.score([random_tree(n, n) for n in nodes])
             assert len(transfers.bytes) <= 7 and sum(transfers.bytes) < 2000
+        with Transfers() as transfers:
+            target.commit(0, np.array([0, 2, 4], np.int32))
+        assert len(transfers.bytes) == 1, "once for all layers: every copy waits for the GPU"
         static = FixedShapePass(target.cache.slots, 4, 16, meta)
         with Transfers() as transfers:
             static.fill([random_tree(n, n) for n in (5, 1, 9)])
@@ -299,6 +303,18 @@ def test_prompts_and_models_the_kernel_cannot_take_stay_with_sdpa(tiny_llama: Ll
 def test_a_cpu_and_a_machine_without_triton_are_served_without_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dispatch.runs_on(torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert not dispatch.runs_on.__wrapped__(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError"])
+def test_a_triton_that_cannot_be_imported_is_as_none(
+    error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "triton.py").write_text(f"raise {error}('libtriton.so')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert not dispatch.runs_on.__wrapped__(torch.device("cuda"))
 

@@ -8,7 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -294,6 +296,24 @@ def test_an_eager_pass_takes_the_faster_attention_and_a_recorded_one_the_kernel(
     assert choice.attention_for(query[:, :, :1], slots, slots, {}, True) is right
     choice.verdicts[variant] = Verdict("it is wrong")
     assert choice.attention_for(query[:, :, :1], slots, slots, {}, False) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lasting"),
+    [
+        (RuntimeError("Failed to find C compiler. Please specify via CC environment variable."), False),
+        (CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (ValueError("out of resource: shared memory, Required: 250000, Hardware limit: 101376"), True),
+    ],
+)
+def test_a_verdict_is_kept_if_it_is_about_the_kernel_and_not_about_what_the_machine_lacks(
+    error: Exception, is_lasting: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(self_test, "verdict_of", Mock(side_effect=error))
+    self_test.main(json.dumps([part().to_json()]))
+    problem, _, lasts = json.loads(capsys.readouterr().out)
+    assert str(error) in problem and lasts is is_lasting
 
 
 @pytest.fixture

@@ -238,7 +238,8 @@ class TreeCache(Cache):
         if self._compact is None or len(path) > MAX_NODES:
             nodes = torch.from_numpy(path.astype(np.int64) + start)
             for buffer in self.buffers():
-                buffer[row, start : start + len(path)] = buffer[row].index_select(0, nodes.to(buffer.device))
+                nodes = nodes.to(buffer.device)  # a copy waits for the device, so one for all layers of it
+                buffer[row, start : start + len(path)] = buffer[row].index_select(0, nodes)
             return
         packed = torch.from_numpy(np.array([row, start, len(path), *path], np.int32))
         packed = packed.to(self.buffers()[0].device, non_blocking=True)
