@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, run, take
 from lookahead.kernels.large_pages import zeros
-from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, array_at, jit_part, narrow, tile_of, widen
+from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, array_at, jit_part, narrow, tile_of, transpose, widen
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight that a thread takes at a time
@@ -74,16 +75,42 @@ def pack(weight: Tensor, block: int) -> PackedWeight:
     """
     terms = weight.detach().view(_TERM[weight.dtype])
     if weight.dtype == torch.float32 or _HAS_DOT:
-        return PackedWeight.of(_panels_of(terms), len(weight), block)
-    ordered = terms.unflatten(1, (-1, _SUMS // 2))[:, :, torch.from_numpy(_ORDER)].transpose(1, 2).flatten(1)
-    return PackedWeight.of(_panels_of(ordered).view(torch.bfloat16), len(weight), _SUMS)
+        return PackedWeight.of(_panels_of(terms, np.arange(terms.shape[1])), len(weight), block)
+    turns, places = terms.shape[1] * 2 // _SUMS, np.empty_like(_ORDER)
+    places[_ORDER] = np.arange(len(_ORDER)) * turns
+    lines = (places + np.arange(turns)[:, None]).ravel()
+    return PackedWeight.of(_panels_of(terms, lines).view(torch.bfloat16), len(weight), _SUMS)
 
 
-def _panels_of(terms: Tensor) -> Tensor:
-    packed = zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS, dtype=terms.dtype)
-    for panel, columns in zip(packed, terms.split(COLUMNS), strict=True):  # a panel at a time fits a near cache
-        panel[:, : len(columns)] = columns.T
+def _panels_of(terms: Tensor, lines: NDArray[np.int64]) -> Tensor:
+    """Lay terms `[outputs, terms]` of 32 bits out by outputs; `lines` says where each of a row stands in a panel."""
+    packed, terms = zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS, dtype=terms.dtype), terms.contiguous()
+    of_job = terms.data_ptr(), packed.data_ptr(), lines.ctypes.data, *terms.shape
+    run((_lay_out, len(packed), of_job, (terms, packed, lines)))
     return packed
+
+
+def _lay_out(address: Any) -> None:
+    """Transpose panel by panel, a square of registers at a time."""
+    _, panels, terms_at, packed_at, lines_at, outputs, count = array_at(address, (7,), np.int64)
+    terms, lines = array_at(terms_at, (outputs * count,), np.float32), array_at(lines_at, (count,), np.int64)
+    packed = array_at(packed_at, (panels, count, COLUMNS), np.float32)
+    square = np.empty(LANES * LANES, np.float32)
+    panel = take(address)
+    while panel < panels:
+        for column in range(0, min(COLUMNS, outputs - panel * COLUMNS), LANES):
+            row = panel * COLUMNS + column
+            whole = count // LANES * LANES if row + LANES <= outputs else 0
+            for term in range(0, whole, LANES):
+                transpose((terms, row * count + term, count), (square, 0, LANES))
+                for i in range(LANES):
+                    line = packed[panel, lines[term + i]]
+                    for lane in range(LANES):
+                        line[column + lane] = square[i * LANES + lane]
+            for term in range(whole, count):
+                for i in range(min(LANES, outputs - row)):
+                    packed[panel, lines[term], column + i] = terms[(row + i) * count + term]
+        panel = take(address)
 
 
 def quantize(weight: Tensor) -> Tensor:
@@ -97,7 +124,8 @@ def quantize(weight: Tensor) -> Tensor:
     steps = blocks.abs().amax(2, keepdim=True) / _LARGEST
     whole = (blocks / steps.clamp_min(torch.finfo(torch.float32).tiny)).round() + _ZERO
     lines = torch.cat([whole.to(torch.uint8).view(torch.int32), steps.view(torch.int32)], 2)
-    return _panels_of(lines.flatten(1)).view(torch.uint8)
+    terms = lines.flatten(1)
+    return _panels_of(terms, np.arange(terms.shape[1])).view(torch.uint8)
 
 
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
