@@ -45,10 +45,10 @@ def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs, d
 @own_types
 def test_products_on_several_threads_have_the_same_bits(dtype):
     before, (x, weight) = torch.get_num_threads(), (torch.randn(n, 1536).to(dtype) for n in (17, 2000))
-    packed, products = packed_product.pack(weight, 512), []
+    products = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        products += [packed_product.multiply(packed, x, None) for _ in range(4)]
+        products += [packed_product.multiply(packed_product.pack(weight, 512), x, None) for _ in range(4)]
     torch.set_num_threads(before)
     assert all(torch.equal(each, products[0]) for each in products)
 
