@@ -31,6 +31,7 @@ _LARGEST, _ZERO = 127, 128  # a quantized number, and what is added to one of a 
 _BLOCKS = {torch.uint8: 64, torch.int8: 32}  # inputs that share a step, by the type of a weight of 8 bits and of 4
 _LINES = {torch.uint8: 16, torch.int8: 4}  # of the weight that hold them
 _HIGHEST = 15  # number of 4 bits
+_PIECE = 1 << 16  # weights that are rounded to such at a time
 _TURNS = 4  # of rounding to such, and of fitting a line to what is rounded
 _SHARED, _EACH = 8, 5  # numbers that a call of the kernel receives, and those of each weight
 _F = np.float32
@@ -101,8 +102,8 @@ def quantize(weight: Tensor, bits: int) -> Tensor:
     """
     inputs = _BLOCKS[torch.int8 if bits == 4 else torch.uint8]
     blocks = torch.nn.functional.pad(weight.detach().float(), (0, -weight.shape[1] % inputs)).unflatten(1, (-1, inputs))
-    if bits == 4:  # so many outputs at a time fit a near cache
-        lines = torch.cat([_lines_of_nibbles(part) for part in blocks.split(COLUMNS)])
+    if bits == 4:  # so many numbers at a time fit a near cache
+        lines = torch.cat([_lines_of_nibbles(part) for part in blocks.split(-(-_PIECE // weight.shape[1]))])
         return _panels_of(lines.flatten(1)).view(torch.int8)
     largest = blocks.abs().amax(2, keepdim=True)
     whole = (blocks * (_LARGEST / largest.clamp_min(float(_SMALLEST)))).round() + _ZERO
@@ -113,15 +114,15 @@ def quantize(weight: Tensor, bits: int) -> Tensor:
 def _lines_of_nibbles(blocks: Tensor) -> Tensor:
     """Weights of 4 bits for `[outputs, blocks, 32]`, int32. Each turn makes the squared error of a block smaller."""
     least, most = blocks.aminmax(dim=2, keepdim=True)
-    step, tiny = (most - least) / _HIGHEST, torch.finfo(torch.float32).tiny
+    step, center, tiny = (most - least) / _HIGHEST, blocks.mean(2, keepdim=True), torch.finfo(torch.float32).tiny
     for _ in range(_TURNS):
         numbers = torch.cat([least / -_ZERO, step], 2).bfloat16()
         zero, step = numbers.float().split(1, 2)
-        whole = ((blocks + _ZERO * zero) / step.clamp_min(tiny)).round().clamp(0, _HIGHEST)
+        whole = (blocks + _ZERO * zero).div_(step.clamp_min(tiny)).round_().clamp_(0, _HIGHEST)
         mean = whole.mean(2, keepdim=True)
         apart = whole - mean
-        step = (apart * blocks).sum(2, keepdim=True) / apart.square().sum(2, keepdim=True).clamp_min(tiny)
-        least = blocks.mean(2, keepdim=True) - step * mean
+        step = (apart * blocks).sum(2, keepdim=True) / apart.square_().sum(2, keepdim=True).clamp_min_(tiny)
+        least = center - step * mean
     low, high = whole.to(torch.uint8).unflatten(2, (-1, 2, 4)).unbind(3)
     return torch.cat([(low | high << 4).flatten(2).view(torch.int32), numbers.view(torch.int32)], 2)
 
@@ -238,19 +239,22 @@ def _round(address, number):
             line[i] = widen(x[row, i])
         for place in range(0, len(line), block):
             begin, size = place // block * (block // 4 + 2), block // 4 + 2
-            _round_block(line[place : place + block], out[row, begin : begin + size])
+            if block == 64:  # constants become vector instructions
+                _round_block(line[place : place + 64], out[row, begin : begin + size], 64)
+            else:
+                _round_block(line[place : place + 32], out[row, begin : begin + size], 32)
         row = take(address)
 
 
 @jit_part
-def _round_block(line, out):
+def _round_block(line, out, count):
     """A number that is not finite makes the step so, and with it every product."""
     bits, highest, total = line.view(np.int32), np.int32(0), np.int32(0)
-    for i in range(len(line)):
+    for i in range(count):
         highest = max(highest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
     largest, numbers = np.int32(highest).view(np.float32), out.view(np.int8)
     factor = _F(_LARGEST) / largest if _SMALLEST < largest < np.inf else _F(0.0)
-    for i in range(len(line)):
+    for i in range(count):
         rounded = np.int32(np.rint(line[i] * factor)) if factor > 0 else np.int32(0)
         numbers[i] = np.int8(rounded)
         total = np.int32(total + rounded)

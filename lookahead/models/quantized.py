@@ -46,13 +46,13 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product of rows `[..., in_features]`, in their type."""
+        weights = f"weights of {self.bits} bits"
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x must have rows of {self.in_features} numbers, got {x.shape[-1]}")
         if x.device.type != "cpu" or self.weight.device.type != "cpu":
-            raise UnsupportedModelError(f"weights of {self.bits} bits are multiplied on a CPU, got {x.device} tensors")
+            raise UnsupportedModelError(f"{weights} are multiplied on a CPU, got a tensor on {x.device}")
         if torch.is_grad_enabled() and x.requires_grad:
-            cure = "call the model within torch.no_grad()"
-            raise UnsupportedModelError(f"weights of {self.bits} bits have no gradient; {cure}")
+            raise UnsupportedModelError(f"{weights} have no gradient; call the model within torch.no_grad()")
         rows = x if x.dtype in _DTYPES else x.float()
         bias = None if self.bias is None else self.bias.to(rows.dtype)
         return packed_product.multiply(self.packed(), rows, bias).to(x.dtype)
@@ -114,7 +114,7 @@ class _Quantizer(HfQuantizer):
         return model.requires_grad_(False)
 
     def is_serializable(self, **kwargs: Any) -> bool:
-        """Save the model that was quantized instead: quantizing it again takes no longer than reading it."""
+        """Save the model that was quantized instead: quantizing it again takes little longer than reading it."""
         return False
 
     @property
