@@ -50,11 +50,10 @@ def machine(dtype: torch.dtype, clock: Callable[[], float]) -> tuple[float, floa
 
 def perfect_ms(model: PreTrainedModel, nodes: int, bandwidth: float, peak: float) -> float:
     """Milliseconds of a pass that does nothing but read or multiply the weights of the linear layers."""
-    weights = {
-        id(each.weight): each.weight for each in model.modules() if type(each) in (torch.nn.Linear, QuantizedLinear)
-    }
-    size = sum(each.nbytes for each in weights.values())
-    products = 2 * nodes * sum(each.numel() for each in weights.values())
+    modules: list[Any] = [each for each in model.modules() if type(each) in (torch.nn.Linear, QuantizedLinear)]
+    layers = {id(each.weight): each for each in modules}.values()
+    size = sum(each.weight.nbytes for each in layers)
+    products = 2 * nodes * sum(each.in_features * each.out_features for each in layers)
     return 1e3 * max(size / bandwidth, products / peak)
 
 

@@ -1,6 +1,6 @@
-"""What kernels for a CPU are made of: products of small matrices, the exponential function, arrays at addresses.
+"""Products of small matrices, of which kernels for a CPU are made.
 
-The products are written in LLVM IR, which keeps their sums in registers. Compiled from loops over arrays they have a
+They are written in LLVM IR, which keeps their sums in registers. Compiled from loops over arrays they have a
 third of the speed, because their sums are stored after every few products.
 """
 
@@ -11,16 +11,11 @@ from itertools import chain
 from typing import Any
 
 import llvmlite.binding as llvm
-import numba
-import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.cgutils import unpack_tuple
-from numba.extending import intrinsic, overload, register_jitable
 
-# Compiled into its callers only, with no entry point for Python.
-jit_part: Any = register_jitable(error_model="numpy")
-to_intrinsic: Any = intrinsic
+from lookahead.kernels.scalars import jit_part, to_intrinsic
 
 FEATURES = llvm.get_host_cpu_features()
 LANES = 16 if FEATURES.get("avx512f") else 8  # float32 of a vector register
@@ -28,22 +23,20 @@ ROWS = LANES // 2  # of a tile: with 2 registers each its sums fill half of them
 COLUMNS = 128  # most of a matrix of columns
 STRIDE = COLUMNS + LANES  # elements from one of its rows to the next; no power of two, so that rows share no cache set
 
-_F = np.float32
-_LOG2E = _F(1.4426950408889634)
-# ln 2 in two parts: a multiple of the first is exact, so that the rest of x keeps all its bits.
-_LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-2.12194440e-4)
-_SERIES = tuple(map(_F, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)))
-_SMALLEST = _F(-87.0)  # below it the result is no normal float32
-_LARGEST = _F(89.0)  # its exponential is no float32
-
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
+_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
+_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 _FIRST_LANE = ir.Constant(_PAIRS, None)
 _UPPER_HALVES = ir.Constant(_PAIRS, [-65536] * LANES)
 _WHOLE = ir.IntType(64)
 _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
-_DOT_OF_BYTES = "llvm.x86.avx512.vpdpbusd.512"
+_DOT_OF_BYTES = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
+_SUMS_OF_PAIRS = {  # the sum of two products of unsigned and signed bytes as int16, and of two of int16
+    8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+    16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+}[LANES]
 
 
 def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1, ROWS + 1)) -> Any:
@@ -61,9 +54,14 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
     multiplied by in the left one, side by side. A row of the product fills so many registers with the sums of the
     first of them, and so many, `2 * LANES` elements further on, with those of the second.
 
-    The kind `"bytes"` adds to that too. Its elements are int32 that hold four signed bytes in the left matrix, and four
-    unsigned ones in the right. Behind the terms of both stands the float32 by which their sum is multiplied; a row of
-    the left one has the number with which its sums begin before that.
+    The kind `"bytes"` adds to that too. Its elements are int32 that hold four signed bytes in the left matrix, from
+    -127 on, and in the right four such with 128 added. Behind the terms of both stands the float32 by which their sum
+    is multiplied; a row of the left one has before that -128 times the sum of its bytes.
+
+    The kind `"nibbles"` has at most 4 terms, each of four numbers from 0 to 15 in the lower halves of the right
+    matrix's bytes, and of four in the upper halves; the left matrix has two elements a term. Behind the terms of the
+    right one stand two bfloat16: the upper one is its factor, and the lower one, times what the left one has before
+    its own, is added to the sum that is multiplied by that factor.
     """
     parts = 2 if kind == "pairs" else 1
 
@@ -79,20 +77,13 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
             ]
             for first in [builder.add(to, builder.mul(out_step, row)) for row in wholes]
         ]
-        ends = [builder.gep(left, [terms]) for left in lefts]
-        if kind == "bytes":
-            begun = [[_spread(builder, builder.load(end))] * registers for end in ends]
-        elif kind == "fours":
-            begun = [[builder.load(place, align=4) for place in line] for line in places]
+        if kind in ("bytes", "nibbles"):
+            sums = _emit_quantized(builder, kind, lefts, right, terms, places)
         else:
             begun = [[ir.Constant(_VECTOR, None)] * len(line) for line in places]
-        sums = _emit_sums(builder, kind, parts, begun, lefts, inner_step, right, terms)
-        if kind == "bytes":
-            array, column, right_step = right
-            steps = _load_line(builder, array, builder.add(column, builder.mul(terms, right_step)), registers, _VECTOR)
-            sums = [
-                _emit_scaled(builder, line, end, steps, to) for line, end, to in zip(sums, ends, places, strict=True)
-            ]
+            if kind == "fours":
+                begun = [[builder.load(place, align=4) for place in line] for line in places]
+            sums = _emit_sums(builder, kind, registers, begun, lefts, inner_step, right, terms)
         for line, to_line in zip(sums, places, strict=True):
             for each, place in zip(line, to_line, strict=True):
                 builder.store(each, place, align=4)
@@ -148,49 +139,90 @@ def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the product of vectors: of float32 by what becomes one instruction, else both products of every lane."""
     if left[0].type == _VECTOR:
         return builder.fadd(total, builder.fmul(left[0], right[0], **_FUSED), **_FUSED)
-    return _call_dot(builder, _DOT_OF_PAIRS, total, left[0], right[0])
+    return _call(builder, _DOT_OF_PAIRS, total.type, total, left[0], right[0])
 
 
 def _emit_bytes(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add the four products of every lane."""
-    if FEATURES.get("avx512vnni"):
-        return _call_dot(builder, _DOT_OF_BYTES, total, right[0], left[0])
-    kind = ir.VectorType(ir.IntType(16), 2 * LANES)
-    byte, mask = (ir.Constant(kind, [n] * 2 * LANES) for n in (8, 255))
-    first, second = (builder.bitcast(each[0], kind) for each in (left, right))
-    for signed, unsigned in (
-        (builder.ashr(builder.shl(first, byte), byte), builder.and_(second, mask)),
-        (builder.ashr(first, byte), builder.lshr(second, byte)),
-    ):
-        total = builder.add(total, _emit_sums_of_pairs(builder, signed, unsigned))
-    return total
+    """Add the four products of every lane.
+
+    Without an instruction for that, rows take the signs of weights, so that the sum of two products fits int16.
+    """
+    if _has_dot_of_bytes():
+        return _call(builder, _DOT_OF_BYTES, total.type, total, right[0], left[0])
+    row, weight = (builder.bitcast(each[0], _BYTES) for each in (left, right))
+    weight, zero = builder.xor(weight, ir.Constant(_BYTES, [-128] * 4 * LANES)), ir.Constant(_BYTES, None)
+    is_negative = builder.icmp_signed("<", weight, zero)
+    size, signed = (builder.select(is_negative, builder.sub(zero, each), each) for each in (weight, row))
+    if LANES == 8 and FEATURES.get("avx2"):
+        signed = _call(builder, "llvm.x86.avx2.psign.b", _BYTES, row, weight)
+    return builder.add(total, _sums_of_neighbours(builder, _emit_sums_of_pairs(builder, size, signed)))
+
+
+def _emit_nibbles(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """Add the four products of every lane; or the sums of two to int16, which holds 16 products of 15 and 127."""
+    if _has_dot_of_bytes():
+        return _emit_bytes(builder, total, left, right)
+    weight, row = (builder.bitcast(each[0], _BYTES) for each in (right, left))
+    return builder.add(total, _emit_sums_of_pairs(builder, weight, row))
+
+
+def _has_dot_of_bytes() -> bool:
+    return bool(FEATURES.get("avx512vnni") or FEATURES.get("avxvnni"))
+
+
+def _sums_of_neighbours(builder: Any, shorts: Any) -> Any:
+    return _emit_sums_of_pairs(builder, shorts, ir.Constant(_SHORTS, [1] * 2 * LANES))
 
 
 def _emit_sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
-    """Multiply int16, and add neighbours; where a CPU has an instruction for that, a compiler finds it."""
+    """Multiply unsigned bytes by signed ones, or int16 by int16, and add neighbours."""
+    is_bytes = left.type == _BYTES
+    kind, widen_left = (_SHORTS, builder.zext) if is_bytes else (_PAIRS, builder.sext)
+    if FEATURES.get("avx512bw" if LANES == 16 else "avx2"):
+        return _call(builder, _SUMS_OF_PAIRS[not is_bytes], kind, left, right)
     products = []
     for place in (0, 1):
-        order = ir.Constant(_PAIRS, list(range(place, 2 * LANES, 2)))
-        wide = [builder.sext(builder.shuffle_vector(each, each, order), _PAIRS) for each in (left, right)]
-        products.append(builder.mul(*wide))
+        order = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), list(range(place, 2 * kind.count, 2)))
+        first, second = (builder.shuffle_vector(each, each, order) for each in (left, right))
+        products.append(builder.mul(widen_left(first, kind), builder.sext(second, kind)))
     return builder.add(*products)
 
 
-def _emit_scaled(builder: Any, line: list[Any], end: Any, steps: list[Any], to_line: list[Any]) -> list[Any]:
-    """Whole sums times the steps of columns, and that of the row, which ends at `end`, plus what stands there."""
-    own = builder.bitcast(_spread(builder, builder.load(builder.gep(end, [_WHOLE(1)]))), _VECTOR)
-    sums = []
-    for each, step, place in zip(line, steps, to_line, strict=True):
-        scaled = builder.fmul(builder.fmul(builder.sitofp(each, _VECTOR), step), own, **_FUSED)
-        sums.append(builder.fadd(builder.load(place, align=4), scaled, **_FUSED))
-    return sums
+def _emit_quantized(builder: Any, kind: str, lefts: list[Any], right: Any, terms: Any, places: Any) -> list[list[Any]]:
+    """Whole sums times the steps of columns and of rows, plus what stands at the places."""
+    (array, column, right_step), registers, of_term = right, len(places[0]), _WHOLE(2 if kind == "nibbles" else 1)
+    line = builder.add(column, builder.mul(terms, right_step))
+    ends = [builder.gep(left, [builder.mul(terms, of_term)]) for left in lefts]
+    numbers = [_spread(builder, builder.load(end)) for end in ends]
+    adds_neighbours = kind == "nibbles" and not _has_dot_of_bytes()
+    begun = [[ir.Constant(_SHORTS if adds_neighbours else _PAIRS, None)] * registers for _ in lefts]
+    if kind == "bytes" and _has_dot_of_bytes():
+        begun = [[number] * registers for number in numbers]
+    sums = _emit_sums(builder, kind, registers, begun, lefts, of_term, right, terms)
+    steps = _load_line(builder, array, line, registers, _PAIRS)
+    scaled = list[list[Any]]()
+    for totals, number, end, to_line in zip(sums, numbers, ends, places, strict=True):
+        own = builder.bitcast(_spread(builder, builder.load(builder.gep(end, [_WHOLE(1)]))), _VECTOR)
+        scaled.append([])
+        for total, step, place in zip(totals, steps, to_line, strict=True):
+            whole = builder.sitofp(_sums_of_neighbours(builder, total) if adds_neighbours else total, _VECTOR)
+            if kind == "bytes":
+                product = builder.fmul(whole, builder.bitcast(step, _VECTOR))
+            else:  # of two products one can be fused with their sum: it has to be the same always
+                least, factor = _halves_of(builder, step)
+                least = builder.fmul(builder.sitofp(number, _VECTOR), least)
+                product = builder.fadd(least, builder.fmul(whole, factor, **_FUSED), **_FUSED)
+            product = builder.fmul(product, own, **_FUSED)
+            scaled[-1].append(builder.fadd(builder.load(place, align=4), product, **_FUSED))
+    return scaled
 
 
-def _call_dot(builder: Any, name: str, total: Any, first: Any, second: Any) -> Any:
-    dot = builder.module.globals.get(name)
-    if dot is None:
-        dot = ir.Function(builder.module, ir.FunctionType(total.type, [total.type, _PAIRS, _PAIRS]), name)
-    return builder.call(dot, [total, first, second])
+def _call(builder: Any, name: str, kind: Any, *values: Any) -> Any:
+    """Call an instruction of the CPU by its name in LLVM."""
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(kind, [each.type for each in values]), name)
+    return builder.call(function, values)
 
 
 def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
@@ -203,7 +235,7 @@ def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
 def _emit_sums(
     builder: Any,
     kind: str,
-    parts: int,
+    registers: int,
     begun: list[list[Any]],
     rows: list[Any],
     inner_step: Any,
@@ -212,10 +244,10 @@ def _emit_sums(
 ) -> list[list[Any]]:
     """Emit a loop over the terms, at least once; returns the sums of each row, in registers.
 
-    An element of the right matrix has so many parts, each with sums of its own.
+    An element of the right matrix may have two parts. Where the sums of a row fill more registers, each has its own.
     """
-    emit_term, together = _EMIT[kind], 4 if kind == "fours" else 1
-    (array, column, right_step), registers = right, len(begun[0]) // parts
+    emit_term, together, halves_of = _EMIT[kind], 4 if kind == "fours" else 1, _PARTS.get(kind)
+    (array, column, right_step), parts = right, range(2 if halves_of else 1)
     before, loop, after = builder.block, builder.append_basic_block("terms"), builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -225,18 +257,21 @@ def _emit_sums(
     lines = [builder.add(column, builder.mul(each, right_step)) for each in here]
     vectors = ir.VectorType(array.type.pointee, LANES)
     loaded = list(zip(*(_load_line(builder, array, line, registers, vectors) for line in lines), strict=True))
-    if parts == 2:
-        halves = [_halves_of(builder, each) for (each,) in loaded]
-        loaded = [(each[part],) for part in range(parts) for each in halves]
+    if halves_of:
+        halves = [halves_of(builder, each) for (each,) in loaded]
+        loaded = [(each[part],) for part in parts for each in halves]
     grown = []
     for row, totals in zip(rows, sums, strict=True):
         places = [builder.mul(each, inner_step) for each in here]
         factors = [
             [_spread(builder, builder.load(builder.gep(row, [builder.add(place, _WHOLE(part))]))) for place in places]
-            for part in range(parts)
+            for part in parts
             for _ in range(registers)
         ]
-        grown.append([emit_term(builder, *each) for each in zip(totals, factors, loaded, strict=True)])
+        line = list(totals)
+        for i, each in enumerate(zip(factors, loaded, strict=True)):
+            line[i % len(line)] = emit_term(builder, line[i % len(line)], *each)
+        grown.append(line)
     following = builder.add(term, _WHOLE(together))
     builder.cbranch(builder.icmp_signed("<", following, terms), loop, after)
     loops = (term, sums), (_WHOLE(0), begun), (following, grown)
@@ -247,41 +282,26 @@ def _emit_sums(
     return grown
 
 
-_EMIT = {"product": _emit_product, "pairs": _emit_product, "fours": _emit_four, "bytes": _emit_bytes}
-
-
 def _halves_of(builder: Any, pairs: Any) -> list[Any]:
     """The lower and the upper bfloat16 of every lane as float32."""
     halves = builder.shl(pairs, ir.Constant(_PAIRS, [16] * LANES)), builder.and_(pairs, _UPPER_HALVES)
     return [builder.bitcast(each, _VECTOR) for each in halves]
 
 
-def widen(number: Any) -> Any:
-    """A number of a tensor as float32; a bfloat16 is held as int16 or uint16."""
+def _nibbles_of(builder: Any, pairs: Any) -> list[Any]:
+    """The lower and the upper half of every byte."""
+    halves = pairs, builder.lshr(pairs, ir.Constant(_PAIRS, [4] * LANES))
+    return [builder.and_(each, ir.Constant(_PAIRS, [0x0F0F0F0F] * LANES)) for each in halves]
 
 
-def narrow(number: Any, like: Any) -> Any:
-    """A float32 as a number of a tensor that holds `like`; a bfloat16 is the nearest, ties to even."""
-
-
-@overload(widen, strict=False)
-def _widen_as(number: Any) -> Any:
-    if number in (types.int16, types.uint16):
-        return lambda number: np.int32(np.int32(number) << np.int32(16)).view(np.float32)
-    return lambda number: number
-
-
-@overload(narrow, strict=False)
-def _narrow_as(number: Any, like: Any) -> Any:
-    if like != types.uint16:
-        return lambda number, like: number
-
-    def narrow(number: Any, like: Any) -> Any:
-        bits = np.float32(number).view(np.int32)
-        nearest = (bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16)
-        return np.uint16(nearest if number == number else np.int32(0x7FC0))
-
-    return narrow
+_EMIT = {
+    "product": _emit_product,
+    "pairs": _emit_product,
+    "fours": _emit_four,
+    "bytes": _emit_bytes,
+    "nibbles": _emit_nibbles,
+}
+_PARTS = {"pairs": _halves_of, "nibbles": _nibbles_of}
 
 
 @to_intrinsic
@@ -332,44 +352,3 @@ def multiply(left, row_step, inner_step, right, out, rows, inner, columns):
                 _two((left, at, row_step, inner_step), (right, column, STRIDE), (out, to, STRIDE), ROWS, inner)
             else:
                 _one((left, at, row_step, inner_step), (right, column, STRIDE), (out, to, STRIDE), ROWS, inner)
-
-
-@njit(cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
-def exp(x):
-    """The exponential of a float32, with a relative error of 1e-7; 0 where it is no normal float32, NaN for NaN.
-
-    A compiler turns this code into vector instructions; it cannot for a call of libm.
-
-    Source: Moshier 1989, "Methods and Programs for Mathematical Functions", the polynomial of Cephes' expf.
-    """
-    bounded = _LARGEST if x > _LARGEST else x
-    whole = np.floor(bounded * _LOG2E + _F(0.5))
-    rest = bounded - whole * _LN2_HIGH - whole * _LN2_LOW
-    series = _SERIES[0]
-    for i in range(1, 6):
-        series = series * rest + _SERIES[i]
-    series = series * rest * rest + rest + _F(1.0)
-    # 2 to the whole in two factors: those of the largest and the smallest results are no normal float32.
-    power = np.int32(whole)
-    first = np.int32(power >> np.int32(1))
-    second = np.int32(power - first)
-    scaled = series * np.int32((first + np.int32(127)) << np.int32(23)).view(np.float32)
-    scaled *= np.int32((second + np.int32(127)) << np.int32(23)).view(np.float32)
-    return _F(0.0) if x < _SMALLEST else scaled
-
-
-@to_intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), emit
-
-
-_view: Any = vars(numba)["carray"]
-
-
-@jit_part
-def array_at(address, shape, dtype):
-    """The array at an address."""
-    return _view(_pointer(address), shape, dtype)

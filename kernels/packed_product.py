@@ -23,13 +23,17 @@ from torch import Tensor
 
 from lookahead.kernels.jobs import Job, run, take
 from lookahead.kernels.large_pages import zeros
-from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, array_at, jit_part, narrow, tile_of, transpose, widen
+from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of, transpose
+from lookahead.kernels.scalars import array_at, jit_part, narrow, widen
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight that a thread takes at a time
 _LARGEST, _ZERO = 127, 128  # a quantized number, and what is added to one of a weight: bytes of a weight have no sign
-_INPUTS = 64  # of a row that share a step where the weight is quantized
-_TERMS = _INPUTS // 4  # int32 that hold them
+_BLOCKS = {torch.uint8: 64, torch.int8: 32}  # inputs that share a step, by the type of a weight of 8 bits and of 4
+_LINES = {torch.uint8: 16, torch.int8: 4}  # of the weight that hold them
+_HIGHEST = 15  # number of 4 bits
+_PIECE = 1 << 16  # weights that are rounded to such at a time
+_TURNS = 4  # of rounding to such, and of fitting a line to what is rounded
 _SHARED, _EACH = 8, 5  # numbers that a call of the kernel receives, and those of each weight
 _F = np.float32
 _SMALLEST = _F(1e-30)  # largest number of a block that is not taken for zeros
@@ -61,9 +65,10 @@ class PackedWeight(NamedTuple):
     together: int  # panels that a thread takes at a time
 
     @classmethod
-    def of(cls, packed: Tensor, outputs: int, block: int = _INPUTS) -> PackedWeight:
+    def of(cls, packed: Tensor, outputs: int, block: int = 0) -> PackedWeight:
         """A weight of so many outputs, whose layout is that of `pack` or `quantize`."""
         panels, terms, _ = packed.shape
+        block = _BLOCKS.get(packed.dtype, block)
         return cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes))
 
 
@@ -75,15 +80,14 @@ def pack(weight: Tensor, block: int) -> PackedWeight:
     """
     terms = weight.detach().view(_TERM[weight.dtype])
     if weight.dtype == torch.float32 or _HAS_DOT:
-        return PackedWeight.of(_panels_of(terms, np.arange(terms.shape[1])), len(weight), block)
-    turns, places = terms.shape[1] * 2 // _SUMS, np.empty_like(_ORDER)
-    places[_ORDER] = np.arange(len(_ORDER)) * turns
-    lines = (places + np.arange(turns)[:, None]).ravel()
+        return PackedWeight.of(_panels_of(terms), len(weight), block)
+    lines = np.arange(terms.shape[1]).reshape(len(_ORDER), -1)[np.argsort(_ORDER)].T.ravel()
     return PackedWeight.of(_panels_of(terms, lines).view(torch.bfloat16), len(weight), _SUMS)
 
 
-def _panels_of(terms: Tensor, lines: NDArray[np.int64]) -> Tensor:
-    """Lay terms `[outputs, terms]` of 32 bits out by outputs; `lines` says where each of a row stands in a panel."""
+def _panels_of(terms: Tensor, lines: NDArray[np.int64] | None = None) -> Tensor:
+    """Lay terms `[outputs, terms]` of 32 bits out by outputs; `lines` says where each stands in a panel, if moved."""
+    lines = np.arange(terms.shape[1]) if lines is None else lines
     packed, terms = zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS, dtype=terms.dtype), terms.contiguous()
     of_job = terms.data_ptr(), packed.data_ptr(), lines.ctypes.data, *terms.shape
     run((_lay_out, len(packed), of_job, (terms, packed, lines)))
@@ -113,19 +117,40 @@ def _lay_out(address: Any) -> None:
         panel = take(address)
 
 
-def quantize(weight: Tensor) -> Tensor:
-    """Round a weight `[outputs, inputs]` to 255 steps for every 64 inputs of an output.
+def quantize(weight: Tensor, bits: int) -> Tensor:
+    """Round a weight `[outputs, inputs]` to 255 steps for every 64 inputs of an output, or with 4 bits to 15 for 32.
 
-    Returns uint8 `[panels, lines, 4 * COLUMNS]`, laid out as by `pack` with four inputs an element of 32 bits. To each
-    number 128 is added. Behind 16 lines, which hold 64 inputs, stands one of their steps, float32.
+    With 8 bits it is uint8 `[panels, lines, 4 * COLUMNS]`, laid out as by `pack` with four inputs an element of 32
+    bits. To each number 128 is added. Behind 16 lines, which hold 64 inputs, stands one of their steps, float32.
+
+    With 4 bits it is int8, and two such lines are one, in the lower and the upper halves of its bytes. Behind 4 of
+    these stands what 0 means, over -128 as `_round` has sums of rows times that, and the step, both bfloat16.
     """
-    wide = torch.nn.functional.pad(weight.detach().float(), (0, -weight.shape[1] % _INPUTS))
-    blocks = wide.unflatten(1, (-1, _INPUTS))
-    steps = blocks.abs().amax(2, keepdim=True) / _LARGEST
-    whole = (blocks / steps.clamp_min(torch.finfo(torch.float32).tiny)).round() + _ZERO
-    lines = torch.cat([whole.to(torch.uint8).view(torch.int32), steps.view(torch.int32)], 2)
-    terms = lines.flatten(1)
-    return _panels_of(terms, np.arange(terms.shape[1])).view(torch.uint8)
+    inputs = _BLOCKS[torch.int8 if bits == 4 else torch.uint8]
+    blocks = torch.nn.functional.pad(weight.detach().float(), (0, -weight.shape[1] % inputs)).unflatten(1, (-1, inputs))
+    if bits == 4:  # so many numbers at a time fit a near cache
+        lines = torch.cat([_lines_of_nibbles(part) for part in blocks.split(-(-_PIECE // weight.shape[1]))])
+        return _panels_of(lines.flatten(1)).view(torch.int8)
+    largest = blocks.abs().amax(2, keepdim=True)
+    whole = (blocks * (_LARGEST / largest.clamp_min(float(_SMALLEST)))).round() + _ZERO
+    lines = torch.cat([whole.to(torch.uint8).view(torch.int32), (largest / _LARGEST).view(torch.int32)], 2)
+    return _panels_of(lines.flatten(1)).view(torch.uint8)
+
+
+def _lines_of_nibbles(blocks: Tensor) -> Tensor:
+    """Weights of 4 bits for `[outputs, blocks, 32]`, int32. Each turn makes the squared error of a block smaller."""
+    least, most = blocks.aminmax(dim=2, keepdim=True)
+    step, center, tiny = (most - least) / _HIGHEST, blocks.mean(2, keepdim=True), torch.finfo(torch.float32).tiny
+    for _ in range(_TURNS):
+        numbers = torch.cat([least / -_ZERO, step], 2).bfloat16()
+        zero, step = numbers.float().split(1, 2)
+        whole = (blocks + _ZERO * zero).div_(step.clamp_min(tiny)).round_().clamp_(0, _HIGHEST)
+        mean = whole.mean(2, keepdim=True)
+        apart = whole - mean
+        step = (apart * blocks).sum(2, keepdim=True) / apart.square_().sum(2, keepdim=True).clamp_min_(tiny)
+        least = center - step * mean
+    low, high = whole.to(torch.uint8).unflatten(2, (-1, 2, 4)).unbind(3)
+    return torch.cat([(low | high << 4).flatten(2).view(torch.int32), numbers.view(torch.int32)], 2)
 
 
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -146,7 +171,7 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 
 def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
     """Where `product` writes rows as the kernel takes them, int32; None where it takes them as they are."""
-    if weights[0].packed.dtype not in (torch.uint8, torch.bfloat16):
+    if weights[0].packed.dtype not in (*_LINES, torch.bfloat16):
         return None
     return torch.empty(rows * max(_prepared_length(each) for each in weights), dtype=torch.int32, device="cpu")
 
@@ -154,7 +179,7 @@ def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
 def _prepared_length(weight: PackedWeight) -> int:
     if weight.packed.dtype == torch.bfloat16:
         return 2 * weight.terms
-    return weight.terms // (_TERMS + 1) * (_TERMS + 2)
+    return weight.terms // (_LINES[weight.packed.dtype] + 1) * (weight.block // 4 + 2)
 
 
 def product(
@@ -166,17 +191,17 @@ def product(
 ) -> list[Job]:
     """Jobs that multiply contiguous rows by several weights of one type, one number of inputs and one block.
 
-    Where weights are quantized, rows are too, into what `prepared_rows` made: every 64 numbers of a row are multiples,
+    Where weights are quantized, rows are too, into what `prepared_rows` made: as many numbers of a row are multiples,
     from -127 to 127, of a step. Where lines of bfloat16 have another order, rows are brought into it, as float32.
     """
     packed, _, block, _, terms, together = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
     rows, left, length, of_block = x.numel() // inputs, x, terms, block * terms // inputs
     if prepared is not None:
-        is_quantized = packed.dtype == torch.uint8
-        left, length, of_block = prepared, _prepared_length(weights[0]), _TERMS if is_quantized else inputs // _SUMS
-        prepare = _ROUNDING[x.dtype] if is_quantized else _order_halves
-        jobs.append((prepare, rows, (x.data_ptr(), left.data_ptr(), inputs, length), (x, left)))
+        left, length = prepared, _prepared_length(weights[0])
+        of_block = _LINES.get(packed.dtype, inputs // _SUMS)
+        prepare = _ROUNDING[x.dtype] if packed.dtype in _LINES else _order_halves
+        jobs.append((prepare, rows, (x.data_ptr(), left.data_ptr(), inputs, length, block), (x, left)))
     of_job, parts = [left.data_ptr(), rows, length, terms, of_block, together], 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
         places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
@@ -188,6 +213,7 @@ def product(
 
 _tile: Any = tile_of(2)
 _tile_of_bytes: Any = tile_of(2, "bytes")
+_tile_of_nibbles: Any = tile_of(2, "nibbles")
 _few_of_pairs: Any = tile_of(2, "pairs", rows=range(1, _FEW + 1))
 _many_of_pairs: Any = tile_of(1, "pairs", rows=range(_FEW + 1, _MANY + 1))
 
@@ -229,34 +255,37 @@ def _order_halves(address: Any) -> None:
 
 @jit_part
 def _round(address, number):
-    """Round rows to whole numbers of steps. Behind each 64 stand what the `_ZERO` of a weight adds, and the step."""
-    _, rows, x_at, out_at, inputs, length = array_at(address, (6,), np.int64)
+    """Round rows to whole numbers of steps. Behind each block stand what the `_ZERO` of a weight adds, and the step."""
+    _, rows, x_at, out_at, inputs, length, block = array_at(address, (7,), np.int64)
     x, out = array_at(x_at, (rows, inputs), number), array_at(out_at, (rows, length), np.int32)
-    line = np.zeros(-(-inputs // _INPUTS) * _INPUTS, np.float32)
+    line = np.zeros(-(-inputs // block) * block, np.float32)
     row = take(address)
     while row < rows:
         for i in range(inputs):
             line[i] = widen(x[row, i])
-        for block in range(len(line) // _INPUTS):
-            begin = block * (_TERMS + 2)
-            _round_block(line[block * _INPUTS : (block + 1) * _INPUTS], out[row, begin : begin + _TERMS + 2])
+        for place in range(0, len(line), block):
+            begin, size = place // block * (block // 4 + 2), block // 4 + 2
+            if block == 64:  # constants become vector instructions
+                _round_block(line[place : place + 64], out[row, begin : begin + size], 64)
+            else:
+                _round_block(line[place : place + 32], out[row, begin : begin + size], 32)
         row = take(address)
 
 
 @jit_part
-def _round_block(line, out):
+def _round_block(line, out, count):
     """A number that is not finite makes the step so, and with it every product."""
     bits, highest, total = line.view(np.int32), np.int32(0), np.int32(0)
-    for i in range(_INPUTS):
+    for i in range(count):
         highest = max(highest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
     largest, numbers = np.int32(highest).view(np.float32), out.view(np.int8)
     factor = _F(_LARGEST) / largest if _SMALLEST < largest < np.inf else _F(0.0)
-    for i in range(_INPUTS):
+    for i in range(count):
         rounded = np.int32(np.rint(line[i] * factor)) if factor > 0 else np.int32(0)
         numbers[i] = np.int8(rounded)
         total = np.int32(total + rounded)
-    out[_TERMS] = -_ZERO * total
-    out[_TERMS + 1] = _F(largest / _F(_LARGEST)).view(np.int32)
+    out[-2] = -_ZERO * total
+    out[-1] = _F(largest / _F(_LARGEST)).view(np.int32)
 
 
 @jit_part
@@ -274,11 +303,22 @@ def _add_products(x, first, rows, terms, block, panel, sums, others):
 
 @jit_part
 def _add_bytes(x, first, rows, terms, block, panel, sums, others):
-    """The sums of blocks, which have steps."""
+    _add_quantized(_tile_of_bytes, block, block, x, first, rows, terms, panel, sums)
+
+
+@jit_part
+def _add_nibbles(x, first, rows, terms, block, panel, sums, others):
+    lines = 4  # a constant takes a third less time
+    _add_quantized(_tile_of_nibbles, lines, 2 * lines, x, first, rows, terms, panel, sums)
+
+
+@jit_part
+def _add_quantized(tile, block, own, x, first, rows, terms, panel, sums):
+    """The sums of blocks, which have steps: of so many lines of the weight, and so many int32 of a row."""
     length, sums[:] = x.shape[1], 0.0
     for place in range(terms // (block + 1)):
-        at, column = first * length + place * (block + 2), place * (block + 1) * COLUMNS
-        _tile_of_bytes((x, at, length, 1), (panel, column, COLUMNS), (sums, 0, COLUMNS), rows, block)
+        at, column = first * length + place * (own + 2), place * (block + 1) * COLUMNS
+        tile((x, at, length, 1), (panel, column, COLUMNS), (sums, 0, COLUMNS), rows, block)
 
 
 @jit_part
@@ -355,4 +395,6 @@ _ENTRIES = {
     (torch.bfloat16, torch.bfloat16): _multiplying(np.float32, np.int32, np.uint16, _add_by_halves, _MANY),
     (torch.uint8, torch.float32): _multiplying(np.int32, np.int32, np.float32, _add_bytes),
     (torch.uint8, torch.bfloat16): _multiplying(np.int32, np.int32, np.uint16, _add_bytes),
+    (torch.int8, torch.float32): _multiplying(np.int32, np.int32, np.float32, _add_nibbles),
+    (torch.int8, torch.bfloat16): _multiplying(np.int32, np.int32, np.uint16, _add_nibbles),
 }

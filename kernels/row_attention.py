@@ -20,19 +20,8 @@ from numba import types
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, run, take
-from lookahead.kernels.microkernel import (
-    FEATURES,
-    LANES,
-    ROWS,
-    array_at,
-    exp,
-    jit_part,
-    narrow,
-    tile_of,
-    to_intrinsic,
-    transpose,
-    widen,
-)
+from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of, transpose
+from lookahead.kernels.scalars import array_at, exp, jit_part, narrow, to_intrinsic, widen
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next

@@ -8,7 +8,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.kernels.microkernel import exp, jit_part
+from lookahead.kernels.scalars import exp, jit_part
 
 IntArray = NDArray[np.int32]
 

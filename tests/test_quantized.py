@@ -1,10 +1,11 @@
-"""Weights of 8 bits: the tokens of the quantized model's own `generate`, and combinations that are refused by name."""
+"""Weights of 8 and 4 bits: the tokens of the quantized model's own `generate`, and what is refused by name."""
 
 from __future__ import annotations
 
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from lookahead.errors import HeadsError
 from lookahead.kernels import microkernel, packed_product
 from lookahead.models import fused_layers
 from lookahead.models.linears import LinearScope, packed_weights
-from lookahead.models.quantized import Int8Config, QuantizedLinear, resolve_quantize
+from lookahead.models.quantized import Int4Config, Int8Config, QuantizedLinear, resolve_quantize
 from lookahead.models.support import is_bitwise
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build, for_cpus
 
 HALF, SINGLE = torch.bfloat16, torch.float32
+CONFIGS = {8: Int8Config, 4: Int4Config}
+widths = pytest.mark.parametrize("bits", CONFIGS)
 DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0)
 RAGGED = {
     "input_ids": torch.tensor([[0] * 8 + [5, 9, 31, 5], [5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]]),
@@ -37,9 +40,9 @@ RAGGED = {
 }
 
 
-def quantized(folder: Path, dtype: torch.dtype = HALF, kind: Any = AutoModelForCausalLM) -> Any:
+def quantized(folder: Path, dtype: torch.dtype = HALF, bits: int = 8, kind: Any = AutoModelForCausalLM) -> Any:
     """The model of a folder as transformers quantizes it."""
-    return for_cpus(kind.from_pretrained(folder, dtype=dtype, quantization_config=Int8Config())).eval()
+    return for_cpus(kind.from_pretrained(folder, dtype=dtype, quantization_config=CONFIGS[bits]())).eval()
 
 
 @pytest.fixture(scope="module")
@@ -74,37 +77,40 @@ PROMPT = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 
 
 @pytest.mark.covering(2)
+@widths
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.3}], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("name", ["looping", "Qwen3", "Gemma2", "Phi3"])
-def test_drafts_give_the_tokens_of_the_same_models_generate(name, dtype, sampling, folders):
-    model = quantized(folders[name], dtype)
+def test_drafts_give_the_tokens_of_the_same_models_generate(name, dtype, sampling, bits, folders):
+    model = quantized(folders[name], dtype, bits)
     assert dtype == SINGLE or is_bitwise(model)
     compare(model, DRAFTED, LookaheadConfig(proposers=()), input_ids=PROMPT, **sampling)
 
 
+@widths
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_drafts_that_are_always_wrong_or_right_change_no_token(dtype, folders):
-    model = quantized(folders["looping"], dtype)
+def test_drafts_that_are_always_wrong_or_right_change_no_token(dtype, bits, folders):
+    model = quantized(folders["looping"], dtype, bits)
     answers = model.generate(PROMPT, max_new_tokens=24, do_sample=False).tolist()
     for offer in (perfect(answers), always_wrong(answers, 101), random_trees(101)):
         with drafting_by(offer):
             compare(model, input_ids=PROMPT, do_sample=False)
 
 
-def test_a_ragged_batch_and_a_long_prompt_give_the_tokens_of_generate(folders):
-    model = quantized(folders["looping"], SINGLE)
-    compare(model, **RAGGED, do_sample=False)
+@widths
+def test_a_ragged_batch_and_a_long_prompt_give_the_tokens_of_generate(bits, folders):
+    model = quantized(folders["looping"], SINGLE, bits)
+    compare(model, **RAGGED, do_sample=False, max_new_tokens=16)
     ids = torch.randint(5, 100, (1, 150), generator=torch.Generator().manual_seed(1))
-    for each in (model, quantized(folders["looping"])):
+    for each in (model, quantized(folders["looping"], HALF, bits)):
         compare(each, input_ids=ids, do_sample=False)
 
 
-@pytest.mark.parametrize("name", ["Bart", "T5"])
-def test_an_encoder_decoder_model_gives_the_tokens_of_generate(name, folders):
+@pytest.mark.parametrize(("name", "bits"), [("Bart", 8), ("T5", 4)])
+def test_an_encoder_decoder_model_gives_the_tokens_of_generate(name, bits, folders):
     from transformers import AutoModelForSeq2SeqLM
 
-    model = quantized(folders[name], SINGLE, AutoModelForSeq2SeqLM)
+    model = quantized(folders[name], SINGLE, bits, AutoModelForSeq2SeqLM)
     assert sum(isinstance(each, QuantizedLinear) for each in model.modules()) > 12
     compare(model, input_ids=PROMPT, do_sample=False)
 
@@ -113,9 +119,10 @@ def test_a_mixture_of_experts_keeps_their_weights_and_gives_the_tokens_of_genera
     compare(quantized(folders["Mixtral"], SINGLE), input_ids=PROMPT, do_sample=False)
 
 
+@widths
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_layers_with_quantized_products_are_fused_with_the_same_bits(dtype, folders):
-    model = quantized(folders["Qwen3"], dtype)
+def test_layers_with_quantized_products_are_fused_with_the_same_bits(dtype, bits, folders):
+    model = quantized(folders["Qwen3"], dtype, bits)
     with torch.inference_mode():
         expected = model(PROMPT).logits
     scope, layer = LinearScope(model), model.model.layers[0]
@@ -131,69 +138,103 @@ def test_layers_with_quantized_products_are_fused_with_the_same_bits(dtype, fold
 # Products
 
 
-def rounded(numbers: torch.Tensor) -> torch.Tensor:
-    """Every 64 numbers of a row as multiples, from -127 to 127, of a step."""
-    blocks = nn.functional.pad(numbers.float(), (0, -numbers.shape[-1] % 64)).unflatten(-1, (-1, 64))
-    steps = blocks.abs().amax(-1, keepdim=True) / 127
-    whole = (blocks / steps.clamp_min(1e-30)).round()
-    return (whole.double() * steps).flatten(-2)[..., : numbers.shape[-1]]
+def rounded(numbers: torch.Tensor, size: int) -> torch.Tensor:
+    """Every so many numbers of a row as multiples, from -127 to 127, of a step."""
+    blocks = nn.functional.pad(numbers.float(), (0, -numbers.shape[-1] % size)).unflatten(-1, (-1, size))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    whole = (blocks * (127 / largest.clamp_min(1e-30))).round()
+    return (whole.double() * (largest / 127)).flatten(-2)[..., : numbers.shape[-1]]
 
 
+def nibbles_of(layer: QuantizedLinear) -> torch.Tensor:
+    """The weights of 4 bits that a layer holds: 4 lines of 32 for so many outputs, and of these what 0 and 1 mean."""
+    lines = layer.weight.unflatten(1, (-1, 5)).unflatten(3, (-1, 4))
+    whole, (least, step) = lines[:, :, :4], lines[:, :, 4].contiguous().view(HALF).double().unbind(-1)
+    numbers = torch.stack([whole & 15, whole >> 4 & 15], 3).permute(0, 4, 1, 2, 3, 5).flatten(3)
+    wide = numbers * step.movedim(2, 1)[..., None] - 128 * least.movedim(2, 1)[..., None]
+    return wide.flatten(2).flatten(0, 1)[: layer.out_features, : layer.in_features]
+
+
+@widths
 @pytest.mark.parametrize("dtype", [HALF, SINGLE, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("outputs", "inputs", "bias"), [(64, 1536, False), (37, 1030, True), (5, 63, True), (1, 2, False)]
 )
-def test_a_product_is_that_of_what_is_rounded_and_a_row_is_the_same_in_any_company(outputs, inputs, bias, dtype):
+def test_a_product_is_that_of_what_is_rounded_and_a_row_is_the_same_in_any_company(outputs, inputs, bias, dtype, bits):
     torch.manual_seed(outputs)
     own = nn.Linear(inputs, outputs, bias=bias).to(dtype)
     with torch.inference_mode():
-        layer, weight = QuantizedLinear(own), rounded(own.weight)
+        layer = QuantizedLinear(own, bits)
+        size, weight = (64, rounded(own.weight, 64)) if bits == 8 else (32, nibbles_of(layer))
         for rows in (1, 2, 7, 8, 9, 16, 17, 40):
             x = torch.randn(rows, inputs).to(dtype)
             x[0, inputs // 2] = 30.0
             got = layer(x[None])[0]
-            expected = linear(rounded(x), weight, None if own.bias is None else own.bias.double())
-            error = {HALF: 0.005, torch.float16: 1e-3, SINGLE: 2e-6}[dtype]
+            expected = linear(rounded(x, size), weight, None if own.bias is None else own.bias.double())
+            error = {HALF: 0.005, torch.float16: 1e-3, SINGLE: 2e-6 if bits == 8 else 8e-6}[dtype]
             assert got.dtype == dtype and (got - expected).abs().max() <= error * expected.abs().max()
             assert torch.equal(got, torch.cat([layer(row) for row in x.split(1)]))
 
 
+def test_weights_of_4_bits_are_nearer_than_16_equal_steps_from_the_least_to_the_largest():
+    own = nn.Linear(1536, 48, bias=False)
+    with torch.no_grad():
+        own.weight.normal_()
+        own.weight[3], own.weight[:, 0] = 0.25, 9.0
+        weights, near = (each.unflatten(1, (-1, 32)) for each in (own.weight, nibbles_of(QuantizedLinear(own, 4))))
+    least, most = weights.aminmax(dim=2, keepdim=True)
+    step = ((most - least) / 15).clamp_min(1e-30)
+    plain = ((weights - least) / step).round() * step + least
+    errors, bound = ((each - weights).square().sum(2) for each in (near, plain))
+    assert (errors <= 1.05 * bound + 1e-4 * weights.square().sum(2)).all() and errors.sum() < 0.95 * bound.sum()
+
+
+@widths
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_are_not_finite_stay_visible(wrong):
-    x, layer = torch.randn(3, 130), QuantizedLinear(nn.Linear(130, 5))
+def test_numbers_that_are_not_finite_stay_visible(wrong, bits):
+    x, layer = torch.randn(3, 130), QuantizedLinear(nn.Linear(130, 5), bits)
     x[1, 100] = wrong
     with torch.inference_mode():
         got = layer(x)
     assert not got[1].isfinite().any() and got[[0, 2]].isfinite().all()
 
 
-def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(monkeypatch):
-    rows, columns = microkernel.ROWS, packed_product.COLUMNS
-    left = torch.randint(-128, 128, (rows, 4 * 18), dtype=torch.int8).numpy().view(np.int32)
-    right = torch.randint(0, 256, (17 * 4 * columns,), dtype=torch.uint8).numpy().view(np.int32)
-    left[:, 17] = right[16 * columns :] = np.float32(0.5).view(np.int32)
-    left[:, 16] = -7
+@pytest.mark.parametrize("kind", ["bytes", "nibbles"])
+def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(kind, monkeypatch):
+    rows, columns, lines = microkernel.ROWS, packed_product.COLUMNS, {"bytes": 16, "nibbles": 4}[kind]
+    terms, least = (16, 1) if kind == "bytes" else (8, 0)
+    left = torch.randint(-127, 128, (rows, 4 * (terms + 2)), dtype=torch.int8).numpy().view(np.int32)
+    right = torch.randint(least, 256, ((lines + 1) * 4 * columns,), dtype=torch.uint8).numpy().view(np.int32)
+    numbers = left[:, :terms].copy().view(np.int8).astype(int)
+    left[:, terms], left[:, terms + 1] = -128 * numbers.sum(1), np.float32(0.5).view(np.int32)
+    # The upper bfloat16 is the step; of bytes both are one float32.
+    right[lines * columns :] = np.float32(0.5).view(np.int32) + (0 if kind == "bytes" else 0x3D80)  # and 1 / 16
     products = []
-    for features in ({}, microkernel.FEATURES):
+    none = {"avx512vnni": False, "avxvnni": False}
+    for features in ({}, {**microkernel.FEATURES, **none}, microkernel.FEATURES):
         monkeypatch.setattr(microkernel, "FEATURES", features)
-        tile = microkernel.tile_of(2, "bytes")
+        tile = microkernel.tile_of(2, kind)
 
         @numba.njit
         def product(left, right, out, tile=tile):
-            tile((left, 0, 18, 1), (right, 0, columns), (out, 0, columns), rows, 16)
+            tile((left, 0, terms + 2, 1), (right, 0, columns), (out, 0, columns), rows, lines)
 
         products.append(np.ones(rows * columns, np.float32))
         product(left.ravel(), right, products[-1])
-    numbers = left[:, :16].copy().view(np.int8).astype(int)
-    bytes_of = right[: 16 * columns].view(np.uint8).reshape(16, columns, 4).transpose(0, 2, 1)
-    expected = numbers @ bytes_of.reshape(64, columns).astype(int)
-    assert np.array_equal(products[0].reshape(rows, columns), 1 + (expected - 7) * 0.25)
-    assert np.array_equal(*products)
+    held = right[: lines * columns].view(np.uint8).reshape(lines, columns, 4).transpose(0, 2, 1)
+    if kind == "nibbles":
+        held = np.stack([held & 15, held >> 4], 1)
+    weights = held.reshape(4 * terms, columns).astype(int) - (
+        128 if kind == "bytes" else 16
+    )  # 1 / 16 over 0.5 times 128
+    assert np.array_equal(products[0].reshape(rows, columns), 1 + numbers @ weights * 0.25)
+    assert all(np.array_equal(each, products[0]) for each in products)
 
 
-def test_products_on_several_threads_have_the_same_bits():
-    layer, x = QuantizedLinear(nn.Linear(1536, 2000).bfloat16()), torch.randn(17, 1536).bfloat16()
-    before, products = torch.get_num_threads(), []
+@widths
+def test_products_on_several_threads_have_the_same_bits(bits):
+    layer, x = QuantizedLinear(nn.Linear(1536, 2000).bfloat16(), bits), torch.randn(17, 1536).bfloat16()
+    before, products = torch.get_num_threads(), list[torch.Tensor]()
     with torch.inference_mode():
         for threads in (1, 3):
             torch.set_num_threads(threads)
@@ -202,16 +243,18 @@ def test_products_on_several_threads_have_the_same_bits():
     assert all(torch.equal(each, products[0]) for each in products)
 
 
-def test_an_output_without_weights_is_its_bias():
+@widths
+def test_an_output_without_weights_is_its_bias(bits):
     own = nn.Linear(8, 3)
     with torch.no_grad():
         own.weight[1] = 0.0
-        assert torch.equal(QuantizedLinear(own)(torch.randn(2, 8))[:, 1], own.bias[1].expand(2))
+        assert torch.equal(QuantizedLinear(own, bits)(torch.randn(2, 8))[:, 1], own.bias[1].expand(2))
 
 
-def test_what_a_quantized_layer_cannot_do_is_an_error():
-    layer = QuantizedLinear(nn.Linear(8, 4))
-    with pytest.raises(UnsupportedModelError, match="have no gradient"):
+@widths
+def test_what_a_quantized_layer_cannot_do_is_an_error(bits):
+    layer = QuantizedLinear(nn.Linear(8, 4), bits)
+    with pytest.raises(UnsupportedModelError, match=f"weights of {bits} bits have no gradient"):
         layer(torch.randn(2, 8, requires_grad=True))
     with pytest.raises(UnsupportedModelError, match="are multiplied on a CPU, got a tensor on meta"):
         layer(torch.randn(2, 8, device="meta"))
@@ -219,9 +262,11 @@ def test_what_a_quantized_layer_cannot_do_is_an_error():
         layer(torch.randn(2, 9))
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_quantized_model_gives_the_same_tokens(twin, folders):
-    model = quantized(folders["looping"])
+@pytest.mark.parametrize(
+    ("bits", "twin"), [(8, copy.deepcopy), (4, lambda model: pickle.loads(pickle.dumps(model)))], ids=["8", "4"]
+)
+def test_a_copy_of_a_quantized_model_gives_the_same_tokens(twin, bits, folders):
+    model = quantized(folders["looping"], HALF, bits)
     expected = model.generate(PROMPT, max_new_tokens=20, do_sample=False)
     assert torch.equal(twin(model).generate(PROMPT, max_new_tokens=20, do_sample=False), expected)
 
@@ -238,23 +283,30 @@ def named(tmp_path_factory: pytest.TempPathFactory, tiny_llama: LlamaForCausalLM
     return folder
 
 
-def test_a_model_is_quantized_by_name_and_reads_half_of_the_bytes(named):
-    model, tokenizer = lookahead.load(named, dtype="bf16", device="cpu", quantize="int8")
-    assert model.dtype == HALF and model.is_quantized and type(model.lm_head) is QuantizedLinear
+@widths
+def test_a_model_is_quantized_by_name_and_its_output_layer_to_8_bits(bits, named):
+    model, tokenizer = lookahead.load(named, dtype="bf16", device="cpu", quantize=f"int{bits}")
+    assert model.dtype == HALF and model.is_quantized
     assert model.lm_head.weight is not model.get_input_embeddings().weight
-    assert model.lm_head.weight.dtype == torch.uint8
+    assert [each.bits for each in model.modules() if isinstance(each, QuantizedLinear)] == [bits] * 14 + [8]
     compare(model, **tokenizer("abcabc", return_tensors="pt"), do_sample=False)
 
 
-def test_a_quantized_model_cannot_be_saved(named, tmp_path):
-    with pytest.raises(ValueError, match="lookahead_int8 and is not serializable"):
-        lookahead.load(named, device="cpu", quantize="int8").model.save_pretrained(tmp_path)
+def test_a_weight_of_8_bits_reads_half_of_the_bytes_and_one_of_4_a_third():
+    sizes = [QuantizedLinear(nn.Linear(1024, 64), bits).weight.nbytes for bits in CONFIGS]
+    assert sizes == [1024 * 64 * 17 // 16, 1024 * 64 * 5 // 8]
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8", 8])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_quantized_model_cannot_be_saved(name, named, tmp_path):
+    with pytest.raises(ValueError, match=f"lookahead_{name} and is not serializable"):
+        lookahead.load(named, device="cpu", quantize=name).model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["int2", 8, ["int8"]])
 def test_an_unknown_name_is_refused_before_the_model_is_loaded(name, named, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    with pytest.raises(ConfigError, match=rf"quantize must be int8, got {name!r}"):
+    with pytest.raises(ConfigError, match=re.escape(f"quantize must be int8 or int4, got {name!r}")):
         lookahead.load(named, device="cpu", quantize=name)
 
 
@@ -294,12 +346,16 @@ def test_heads_of_a_quantized_model_are_refused_by_name(folders):
 
 # The large products of a calibration take seconds in half precision on some CPUs.
 @pytest.mark.parametrize(
-    ("command", "dtype"),
-    [(["generate", "3 4 5", "--max-new-tokens", "4"], "bf16"), (["calibrate", "--context", "16"], "fp32")],
+    ("command", "dtype", "name"),
+    [
+        (["generate", "3 4 5", "--max-new-tokens", "4"], "bf16", "int8"),
+        (["generate", "3 4 5", "--max-new-tokens", "4"], "fp32", "int4"),
+        (["calibrate", "--context", "16"], "fp32", "int8"),
+    ],
 )
-def test_commands_take_a_quantized_model(command, dtype, named, tmp_path, monkeypatch):
+def test_commands_take_a_quantized_model(command, dtype, name, named, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    given = [*command, "--model", str(named), "--device", "cpu", "--quantize", "int8", "--dtype", dtype]
+    given = [*command, "--model", str(named), "--device", "cpu", "--quantize", name, "--dtype", dtype]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 0, result.output
 
@@ -307,9 +363,9 @@ def test_commands_take_a_quantized_model(command, dtype, named, tmp_path, monkey
 @pytest.mark.parametrize("command", [["generate", "3 4 5"], ["calibrate"], ["chat"], ["serve"]])
 def test_a_command_says_in_one_line_what_cannot_be_quantized_so(command, named):
     model = [str(named)] if command == ["serve"] else ["--model", str(named)]
-    result = CliRunner().invoke(app, [*command, *model, "--quantize", "int4"])
+    result = CliRunner().invoke(app, [*command, *model, "--quantize", "int2"])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert "quantize must be int8, got 'int4'" in result.stderr
+    assert "quantize must be int8 or int4, got 'int2'" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -328,11 +384,13 @@ def test_heads_beside_a_quantized_model_are_refused_before_it_is_loaded(command,
     assert "for a model that is not quantized, got --quantize int8" in result.stderr
 
 
-def test_step_costs_of_a_quantized_model_are_kept_apart(named, tmp_path):
+def test_step_costs_and_jobs_of_a_quantized_model_are_kept_apart(named, tmp_path):
     from lookahead.models.step_costs import cost_path
+    from lookahead.utils.fingerprints import weights_fingerprint
 
-    plain, rounded = (lookahead.load(named, device="cpu", quantize=each).model for each in (None, "int8"))
-    assert cost_path(plain, tmp_path) != cost_path(rounded, tmp_path)
+    models = [lookahead.load(named, device="cpu", quantize=each).model for each in (None, "int8", "int4")]
+    assert len({cost_path(each, tmp_path) for each in models}) == 3
+    assert len({weights_fingerprint(each) for each in models}) == 3, "so are jobs"
 
 
 def test_weights_that_are_laid_out_for_another_cpu_are_refused(monkeypatch):

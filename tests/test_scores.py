@@ -8,7 +8,7 @@ import torch
 from numba import njit
 
 from lookahead.kernels import topk_cpu
-from lookahead.kernels.microkernel import exp
+from lookahead.kernels.scalars import exp
 from lookahead.verification.exact import TOP, _read_tensors, likeliest, read_scores
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -71,7 +71,9 @@ class DeviceOptions:
     panel: ClassVar[str] = "Model"
 
     dtype: str = option("auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")
-    quantize: str | None = option(None, "int8: linear layers with weights of 8 bits, on a CPU.", metavar="int8")
+    quantize: str | None = option(
+        None, "Linear layers with weights of 8 bits (int8) or 4 (int4), on a CPU.", metavar="int8|int4"
+    )
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     threads: int | None = option(None, "CPU threads. (default: as PyTorch chooses)", min=1, max=1024)
 

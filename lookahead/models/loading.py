@@ -77,8 +77,8 @@ def load(
         dtype: `"fp32"`, `"bf16"`, `"fp16"`, torch's own names or types of these, or `"auto"`: the checkpoint's own on
             a GPU and fp32 on a CPU.
         device: As PyTorch names it, such as `"cpu"` or `"cuda:1"`; `None` is a GPU if there is one.
-        quantize: `"int8"` rounds the weights of linear layers to 8 bits, on a CPU. The model then writes other tokens
-            than before, and the same tokens with lookahead as without.
+        quantize: `"int8"` rounds the weights of linear layers to 8 bits, and `"int4"` to 4, on a CPU. The model then
+            writes other tokens than before, and the same tokens with lookahead as without.
 
     Returns:
         The model and the tokenizer: `model, tokenizer = lookahead.load("FILE.gguf")`.

@@ -1,11 +1,12 @@
-"""Weights of 8 bits for the linear layers of a model on a CPU, which transformers quantizes while it loads the model.
+"""Weights of 8 or 4 bits for the linear layers of a model on a CPU, which transformers quantizes while it loads it.
 
 Every 64 weights of an output, and every 64 numbers of a row that is multiplied, are multiples, from -127 to 127, of a
-step of their own. A pass over few tokens waits for the weights, and reads half of what it reads in bfloat16; one over
-many multiplies bytes, twice as many at a time. A row has the same product whatever rows stand beside it, so that
+step of their own; weights of 4 bits are a number of their own plus multiples from 0 to 15. A pass over few tokens waits
+for the weights, and reads half of what it reads in bfloat16, or little more than a quarter; one over many multiplies
+bytes, twice as many at a time or more. A row has the same product whatever rows stand beside it, so that
 `model.generate`, prompts and drafts have the same bits.
 
-Source of steps for blocks of both: the format Q8_0 of llama.cpp, whose blocks have 32 numbers.
+Source of steps for blocks of both: the formats Q8_0 and Q4_1 of llama.cpp, whose blocks have 32 numbers.
 """
 
 from __future__ import annotations
@@ -23,34 +24,35 @@ from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.kernels import packed_product
 from lookahead.kernels.packed_product import PackedWeight
 
-QUANTIZED = ("int8",)  # on few rows torch's kernel for 4 bits is no faster than this package's for 8
-_METHOD = "lookahead_int8"
 _DTYPES = torch.float32, torch.bfloat16  # of rows that the kernel takes
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with weights of 8 bits, for inference on a CPU; it shares the bias of the layer it is made of."""
+    """A linear layer with weights of 8 or 4 bits, for inference on a CPU; it shares the bias of its original."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, bits: int = 8) -> None:
         super().__init__()
+        self.bits = bits
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # uint8, as `kernels.packed_product` lays it out
-        self.weight = nn.Parameter(packed_product.quantize(linear.weight), requires_grad=False)
+        # uint8 or int8, as `kernels.packed_product` lays it out
+        self.weight = nn.Parameter(packed_product.quantize(linear.weight, bits), requires_grad=False)
         self.bias: nn.Parameter | None
         self.register_parameter("bias", linear.bias)
 
     def extra_repr(self) -> str:
         """The sizes, for the description of the model."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int8"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, int{self.bits}"
 
     def forward(self, x: Tensor) -> Tensor:
         """The product of rows `[..., in_features]`, in their type."""
+        weights = f"weights of {self.bits} bits"
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x must have rows of {self.in_features} numbers, got {x.shape[-1]}")
         if x.device.type != "cpu" or self.weight.device.type != "cpu":
-            raise UnsupportedModelError(f"weights of 8 bits are multiplied on a CPU, got a tensor on {x.device}")
+            raise UnsupportedModelError(f"{weights} are multiplied on a CPU, got a tensor on {x.device}")
         if torch.is_grad_enabled() and x.requires_grad:
-            raise UnsupportedModelError("weights of 8 bits have no gradient; call the model within torch.no_grad()")
+            raise UnsupportedModelError(f"{weights} have no gradient; call the model within torch.no_grad()")
         rows = x if x.dtype in _DTYPES else x.float()
         bias = None if self.bias is None else self.bias.to(rows.dtype)
         return packed_product.multiply(self.packed(), rows, bias).to(x.dtype)
@@ -66,24 +68,45 @@ class QuantizedLinear(nn.Module):
         return dtype in _DTYPES and (self.bias is None or self.bias.dtype == dtype)
 
 
-@register_quantization_config(_METHOD)
-class Int8Config(QuantizationConfigMixin):
-    """The argument `quantization_config` of `from_pretrained` for weights of 8 bits."""
+class _Config(QuantizationConfigMixin):
+    bits: int
 
     def __init__(self, **kwargs: Any) -> None:
-        self.quant_method: Any = _METHOD
+        self.quant_method: Any = f"lookahead_int{self.bits}"
 
 
-@register_quantizer(_METHOD)
-class _Int8Quantizer(HfQuantizer):
-    """Quantizes the linear layers of a model that was loaded with `Int8Config`, the output layer included."""
+@register_quantization_config("lookahead_int8")
+class Int8Config(_Config):
+    """The argument `quantization_config` of `from_pretrained` for weights of 8 bits."""
+
+    bits = 8
+
+
+@register_quantization_config("lookahead_int4")
+class Int4Config(_Config):
+    """The same for weights of 4 bits; those of the output layer, of which a token's choice is made, have 8."""
+
+    bits = 4
+
+
+QUANTIZED = {"int8": Int8Config, "int4": Int4Config}
+
+
+@register_quantizer("lookahead_int8")
+@register_quantizer("lookahead_int4")
+class _Quantizer(HfQuantizer):
+    """Quantizes the linear layers of a model that was loaded with one of these, the output layer included."""
+
+    quantization_config: _Config
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        head, bits = model.get_output_embeddings(), self.quantization_config.bits
         made: dict[nn.Module, QuantizedLinear] = {}  # layers that stand in several places
         for module in list(model.modules()):
             for name, layer in module._modules.items():
                 if type(layer) is nn.Linear:
-                    module._modules[name] = made[layer] = made.get(layer) or QuantizedLinear(layer)
+                    own = made.get(layer) or QuantizedLinear(layer, 8 if layer is head else bits)
+                    module._modules[name] = made[layer] = own
         if not made:
             raise UnsupportedModelError(f"{type(model).__name__} has no linear layers to quantize")
         for config in (model.config, model.config.get_text_config()):
@@ -91,7 +114,7 @@ class _Int8Quantizer(HfQuantizer):
         return model.requires_grad_(False)
 
     def is_serializable(self, **kwargs: Any) -> bool:
-        """Save the model that was quantized instead: quantizing it again takes no longer than reading it."""
+        """Save the model that was quantized instead: quantizing it again takes little longer than reading it."""
         return False
 
     @property
@@ -99,13 +122,13 @@ class _Int8Quantizer(HfQuantizer):
         return False
 
 
-def resolve_quantize(name: str | None, device: torch.device) -> Int8Config | None:
+def resolve_quantize(name: str | None, device: torch.device) -> _Config | None:
     """The argument `quantization_config` of `from_pretrained`; ConfigError if unknown or not for the device."""
     if name is None:
         return None
-    if name not in QUANTIZED:
+    if name not in tuple(QUANTIZED):
         raise ConfigError(f"quantize must be {' or '.join(QUANTIZED)}, got {name!r}")
     if device.type != "cpu":
         remedy = "name the device cpu, or a model whose weights come quantized"
         raise ConfigError(f"quantize={name!r} is for a CPU, got the device {device}: {remedy}")
-    return Int8Config()
+    return QUANTIZED[name]()

@@ -1,0 +1,92 @@
+"""What kernels for a CPU share: the exponential function, numbers of tensors, arrays at addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload, register_jitable
+
+# Compiled into its callers only, with no entry point for Python.
+jit_part: Any = register_jitable(error_model="numpy")
+to_intrinsic: Any = intrinsic
+
+_F = np.float32
+_LOG2E = _F(1.4426950408889634)
+# ln 2 in two parts: a multiple of the first is exact, so that the rest of x keeps all its bits.
+_LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-2.12194440e-4)
+_SERIES = tuple(map(_F, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)))
+_SMALLEST = _F(-87.0)  # below it the result is no normal float32
+_LARGEST = _F(89.0)  # its exponential is no float32
+
+
+def widen(number: Any) -> Any:
+    """A number of a tensor as float32; a bfloat16 is held as int16 or uint16."""
+
+
+def narrow(number: Any, like: Any) -> Any:
+    """A float32 as a number of a tensor that holds `like`; a bfloat16 is the nearest, ties to even."""
+
+
+@overload(widen, strict=False)
+def _widen_as(number: Any) -> Any:
+    if number in (types.int16, types.uint16):
+        return lambda number: np.int32(np.int32(number) << np.int32(16)).view(np.float32)
+    return lambda number: number
+
+
+@overload(narrow, strict=False)
+def _narrow_as(number: Any, like: Any) -> Any:
+    if like != types.uint16:
+        return lambda number, like: number
+
+    def narrow(number: Any, like: Any) -> Any:
+        bits = np.float32(number).view(np.int32)
+        nearest = (bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16)
+        return np.uint16(nearest if number == number else np.int32(0x7FC0))
+
+    return narrow
+
+
+@njit(cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
+def exp(x):
+    """The exponential of a float32, with a relative error of 1e-7; 0 where it is no normal float32, NaN for NaN.
+
+    A compiler turns this code into vector instructions; it cannot for a call of libm.
+
+    Source: Moshier 1989, "Methods and Programs for Mathematical Functions", the polynomial of Cephes' expf.
+    """
+    bounded = _LARGEST if x > _LARGEST else x
+    whole = np.floor(bounded * _LOG2E + _F(0.5))
+    rest = bounded - whole * _LN2_HIGH - whole * _LN2_LOW
+    series = _SERIES[0]
+    for i in range(1, 6):
+        series = series * rest + _SERIES[i]
+    series = series * rest * rest + rest + _F(1.0)
+    # 2 to the whole in two factors: those of the largest and the smallest results are no normal float32.
+    power = np.int32(whole)
+    first = np.int32(power >> np.int32(1))
+    second = np.int32(power - first)
+    scaled = series * np.int32((first + np.int32(127)) << np.int32(23)).view(np.float32)
+    scaled *= np.int32((second + np.int32(127)) << np.int32(23)).view(np.float32)
+    return _F(0.0) if x < _SMALLEST else scaled
+
+
+@to_intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), emit
+
+
+_view: Any = vars(numba)["carray"]
+
+
+@jit_part
+def array_at(address, shape, dtype):
+    """The array at an address."""
+    return _view(_pointer(address), shape, dtype)
