@@ -33,6 +33,13 @@ class TreeTensors(NamedTuple):
     words: Tensor
 
 
+class Cross(NamedTuple):
+    """What the encoder has read, as a decoder attends to it: a cache of keys and values, and the tokens to look at."""
+
+    cache: Any  # of transformers
+    mask: Tensor | None  # bool `[rows, 1, 1, tokens]`; None for all tokens
+
+
 class TreePass:
     """One pass of the target over a tree or a part of a prompt per row.
 
@@ -71,6 +78,8 @@ class TreePass:
         self.is_from_empty = self.is_prefill and slots.kv_length == slots.width  # behind none
         is_one = slots.width == 1 and slots.is_even
         self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)  # needs no mask
+        self.cross: Cross | None = None
+        self._biased: tuple[Tensor, Tensor] | None = None  # the newest bias, and the mask with it
         self.kernels: dict[Hashable, Callable[..., Any] | None] = {}  # by shapes; None where torch's own serves
         self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device], Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
@@ -139,6 +148,21 @@ class TreePass:
         if is_kept:
             self._masks[key] = mask
         return mask
+
+    def biased_mask(self, bias: Tensor) -> Tensor:
+        """Additive mask `[active, heads, width, kv]` with a bias for every distance between two positions.
+
+        `bias` is that between slots, `[1, heads, width, kv]`, whose last query stands in the last slot.
+        """
+        if self._biased is None or self._biased[0] is not bias:
+            lengths, _, depths, _ = self.tensors(bias.device)
+            at = torch.arange(bias.shape[3], device=bias.device)
+            node = (at - lengths[:, None]).clamp(0, depths.shape[1] - 1)
+            keys = torch.where(at < lengths[:, None], at, lengths[:, None] + depths.gather(1, node))
+            distances = self.positions.to(bias.device)[:, :, None] - keys[:, None]
+            by_distance = bias[0, :, -1].flip(1)[:, distances.clamp(0, len(at) - 1)].transpose(0, 1)
+            self._biased = bias, by_distance + self.mask(1, AttentionSpan(), bias.dtype, bias.device)
+        return self._biased[1]
 
     @cached_property
     def turns(self) -> Turns:
