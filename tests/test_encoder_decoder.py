@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -321,11 +329,11 @@ def test_outputs_of_the_encoder_may_come_without_its_inputs(inputs: Any, options
 
 def test_a_filled_cache_is_refused_and_one_that_is_empty_is_filled() -> None:
     model: Any = model_of("T5")
-    cache = empty_cache(model)
-    generate(model, ONE, **WANDERING, **{CACHE: cache}, custom_generate=lookahead.decode, lookahead_config=FIXED)
-    assert cache.get_seq_length() == NEW_TOKENS
+    for past in (EncoderDecoderCache(DynamicCache(), DynamicCache()), empty_cache(model)):
+        generate(model, ONE, **WANDERING, **{CACHE: past}, custom_generate=lookahead.decode, lookahead_config=FIXED)
+        assert past.get_seq_length() == NEW_TOKENS
     with pytest.raises(UnsupportedModelError, match=f"must be empty, got {NEW_TOKENS} tokens"):
-        generate(model, ONE, **{CACHE: cache}, custom_generate=lookahead.decode)
+        generate(model, ONE, **{CACHE: past}, custom_generate=lookahead.decode)
 
 
 def test_without_a_cache_or_with_one_of_fixed_size_the_tokens_are_the_same() -> None:

@@ -137,7 +137,7 @@ def tree_attention(
     window or chunk of the layer applies where the arguments have none.
     """
     tree_pass: TreePass = _thread.tree_pass
-    if tree_pass.cross is not None and _is_of(key, tree_pass.cross.cache.layers[module.layer_idx].keys):
+    if tree_pass.cross is not None and not _is_of(key, tree_pass.cross.own.layers[module.layer_idx].keys):
         options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, **kwargs}
         return _attend_across(module, query, key, value, tree_pass, options), None
     if softcap is not None and _real(module.config)._attn_implementation == "sdpa":
@@ -183,9 +183,9 @@ def tree_attention(
     return dispatch.masked_attention(query, key, value, mask, scaling, softcap, s_aux), None
 
 
-def _is_of(tensor: Tensor, other: Tensor | None) -> bool:
+def _is_of(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors share their memory."""
-    return other is not None and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _attend_across(

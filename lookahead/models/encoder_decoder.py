@@ -77,12 +77,12 @@ class DecoderTarget(Target):
         self._takes_positions = "decoder_position_ids" in inspect.signature(type(model).forward).parameters
         self._takes_rows &= self.is_exact  # else all nodes attend to the encoder's output in one call
         self._tables, self._known = _position_tables(model), dict[nn.Module, Tensor]()
-        self._keeps, cross = encoded.is_returned, encoded.past.cross_attention_cache
-        past = EncoderDecoderCache(self.cache, cross)
+        self._keeps = encoded.is_returned
+        past = EncoderDecoderCache(self.cache, encoded.past.cross_attention_cache)
         past.is_updated = encoded.past.is_updated
         self._prefix = "decoder_"
         self._encoded = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask, CACHE: past}
-        self._cross = Cross(cross, _seen(encoded.mask))
+        self._cross = Cross(self.cache, _seen(encoded.mask))
         self._places = list(range(rows))  # of the active rows among those of the encoder's output
 
     def retire(self, row: int) -> int:
@@ -96,7 +96,7 @@ class DecoderTarget(Target):
         outputs, mask = self._encoded["encoder_outputs"], self._encoded["attention_mask"]
         if self._places != list(range(len(outputs[0]))):
             kept = torch.tensor(self._places, device=self._device)
-            self._cross.cache.batch_select_indices(kept)
+            self._encoded[CACHE].cross_attention_cache.batch_select_indices(kept)
             outputs, mask = _rows_of(outputs, mask, kept)
             self._encoded |= {"encoder_outputs": outputs, "attention_mask": mask}
             self._cross, self._places = self._cross._replace(mask=_seen(mask)), list(range(len(kept)))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.models.cache import TreeSlots
+from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.exact_attention import Turns
 
 
@@ -34,9 +34,9 @@ class TreeTensors(NamedTuple):
 
 
 class Cross(NamedTuple):
-    """What the encoder has read, as a decoder attends to it: a cache of keys and values, and the tokens to look at."""
+    """How a decoder attends to what the encoder has read: by keys and values that are not those of its own text."""
 
-    cache: Any  # of transformers
+    own: TreeCache
     mask: Tensor | None  # bool `[rows, 1, 1, tokens]`; None for all tokens
 
 
