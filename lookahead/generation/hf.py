@@ -133,9 +133,8 @@ def prepare(
     validation.validate_call(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)
-    if isinstance(
-        getattr(past, "self_attention_cache", past), StaticCache
-    ):  # transformers attends to its empty slots under a mask, which changes bits
+    held = getattr(past, "self_attention_cache", past)
+    if isinstance(held, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
         config = replace(config, exactness="fast")
     lengths = validation.prompt_lengths(model, input_ids, model_kwargs)
     batch_size, longest = input_ids.shape
