@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -11,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel
+from transformers import (
+    BertConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -191,25 +200,51 @@ def test_a_decoder_that_shows_no_positions_for_nodes_verifies_chains(monkeypatch
         compare(model, ONE, "among decoys", **WANDERING)
 
 
-def test_half_precision_on_a_cpu_verifies_chains_unless_rounding_may_show() -> None:
-    model = build(ENCODER_DECODERS["Bart"]).to(torch.bfloat16)
+@pytest.mark.parametrize("name", ["Bart", "T5", "T5Gemma"])
+def test_trees_have_the_bits_of_generate_in_half_precision(name: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build(ENCODER_DECODERS[name]).to(torch.bfloat16)
+    wanted = {"return_dict_in_generate": True, "output_logits": True}
+    for inputs, options in ((ONE, WANDERING), (PADDED, {"do_sample": True}), (PADDED_BEFORE, WANDERING)):
+        expected: Any = generate(model, inputs, **options, **wanted)
+        answers = texts_of(expected.sequences, inputs)
+        for offer in (among_decoys(answers, 101), random_trees(101), never_right(answers)):
+            with drafting_by(offer):
+                got: Any = generate(
+                    model, inputs, **options, **wanted, custom_generate=lookahead.decode, lookahead_config=FIXED
+                )
+            assert torch.equal(got.sequences, expected.sequences)
+            assert all(map(torch.equal, got.logits, expected.logits))
+    assert compare(model, ONE, "among decoys", **WANDERING) == [1 + (NEW_TOKENS - 1) // 6]
+    short = {"max_new_tokens": 8, "do_sample": False}
+    for options, exactness in (
+        (short, "bitwise"),
+        ({**short, "config": LookaheadConfig(exactness="fast")}, "rounding"),
+        ({**short, "cache_implementation": "static"}, "rounding"),  # whose empty slots change the bits of `generate`
+    ):
+        done = lookahead.generate(model, tiny_tokenizer, "A boy met a dog.", **options)
+        assert done.stats.exactness == exactness
+
+
+@pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
+def test_half_precision_on_a_cpu_verifies_chains_where_bits_would_change(inputs: Any) -> None:
+    model = build(ENCODER_DECODERS["Mvp" if inputs is ONE else "Bart"]).to(torch.bfloat16)  # Mvp attends by itself
     branch: dict[str, Any] = {"proposers": ("prompt", "jacobi"), "window": 3}
     with pytest.raises(UnsupportedModelError, match="lookahead branch: in half precision on a CPU it verifies chains"):
-        generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=LookaheadConfig(**branch))
-    compare(model, ONE, "perfect", "real", **WANDERING)
+        generate(model, inputs, custom_generate=lookahead.decode, lookahead_config=LookaheadConfig(**branch))
+    compare(model, inputs, "perfect", "real", **WANDERING)
     config = LookaheadConfig(**branch, exactness="fast")
-    assert generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=config).shape == (1, NEW_TOKENS + 1)
+    got = generate(model, inputs, custom_generate=lookahead.decode, lookahead_config=config)
+    assert got.shape == (len(inputs["input_ids"]), NEW_TOKENS + 1)
 
 
 def test_other_calls_of_the_model_keep_their_positions_while_a_tree_is_scored() -> None:
     model, seen = model_of("Bart"), []
     text = {**ONE, "decoder_input_ids": torch.arange(16)[None] + 2}  # as many tokens as the tree has nodes
     expected = model(**text).logits
-    answer = texts_of(generate(model, ONE, **WANDERING), ONE)
+    answer, own = texts_of(generate(model, ONE, **WANDERING), ONE), threading.get_ident()
 
     def call_it_too(_module: Any, _inputs: Any, options: dict[str, Any]) -> None:
-        mask = options.get("attention_mask")
-        if mask is not None and mask.ndim == 4 and mask.shape[2] == 16:  # of that tree
+        if threading.get_ident() == own and options["input_ids"].shape[1] == 16:  # of that tree
             seen.append(others.submit(lambda: model(**text).logits).result())
 
     handle = model.get_decoder().register_forward_pre_hook(call_it_too, with_kwargs=True)
@@ -297,11 +332,11 @@ def test_outputs_of_the_encoder_may_come_without_its_inputs(inputs: Any, options
 
 def test_a_filled_cache_is_refused_and_one_that_is_empty_is_filled() -> None:
     model: Any = model_of("T5")
-    cache = empty_cache(model)
-    generate(model, ONE, **WANDERING, **{CACHE: cache}, custom_generate=lookahead.decode, lookahead_config=FIXED)
-    assert cache.get_seq_length() == NEW_TOKENS
+    for past in (EncoderDecoderCache(DynamicCache(), DynamicCache()), empty_cache(model)):
+        generate(model, ONE, **WANDERING, **{CACHE: past}, custom_generate=lookahead.decode, lookahead_config=FIXED)
+        assert past.get_seq_length() == NEW_TOKENS
     with pytest.raises(UnsupportedModelError, match=f"must be empty, got {NEW_TOKENS} tokens"):
-        generate(model, ONE, **{CACHE: cache}, custom_generate=lookahead.decode)
+        generate(model, ONE, **{CACHE: past}, custom_generate=lookahead.decode)
 
 
 def test_without_a_cache_or_with_one_of_fixed_size_the_tokens_are_the_same() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from lookahead import LookaheadConfig
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.prompts import PromptReader
 from lookahead.models.cache import CACHE
-from tests.support.adversarial_proposers import drafting_by, perfect
-from tests.support.families import cases
+from lookahead.models.support import support_of
+from tests.support.adversarial_proposers import among_decoys, drafting_by, perfect, random_trees
+from tests.support.families import ENCODER_DECODERS, build, cases
 from tests.test_encoder_decoder import (
     BATCH,
     DRAFTED,
     FIXED,
     NEW_TOKENS,
+    ONE,
     OPTIONS,
     READ,
     WANDERING,
@@ -54,14 +57,14 @@ def _nothing_is_decoded_plainly() -> Iterator[None]:
 def test_ragged_inputs_give_the_tokens_of_generate(family: Any) -> None:
     model = model_of(family.name)
     assert compare(model, RAGGED, "perfect", "empty", "always wrong", **WANDERING)[:2] == [2, NEW_TOKENS]
-    compare(model, BATCH, "real", do_sample=True)
+    compare(model, BATCH, "real", "among decoys", random_trees(101), do_sample=True)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("inputs", [RAGGED, PADDED_BEFORE], ids=["padded behind", "padded before"])
 def test_sampled_rows_get_the_random_numbers_of_generate(name: str, inputs: Any) -> None:
-    compare(model_of(name), inputs, "perfect", "always wrong", "real", do_sample=True, temperature=1.3)
+    compare(model_of(name), inputs, "perfect", "among decoys", "real", do_sample=True, temperature=1.3)
     compare(model_of(name), inputs, "real", do_sample=True, num_return_sequences=3)
 
 
@@ -73,7 +76,7 @@ def test_rows_end_at_their_own_tokens_inside_a_draft(name: str, place: int) -> N
     text = generate(model, RAGGED, **WANDERING)
     for row in range(len(ROWS)):  # the first row to end, or one of several
         ends = {"eos_token_id": int(text[row, place]), "pad_token_id": 0}
-        compare(model, RAGGED, "perfect", "always wrong", "real", **WANDERING, **ends)
+        compare(model, RAGGED, "perfect", "among decoys", "real", **WANDERING, **ends)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,19 +84,37 @@ def test_rows_end_at_a_limit_inside_a_draft(name: str) -> None:
     model = model_of(name)
     text = generate(model, RAGGED, **WANDERING)
     for limit in (2, 3, 7):
-        compare(model, RAGGED, perfect(texts_of(text, RAGGED)), **WANDERING, max_length=limit)
+        answers = texts_of(text, RAGGED)
+        compare(model, RAGGED, perfect(answers), among_decoys(answers, 101), **WANDERING, max_length=limit)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_processors_see_every_row_as_generate_would_show_it(name: str, options: dict[str, Any]) -> None:
-    compare(model_of(name), RAGGED, "perfect", "always wrong", "real", **options)
+    compare(model_of(name), RAGGED, "perfect", "among decoys", "always wrong", "real", **options)
 
 
-def test_drafts_of_one_row_save_no_pass_that_another_row_needs() -> None:
-    """Rows keep one length: the slowest row of every step decides."""
-    model = model_of("T5")
+@pytest.mark.parametrize("name", [*NAMES, "T5Gemma"])
+def test_every_row_accepts_what_is_right_of_its_own_tree(name: str) -> None:
+    model, rows = model_of(name), []
+    right = among_decoys(texts_of(generate(model, RAGGED, **WANDERING), RAGGED), 101)
+
+    def for_some(row: int, text: list[int], max_nodes: int) -> Any:  # six tokens a pass, three, and one
+        return None if row == 2 else right(row, text, max_nodes if row == 0 else 6)
+
+    handle = model.register_forward_pre_hook(
+        lambda _, inputs, options: rows.append(len(options["decoder_input_ids"])), with_kwargs=True
+    )
+    with drafting_by(for_some):
+        got = generate(model, RAGGED, **WANDERING, custom_generate=lookahead.decode, lookahead_config=FIXED)
+    handle.remove()
+    assert torch.equal(got, generate(model, RAGGED, **WANDERING))
+    assert rows == [3] * 3 + [2] * 2 + [1] * 8  # with the prompt
+
+
+def test_rows_that_must_keep_one_length_accept_as_many_tokens_as_the_slowest() -> None:
+    model = model_of("M2M100")
     right = perfect(texts_of(generate(model, RAGGED, **WANDERING), RAGGED))
 
     def for_the_first(row: int, text: list[int], max_nodes: int) -> Any:
@@ -104,6 +125,29 @@ def test_drafts_of_one_row_save_no_pass_that_another_row_needs() -> None:
 
     passes = compare(model, RAGGED, for_the_first, for_two_tokens, **WANDERING)
     assert passes == [NEW_TOKENS, 1 + (NEW_TOKENS - 1) // 3]
+
+
+def test_a_decoder_that_adds_biases_by_itself_verifies_trees_for_one_input_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As T5 does in older releases of transformers."""
+    model = build(ENCODER_DECODERS["T5"])
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", staticmethod(lambda: False))
+    assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "trees"
+    assert compare(model, ONE, "among decoys", **WANDERING) == [1 + (NEW_TOKENS - 1) // 6]
+    compare(model, RAGGED, "perfect", "real", **WANDERING)
+
+
+@pytest.mark.parametrize("name", ["Bart", "Pegasus"])
+def test_the_rows_of_a_batch_have_no_more_nodes_than_positions_are_left(name: str) -> None:
+    family = ENCODER_DECODERS[name]
+    model = build(replace(family, options={**family.options, "max_position_embeddings": 20}))
+    right = perfect(texts_of(generate(model, RAGGED, **WANDERING, max_length=20), RAGGED))
+
+    def for_the_first(row: int, text: list[int], max_nodes: int) -> Any:
+        return (right if row == 0 else random_trees(101))(row, text, max_nodes)
+
+    compare(model, RAGGED, for_the_first, random_trees(101), **WANDERING, max_length=20)
 
 
 def test_padding_that_a_row_wrote_is_where_its_positions_begin_anew() -> None:
@@ -135,14 +179,33 @@ def test_scores_and_the_cache_are_those_of_generate() -> None:
                     torch.testing.assert_close(mine.keys[row, :, seen], theirs.keys[row, :, seen], rtol=1e-3, atol=1e-3)
 
 
-def test_several_inputs_are_accepted_exactly_or_refused_by_name() -> None:
-    model = model_of("T5")
+def test_rows_of_one_length_are_accepted_exactly_or_refused_by_name() -> None:
+    model = model_of("M2M100")
     config = LookaheadConfig(acceptance="typical")
     with pytest.raises(UnsupportedModelError, match="cannot accept 2 inputs by acceptance='typical'"):
         generate(model, BATCH, custom_generate=lookahead.decode, lookahead_config=config, do_sample=True)
-    for config in (LookaheadConfig(proposers=("prompt", "jacobi"), window=3), LookaheadConfig(window=5)):
-        with pytest.raises(UnsupportedModelError, match="lookahead branch: the rows of its batches keep one length"):
-            generate(model, BATCH, custom_generate=lookahead.decode, lookahead_config=config)
+    branch = LookaheadConfig(proposers=("prompt", "jacobi"), window=3)
+    with pytest.raises(UnsupportedModelError, match="verify the lookahead branch"):
+        generate(model, BATCH, custom_generate=lookahead.decode, lookahead_config=branch)
+    with pytest.raises(UnsupportedModelError, match="lookahead branch: the rows of such a batch keep one length"):
+        generate(
+            model_of("T5"), BATCH, custom_generate=lookahead.decode, lookahead_config=branch,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_the_lookahead_branch_is_verified_for_several_inputs(name: str) -> None:
+    config = LookaheadConfig(
+        proposers=("prompt", "recycled", "jacobi"),
+        window=3,
+        ngram_size=4,
+        guesses=3,
+        draft="fixed",
+        min_probability=0.0,
+    )
+    for options in (WANDERING, {"do_sample": True}):
+        compare(model_of(name), RAGGED, "real", config=config, **options)
 
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])

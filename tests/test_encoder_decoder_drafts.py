@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 import lookahead
 from lookahead import DraftModel, LookaheadConfig
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import ProposerError, UnsupportedModelError
 from lookahead.models.support import support_of
 from tests.support.families import ENCODER_DECODERS, build
 from tests.support.pass_recorder import counted_passes
@@ -68,6 +68,24 @@ def test_it_drafts_one_tree_with_other_sources(tiny_tokenizer: PreTrainedTokeniz
         options = {"max_new_tokens": 20, "do_sample": False}
         plain = lookahead.generate(model, tiny_tokenizer, text, config=LookaheadConfig(proposers=()), **options)
         assert lookahead.generate(model, tiny_tokenizer, text, config=config, **options).token_ids == plain.token_ids
+
+
+def test_it_drafts_trees_for_decoders_that_verify_them(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    small, options = model_of("Bart"), {"max_new_tokens": 20, "do_sample": False}
+    for texts in (["A boy met a dog."], ["A boy met a dog.", "A cat."]):
+        config = drafts(small, depth=2, children=4)
+        stats = lookahead.generate(model_of("T5"), tiny_tokenizer, texts, config=config, **options).stats
+        assert stats.drafted_tokens > 4 * stats.target_forwards
+
+
+@pytest.mark.parametrize("draft", ["M2M100", "Bart"])
+def test_decoders_of_chains_draft_for_one_input_and_for_rows_of_one_length(draft: str) -> None:
+    config = drafts(model_of(draft))
+    compare(model_of("T5"), ONE, config, **WANDERING)
+    compare(model_of("M2M100"), RAGGED, config, **WANDERING)
+    if draft == "M2M100":
+        with pytest.raises(ProposerError, match="M2M100ForConditionalGeneration cannot draft for 3 prompts at once"):
+            compare(model_of("T5"), RAGGED, config, **WANDERING)
 
 
 def test_its_encoder_reads_every_input_once(monkeypatch: pytest.MonkeyPatch) -> None:

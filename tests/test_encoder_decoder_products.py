@@ -19,7 +19,7 @@ from lookahead.models import linears, product_bits
 from lookahead.models.encoder_decoder import DecoderTarget, encode
 from lookahead.models.linears import faster_ways
 from lookahead.models.product_bits import Layout, Packed
-from lookahead.models.support import support_of
+from lookahead.models.support import is_bitwise, support_of
 from tests.support.families import ENCODER_DECODERS, build
 from tests.test_encoder_decoder import BATCH, NEW_TOKENS, ONE, READ, WANDERING, compare, generate
 
@@ -69,7 +69,7 @@ def test_a_pass_that_packs_weights_is_no_measure_of_later_ones() -> None:
     assert cold == [True, False]
 
 
-@pytest.mark.parametrize(("inputs", "bits"), [(ONE, "any"), (BATCH, "together")], ids=["one", "batch"])
+@pytest.mark.parametrize(("inputs", "bits"), [(ONE, "alone"), (BATCH, "together")], ids=["one", "batch"])
 def test_passes_without_drafts_have_the_bits_of_generate_in_half_precision(
     inputs: dict[str, torch.Tensor], bits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +79,7 @@ def test_passes_without_drafts_have_the_bits_of_generate_in_half_precision(
     wanted = {**WANDERING, "return_dict_in_generate": True, "output_logits": True}
     expected: Any = generate(model, inputs, **wanted)
     support_of(model, shortest=1, max_length=NEW_TOKENS)
+    is_bitwise(model)
     seen.clear()
     config = LookaheadConfig(proposers=())
     got: Any = generate(model, inputs, **wanted, custom_generate=lookahead.decode, lookahead_config=config)

@@ -175,7 +175,7 @@ class Engine:
             return self._bare(rows)
         sizes = [plan.max_nodes] * len(rows)
         if target.counts_nodes and target.positions is not None:  # of a model that counts nodes, not depths
-            sizes = [min(plan.max_nodes, row.positions_left(target.positions)) for row in rows]
+            sizes = [min(plan.max_nodes, *(row.positions_left(target.positions) for row in rows))] * len(rows)
         is_chain, least = self._call.is_chain and not by_rejection, self._config.min_probability
         plan_costs = FREE if by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below

@@ -33,7 +33,7 @@ from lookahead.generation.hf_outputs import adopt, collect, return_cache
 from lookahead.models import support
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.calibration import node_cost
-from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
+from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, Encoded, empty_cache
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
@@ -133,7 +133,8 @@ def prepare(
     validation.validate_call(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)
-    if isinstance(past, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
+    held = getattr(past, "self_attention_cache", past)
+    if isinstance(held, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
         config = replace(config, exactness="fast")
     lengths = validation.prompt_lengths(model, input_ids, model_kwargs)
     batch_size, longest = input_ids.shape
@@ -150,7 +151,8 @@ def prepare(
         warnings.warn(reason, stacklevel=2)
         return plain
     found = support.support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
-    shape, reason = _verified(model, found, batch_size, bool(lengths.min() < longest), config)
+    is_returned = validation.is_cache_returned(past, generation_config)
+    shape, reason = _verified(model, found, batch_size, bool(lengths.min() < longest), is_returned, config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
@@ -169,11 +171,11 @@ def prepare(
     for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True)):
         rule = stopping.within(lookahead_context, longest - length)
         rows.append(Row(i, ids, chooser, rule, padding=longest - length, place=i, device=input_ids.device))
-    encoded = _encoded(model, generation_config, inputs_tensor, model_kwargs) if has_encoder else None
+    encoded = _encoded(model, is_returned, inputs_tensor, model_kwargs) if has_encoder else None
     for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
         row.inputs, row.stats.prompt_tokens = tokens, row.stats.prompt_tokens + len(tokens)
     warp = warp_of(logits_processor) if is_sampled else None
-    keeps = not has_encoder and (is_continued or validation.is_cache_returned(past, generation_config))
+    keeps = is_returned or is_continued
     given = (model, config, stopping, lookahead_tokenizer, rows)
     engine = assemble(*given, shape=shape, warp=warp, encoded=encoded, keep_cache=keeps)
     if is_continued:
@@ -214,25 +216,30 @@ def assemble(
         inputs=None if encoded is None else encoded.tokens,
     )
     proposers, controller = _drafting(config, call, runs_to_limit=not (stopping.custom or stopping.eos_tokens))
+    # `generate` attends to padding under a mask.
+    is_separate = isolates or (rows == 1 and not batch[0].padding)
+    is_bitwise = is_separate and shape == "trees" and config.exactness == "auto" and support.is_bitwise(model)
+    # Enough for short outputs; the cache grows with a longer one.
+    capacity = min(stopping.max_length, longest + 256) + config.node_budget + 1
     target: Target
-    if encoded is not None:
-        target = DecoderTarget(model, encoded, rows, packs=config.pack == "auto")
-    else:
-        # `generate` attends to padding under a mask.
-        is_separate = isolates or (rows == 1 and not batch[0].padding)
+    if encoded is None:
         target = Target(
             model,
             rows=rows,
-            # Enough for short outputs; the cache grows with a longer one.
-            capacity=min(stopping.max_length, longest + 256) + config.node_budget + 1,
+            capacity=capacity,
             shape=shape,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
             compiles=config.compile,
             captures=config.cuda_graphs,
             most_nodes=config.node_budget + 1,
-            is_bitwise=is_separate and shape == "trees" and config.exactness == "auto" and support.is_bitwise(model),
+            is_bitwise=is_bitwise,
             packs=config.pack == "auto",
         )
+    elif shape == "trees":
+        packs = config.pack == "auto"
+        target = DecoderTarget(model, encoded, rows, capacity=capacity, is_bitwise=is_bitwise, packs=packs)
+    else:
+        target, keep_cache = ChainTarget(model, encoded, rows, packs=config.pack == "auto"), False
     return Engine(target, proposers, controller, config, call, batch, keep_cache=keep_cache, isolates=isolates)
 
 
@@ -267,16 +274,21 @@ def _drafting(
 
 
 def _verified(
-    model: PreTrainedModel, found: support.Support, rows: int, is_padded: bool, config: LookaheadConfig
+    model: PreTrainedModel,
+    found: support.Support,
+    rows: int,
+    is_padded: bool,
+    is_returned: bool,
+    config: LookaheadConfig,
 ) -> tuple[Shape | Literal["none"], str]:
     """What a call verifies in one pass, and why the model cannot verify what is asked for, or an empty string."""
     shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
     if has_encoder and shape == "trees":
-        is_half = model.dtype in (torch.bfloat16, torch.float16)
-        if rows > 1 or is_padded:
-            shape, why = "chains", "the rows of its batches keep one length"
+        is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
+        if is_padded or (rows > 1 and (is_returned or not model._can_set_attn_implementation())):
+            shape, why = "chains", "the rows of such a batch keep one length"
         # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
-        elif config.exactness == "auto" and is_half and input_device(model).type == "cpu":
+        elif is_half and config.exactness == "auto" and (rows > 1 or not support.is_bitwise(model)):
             shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
     acceptance = config.acceptance
     obstacles = {
@@ -291,12 +303,9 @@ def _verified(
     return shape, f"{type(model).__name__} cannot {met[0]}" if met else ""
 
 
-def _encoded(
-    model: PreTrainedModel, config: GenerationConfig, inputs: Tensor | None, model_kwargs: dict[str, Any]
-) -> Encoded:
+def _encoded(model: PreTrainedModel, is_returned: bool, inputs: Tensor | None, model_kwargs: dict[str, Any]) -> Encoded:
     """The output of the encoder, with the cache that `generate` made if that can be cropped."""
     past, mask = cache_in(model_kwargs), model_kwargs.get("attention_mask")
-    is_returned = validation.is_cache_returned(past, config)
     if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
         past = empty_cache(model)
     outputs = model_kwargs["encoder_outputs"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedTokenizerBase, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerBase, StaticCache
 from transformers.generation.streamers import TextIteratorStreamer
 
 from lookahead.engine.engine import Engine
@@ -127,6 +127,7 @@ def return_cache(engine: Engine | PlainLoop, past: object) -> None:
 
     It then holds all tokens but the last of the longest row. The loop of transformers fills it by itself.
     """
+    past = past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past
     if not (isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache)):
         return
     rows, padding = [engine.kept[row.index] for row in engine.batch], [row.padding for row in engine.batch]

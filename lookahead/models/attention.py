@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.kernels import dispatch
 from lookahead.models.cache import TreeCache, TreeLayer
@@ -125,6 +126,7 @@ def tree_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the thread's running `TreePass`, with the signature of transformers' attention functions.
@@ -134,6 +136,9 @@ def tree_attention(
     The window or chunk of the layer applies where the arguments have none.
     """
     tree_pass: TreePass = _thread.tree_pass
+    if tree_pass.cross is not None and not _is_of(key, tree_pass.cross.own.layers[module.layer_idx].keys):
+        options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, **kwargs}
+        return _attend_across(module, query, key, value, tree_pass, options), None
     if softcap is not None and _real(module.config)._attn_implementation == "sdpa":
         softcap = None  # which transformers' SDPA attention does not apply
     slots, is_compiling = key.shape[2], torch.compiler.is_compiling()
@@ -141,7 +146,7 @@ def tree_attention(
     if "sliding_window" in kwargs and kwargs["sliding_window"] != told.window:
         told = AttentionSpan(kwargs["sliding_window"], told.chunk)
     if tree_pass.is_exact:
-        options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, **kwargs}
+        options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, "position_bias": position_bias, **kwargs}
         return attend_in_turn(
             module, query, key, value, tree_pass.turns, window=_within(told, slots + 1).window,
             # Not by layer: the last layers of some models have no cache of their own and read one with the same window.
@@ -149,6 +154,8 @@ def tree_attention(
             own=own_attention(module, _real(module.config)),
             options={name: option for name, option in options.items() if option is not None},
         ), None  # fmt: skip
+    if position_bias is not None:
+        return dispatch.masked_attention(query, key, value, tree_pass.biased_mask(position_bias), scaling), None
     # A prompt's chain is a tree too. The GPU kernel is built for few queries. In half precision a prompt is read as
     # `generate` reads it: rounding differences in all of its KV could change tokens.
     is_cpu_prompt = tree_pass.is_prefill and query.device.type == "cpu" and query.dtype == torch.float32
@@ -171,6 +178,28 @@ def tree_attention(
             out = scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
     return _by_torch(tree_pass, query, key, value, span, scaling, softcap, s_aux), None
+
+
+def _is_of(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share their memory."""
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _attend_across(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, tree_pass: TreePass, options: dict[str, Any]
+) -> Tensor:
+    """Attention of nodes to what the encoder has read, by the model's own function; `[rows, width, heads, dim]`."""
+    assert tree_pass.cross is not None
+    mask, own = tree_pass.cross.mask, own_attention(module, _real(module.config))
+    mask = None if mask is None else mask.to(query.device)
+    if mask is not None and own is not sdpa_attention_forward:
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+    options = {name: option for name, option in options.items() if option is not None}
+    if not tree_pass.is_exact:
+        return own(module, query, key, value, mask, **options)[0]
+    if "position_bias" in options:
+        options["position_bias"] = options["position_bias"][:, :, -1:]
+    return torch.cat([own(module, node, key, value, mask, **options)[0] for node in query.split(1, 2)], 1)
 
 
 def turns_by_kernel(module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]) -> Turns | None:

@@ -21,7 +21,7 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.models.cache import CACHE
 from lookahead.models.product_bits import Bits
 from lookahead.models.target import Target, input_device, position_limit
-from lookahead.models.tree_pass import AttentionSpan, TreePass
+from lookahead.models.tree_pass import Cross, TreePass
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,114 @@ def side_positions(model: PreTrainedModel, side: Literal["encoder", "decoder"]) 
 
 
 class DecoderTarget(Target):
-    """A decoder that scores a tree of one row, or a chain of each of several, in one pass.
+    """A decoder that scores one token tree per row in one pass, behind a cache of trees for its own text.
 
-    The model's own attention, masks and positions are used, so relative and learned ones are those of
-    `model.generate`. They are those of a batch whose rows have one length, so all rows must accept as many tokens.
-    Rows that ended leave the passes, unless the caller gets the cache: then they go on with padding.
+    Its masks are those of the trees. What it looks up for slots, embeddings of positions or relative biases, is
+    replaced by what belongs to the positions of the nodes. Rows that ended leave the passes.
 
-    A tree that branches brings its mask, and the positions that the model counts in slots are those of its depths.
+    Args:
+        model: The model.
+        encoded: What the encoder has read, one row per input.
+        rows: Rows of the batch.
+        capacity: Slots per row to begin with.
+        is_bitwise: As for `Target`; for a single row.
+        packs: Whether linear layers may keep packed copies of their weights.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        encoded: Encoded,
+        rows: int = 1,
+        *,
+        capacity: int = 256,
+        is_bitwise: bool = False,
+        packs: bool = True,
+    ) -> None:
+        super().__init__(model, rows=rows, capacity=capacity, is_bitwise=is_bitwise, packs=packs)
+        self.positions, self.counts_nodes = side_positions(model, "decoder"), True
+        self._takes_positions = "decoder_position_ids" in inspect.signature(type(model).forward).parameters
+        self._takes_rows &= self.is_exact  # else all nodes attend to the encoder's output in one call
+        self._tables, self._known = _position_tables(model), dict[nn.Module, Tensor]()
+        self._keeps = encoded.is_returned
+        past = EncoderDecoderCache(self.cache, encoded.past.cross_attention_cache)
+        past.is_updated = encoded.past.is_updated
+        self._prefix = "decoder_"
+        self._encoded = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask, CACHE: past}
+        self._cross = Cross(self.cache, _seen(encoded.mask))
+        self._places = list(range(rows))  # of the active rows among those of the encoder's output
+
+    def retire(self, row: int) -> int:
+        """Remove a finished row from the passes; returns the row that took its place."""
+        last = self._places.pop()
+        if row < len(self._places):
+            self._places[row] = last
+        return super().retire(row)
+
+    def _forward(self, tree_pass: TreePass, bits: Bits) -> Tensor:
+        outputs, mask = self._encoded["encoder_outputs"], self._encoded["attention_mask"]
+        if self._places != list(range(len(outputs[0]))):
+            kept = torch.tensor(self._places, device=self._device)
+            self._encoded[CACHE].cross_attention_cache.batch_select_indices(kept)
+            outputs, mask = _rows_of(outputs, mask, kept)
+            self._encoded |= {"encoder_outputs": outputs, "attention_mask": mask}
+            self._cross, self._places = self._cross._replace(mask=_seen(mask)), list(range(len(kept)))
+        tree_pass.cross = self._cross
+        # `serving` runs in inference mode. A cache that is returned must be usable outside of it.
+        with torch.inference_mode(not self._keeps), torch.no_grad(), self._placed(tree_pass.positions) as found:
+            logits = super()._forward(tree_pass, bits)
+        if not (found or self._takes_positions or self._tables[1]):
+            raise UnsupportedModelError(f"{type(self._model).__name__} takes no positions for the nodes of a tree")
+        return logits
+
+    @contextmanager
+    def _placed(self, positions: Tensor) -> Iterator[list[nn.Module]]:
+        """Let a pass of this thread have positions int64 `[rows, nodes]` in place of those of its slots.
+
+        No position is behind the last slot, so what belongs to it was looked up in this pass or an earlier one. Yields
+        a list of the modules that looked up.
+        """
+        thread, width, found = get_ident(), positions.shape[1], list[nn.Module]()
+        slots = self.cache.slots
+
+        def by_position(module: nn.Module, _inputs: Any, vectors: Tensor) -> Tensor:  # `[rows or 1, nodes, size]`
+            if get_ident() != thread or vectors.shape[-2] != width:
+                return vectors
+            found.append(module)
+            new = vectors.reshape(-1, width, vectors.shape[-1])[0]
+            past, known = slots.kv_length - width, self._known.get(module, new[:0])
+            self._known[module] = known = torch.cat([known[:past], new, known[past + width :]])
+            return known[positions.to(known.device)]
+
+        def by_distance(_module: nn.Module, _inputs: Any, biases: Tensor) -> Tensor:  # `[nodes, keys, heads]`
+            past = slots.kv_length - width
+            if get_ident() != thread or biases.shape[:2] != (width, slots.kv_length):
+                return biases
+            keys = torch.cat([torch.arange(past, device=biases.device), positions[0].to(biases.device)])
+            return biases[keys[past:, None] - past, keys]
+
+        # An attention function of ours follows the distances by itself.
+        slot_biases = self._tables[1] if self._scope is None else []
+        handles = [each.register_forward_hook(by_position) for each in self._tables[0]]
+        handles += [each.register_forward_hook(by_distance) for each in slot_biases]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class ChainTarget(Target):
+    """A decoder that scores a chain per row in one pass, with masks, positions and a cache of transformers.
+
+    They are those of a batch whose rows have one length, so all rows must accept as many tokens. Rows that ended leave
+    the passes, unless the caller gets the cache: then they go on with padding.
     """
 
     def __init__(self, model: PreTrainedModel, encoded: Encoded, rows: int = 1, *, packs: bool = True) -> None:
         super().__init__(model, rows=rows, capacity=1, shape="chains", packs=packs)
         self.positions = side_positions(model, "decoder")
-        self.is_aligned, self.counts_nodes = rows > 1, True
-        self._tables = _position_tables(model)
-        self._takes_depths = "decoder_position_ids" in inspect.signature(type(model).forward).parameters
+        self.is_aligned = rows > 1
         self._outputs, self._mask = encoded.outputs, encoded.mask
         self._past, self._keeps = encoded.past, encoded.is_returned
         self._rows = rows  # of the cache
@@ -81,11 +174,6 @@ class DecoderTarget(Target):
 
     def commit(self, row: int, path: IntArray) -> None:
         """Keep the keys and values of an accepted path, as long as those of other rows."""
-        if len(path) and path[-1] >= len(path):  # other nodes stand between those of the path
-            nodes, kept = torch.from_numpy(self._committed + path), slice(self._committed, self._committed + len(path))
-            layers: Any = self._past.self_attention_cache.layers
-            for states in (each for layer in layers for each in (layer.keys, layer.values)):
-                states[:, :, kept] = states.index_select(2, nodes.to(states.device))
         self._accepted = len(path) if self._accepted is None else min(self._accepted, len(path))
 
     def retire(self, row: int) -> int:
@@ -109,13 +197,11 @@ class DecoderTarget(Target):
             return
         kept = torch.tensor(self._places, device=self._device)
         self._past.batch_select_indices(kept)
-        kind = BaseModelOutput if isinstance(self._outputs, tuple) else type(self._outputs)
-        self._outputs = kind(last_hidden_state=self._outputs[0][kept])
-        self._mask = None if self._mask is None else self._mask[kept]
+        self._outputs, self._mask = _rows_of(self._outputs, self._mask, kept)
         self._rows, self._places = len(self._places), list(range(len(self._places)))
 
     def score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64] | None = None) -> Tensor:
-        """One pass over a tree or a chain per row, or several: behind padding some models count anew (M2M100).
+        """One pass over a chain per row, or several: behind padding some models count anew (M2M100).
 
         Chains that were scored in part are those of a draft model; the longest ones gained as many nodes.
         """
@@ -124,8 +210,6 @@ class DecoderTarget(Target):
             self._settle()
         else:
             first = int(scored.max())
-        if len(trees) == 1 and int(trees[0].depths.max()) < longest - 1:
-            return self._read_tree(trees[0])
         tokens: IntArray = np.full((self._rows, longest), max(self._pad, 0))
         tokens[self._places] = [np.pad(tree.tokens, (0, longest - len(tree)), "edge") for tree in trees]
         tokens = tokens[:, first:]
@@ -134,22 +218,7 @@ class DecoderTarget(Target):
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return logits if self._places == list(range(self._rows)) else logits[self._places]
 
-    def _read_tree(self, tree: TokenTree) -> Tensor:
-        """One pass over the nodes of the only row; logits `[1, nodes, vocab]`."""
-        slots = self.cache.slots
-        slots.lengths[0] = self._committed
-        slots.begin(len(tree))
-        nodes = TreePass(slots, self._device, [tree])
-        options = {"decoder_attention_mask": nodes.mask(1, AttentionSpan(), self._model.dtype, self._device)}
-        if self._takes_depths:
-            options["decoder_position_ids"] = nodes.positions
-        with _placed(self._tables, nodes.positions[0], self._committed) as found:
-            logits = self._read(tree.tokens[None], self._bits, **options)
-        if not found and not self._takes_depths:
-            raise UnsupportedModelError(f"{type(self._model).__name__} takes no positions for the nodes of a tree")
-        return logits
-
-    def _read(self, tokens: IntArray, bits: Bits, **options: Tensor) -> Tensor:
+    def _read(self, tokens: IntArray, bits: Bits) -> Tensor:
         """One pass over tokens `[rows, tokens]` behind those in the cache; logits `[rows, tokens, vocab]`."""
         # `serving` runs in inference mode. A cache that is returned must be usable outside of it.
         with torch.inference_mode(not self._keeps), torch.no_grad(), self._linears.running(bits):
@@ -158,42 +227,22 @@ class DecoderTarget(Target):
                 encoder_outputs=self._outputs,
                 attention_mask=self._mask,
                 use_cache=True,
-                **{CACHE: self._past, **options},
+                **{CACHE: self._past},
             )
         self.is_cold |= self._linears.has_packed
         logits: Tensor = output.logits
         return logits
 
 
-@contextmanager
-def _placed(tables: Sequence[list[nn.Module]], positions: Tensor, past: int) -> Iterator[list[Tensor]]:
-    """Let a pass of this thread over a tree, behind `past` tokens, have positions int64 `[nodes]` in place of slots.
+def _seen(mask: Tensor | None) -> Tensor | None:
+    """The mask of inputs `[rows, tokens]` as attention takes it, bool `[rows, 1, 1, tokens]`; None for all tokens."""
+    return None if mask is None or bool(mask.all()) else mask[:, None, None].bool()
 
-    No node is deeper than its place in the tree, so what belongs to its position was looked up for another node. Yields
-    a list of all that was looked up.
-    """
-    thread, depths, found = get_ident(), positions - past, list[Tensor]()
-    keys = torch.cat([torch.arange(past, device=positions.device), positions])
 
-    def by_position(_module: nn.Module, _inputs: Any, vectors: Tensor) -> Tensor:  # `[rows or 1, nodes, size]`
-        if get_ident() != thread or vectors.shape[-2] != len(depths):
-            return vectors
-        found.append(vectors.index_select(-2, depths.to(vectors.device)))
-        return found[-1]
-
-    def by_distance(_module: nn.Module, _inputs: Any, biases: Tensor) -> Tensor:  # `[nodes, keys, heads]`
-        if get_ident() != thread or biases.shape[:2] != (len(depths), len(keys)):
-            return biases
-        found.append(biases[depths.to(biases.device)[:, None], keys.to(biases.device)])
-        return found[-1]
-
-    hooks = zip((by_position, by_distance), tables, strict=True)
-    handles = [table.register_forward_hook(hook) for hook, each in hooks for table in each]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+def _rows_of(outputs: Any, mask: Tensor | None, rows: Tensor) -> tuple[Any, Tensor | None]:
+    """Some rows of the encoder's outputs and of the mask of its inputs."""
+    kind = BaseModelOutput if isinstance(outputs, tuple) else type(outputs)
+    return kind(last_hidden_state=outputs[0][rows]), None if mask is None else mask[rows]
 
 
 def _position_tables(model: Any) -> list[list[nn.Module]]:

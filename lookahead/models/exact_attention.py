@@ -191,6 +191,7 @@ def attend_in_turn(
     rows, heads, width, dim = query.shape
     nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
     is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
+    is_whole = is_whole and "position_bias" not in options
     if is_whole and attends_by_kernel(own, keys, values, heads, window, turns, is_exact=True):
         scale = options.get("scaling", dim**-0.5)
         return row_attention.row_attention(nodes, keys, values, **turns.tensors, scale=scale)
@@ -220,13 +221,13 @@ def _attend_by_torch(
 
     While a node attends, the slots after the committed ones hold its path. Afterwards they hold the nodes in order.
     """
-    is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
+    is_sdpa, scale, bias = own is sdpa_attention_forward, options.get("scaling"), options.get("position_bias")
     heads = query.shape[1]
     nodes = slice(start, start + scored + len(steps))
     is_moved = any(moved is not None for *_, moved in steps)
     held = [(each, each[:, :, nodes].clone()) for each in (key, value)] if is_moved else []
     # With one row of a batch for each KV head, SDPA reads shared heads in place.
-    is_shared = is_sdpa and _has_bits_of_shared_heads(query.dtype, heads, key.shape[1], query.shape[3])
+    is_shared = is_sdpa and bias is None and _has_bits_of_shared_heads(query.dtype, heads, key.shape[1], query.shape[3])
     grouped, keys, values = _by_kv_head(query, key, value)
     queries = grouped.split(1, 2)
     out: list[Any] = [None] * len(steps)
@@ -245,6 +246,8 @@ def _attend_by_torch(
             mask = torch.arange(first, end, device="cpu")[None, None, None] >= end - window
             if not is_sdpa:
                 mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+        if bias is not None:  # of distances: the last query stands in the last slot
+            options = {**options, "position_bias": bias[:, :, -1:, -end:]}
         one = query[:, :, column : column + 1]
         out[column] = own(module, one, key[:, :, first:end], value[:, :, first:end], mask, **options)[0][0]
     for each, kept in held:

@@ -18,7 +18,7 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory
 from lookahead.models.cache import CACHE
-from lookahead.models.encoder_decoder import DecoderTarget, encode
+from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, empty_cache, encode
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import keeps_bits
 from lookahead.models.model_state import state_of
@@ -188,10 +188,12 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     paths: list[list[int]] = []  # tokens from the root to every node
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*(paths[parent] if paths else []), token])
-    is_batch = shape == "trees" and not model.config.is_encoder_decoder
+    is_batch = shape == "trees" and (not model.config.is_encoder_decoder or model._can_set_attn_implementation())
     texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if is_batch else 1]
     if model.config.is_encoder_decoder:
-        target: Target = DecoderTarget(model, encode(model, [np.array(tokens, np.int32)]), packs=False)
+        kind = DecoderTarget if shape == "trees" else ChainTarget
+        read = [np.array(tokens, np.int32)] * len(texts)
+        target: Target = kind(model, encode(model, read), len(texts), packs=False)
     else:  # weights packed for the rows of a batch are of no use to later passes over one row
         target = Target(model, rows=len(texts), capacity=16, shape=shape, packs=False)
     with target.serving():
@@ -261,30 +263,38 @@ def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
 
 def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
     """Compare one tree, behind a prompt of tokens that are `step` apart: every node of a chain, and a branch of it."""
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary = decoder_vocabulary(model)
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
     tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
-    target = Target(model, rows=1, capacity=64, is_bitwise=True)
+    caches, inputs = list[Any](), dict[str, Any]()
+    if model.config.is_encoder_decoder:
+        encoded = encode(model, [prompt])
+        caches.append(empty_cache(model))
+        inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
+        target: Target = DecoderTarget(model, encoded, is_bitwise=True)
+    else:
+        caches.append(DynamicCache(config=model.config.get_text_config()))
+        target = Target(model, rows=1, capacity=64, is_bitwise=True)
     with target.serving():
         target.prefill([prompt])
         scores = target.score([tree])[0]
-    caches = [DynamicCache(config=model.config.get_text_config())]
-    _own_pass(model, prompt, caches[0])
+    _own_pass(model, prompt, caches[0], inputs)
     caches[0].crop(-1)
     caches.append(deepcopy(caches[0]))
     branch = MAX_ROWS - 1
     for path, cache in zip((range(_LONGEST + 1), [*range(tree.depths[branch]), branch]), caches, strict=True):
         for node in path:
-            if not torch.equal(_own_pass(model, tree.tokens[node : node + 1], cache), scores[node]):
+            if not torch.equal(_own_pass(model, tree.tokens[node : node + 1], cache, inputs), scores[node]):
                 return False
     return True
 
 
-def _own_pass(model: Any, tokens: IntArray, cache: DynamicCache) -> Tensor:
+def _own_pass(model: Any, tokens: IntArray, cache: Any, inputs: dict[str, Any]) -> Tensor:
     """The logits after the last of some tokens, `[vocab]`, by the model's own pass behind what its cache holds."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None].to(input_device(model))
-    logits: Tensor = model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits
+    inputs = {**inputs, ("decoder_input_ids" if inputs else "input_ids"): ids, CACHE: cache}
+    logits: Tensor = model(use_cache=True, **inputs).logits
     return logits[0, -1]
 
 

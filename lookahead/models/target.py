@@ -105,6 +105,7 @@ class Target:
         is_together: bool = False,
     ) -> None:
         self._model = model
+        self._prefix, self._encoded = "", dict[str, Any]()  # of the names of inputs, and further ones
         self._device = input_device(model)
         takes = inspect.signature(type(model).forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
@@ -269,24 +270,25 @@ class Target:
 
     def _forward(self, tree_pass: TreePass, bits: Bits) -> Tensor:
         """One pass of the model; returns the logits of all columns, or of those to keep."""
-        options: dict[str, object] = {CACHE: self.cache}
+        options = {CACHE: self.cache, f"{self._prefix}input_ids": tree_pass.tokens, **self._encoded}
         is_plain, keeps = self.cache.slots.is_plain, len(tree_pass.keep) > 0
         if self._keeps_logits and keeps:
             options["logits_to_keep"] = 1 if is_plain else tree_pass.keep
         if self._takes_positions:
-            options["position_ids"] = tree_pass.positions
+            options[f"{self._prefix}position_ids"] = tree_pass.positions
         scope: AbstractContextManager[None] = nullcontext()
         if self._takes_masks and not is_plain:
             if self._scope is not None:
                 scope = self._scope.running(tree_pass)
             else:
-                options["attention_mask"] = tree_pass.mask(1, AttentionSpan(), self._model.dtype, self._device)
+                mask = tree_pass.mask(1, AttentionSpan(), self._model.dtype, self._device)
+                options[f"{self._prefix}attention_mask"] = mask
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
         as_one = tree_pass.has_turns and not keeps_hidden
         with self._linears.running(bits), fused_layers.running(as_one=as_one), scope:
-            output = self._model(input_ids=tree_pass.tokens, use_cache=True, **options)
+            output = self._model(use_cache=True, **options)
         states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
         self.hidden = {}
         for layer in self._hidden_layers if keeps_hidden else ():

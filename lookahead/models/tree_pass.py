@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.models.cache import TreeSlots
+from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.exact_attention import Turns
 
 
@@ -31,6 +31,13 @@ class TreeTensors(NamedTuple):
     nodes: Tensor
     depths: Tensor
     words: Tensor
+
+
+class Cross(NamedTuple):
+    """How a decoder attends to what the encoder has read: by keys and values that are not those of its own text."""
+
+    own: TreeCache
+    mask: Tensor | None  # bool `[rows, 1, 1, tokens]`; None for all tokens
 
 
 class TreePass:
@@ -72,6 +79,8 @@ class TreePass:
         is_one = slots.width == 1 and slots.is_even
         self.prefix = int(slots.lengths[: slots.active].min()) if trees else 0  # first slots that all nodes see
         self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)  # needs no mask
+        self.cross: Cross | None = None
+        self._biased: tuple[Tensor, Tensor] | None = None  # the newest bias, and the mask with it
         self.kernels: dict[Hashable, Callable[..., Any] | None] = {}  # by shapes; None where torch's own serves
         self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device, int], Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
@@ -142,6 +151,21 @@ class TreePass:
         if is_kept:
             self._masks[key] = mask
         return mask
+
+    def biased_mask(self, bias: Tensor) -> Tensor:
+        """Additive mask `[active, heads, width, kv]` with a bias for every distance between two positions.
+
+        `bias` is that between slots, `[1, heads, width, kv]`, whose last query stands in the last slot.
+        """
+        if self._biased is None or self._biased[0] is not bias:
+            lengths, _, depths, _ = self.tensors(bias.device)
+            at = torch.arange(bias.shape[3], device=bias.device)
+            node = (at - lengths[:, None]).clamp(0, depths.shape[1] - 1)
+            keys = torch.where(at < lengths[:, None], at, lengths[:, None] + depths.gather(1, node))
+            distances = self.positions.to(bias.device)[:, :, None] - keys[:, None]
+            by_distance = bias[0, :, -1].flip(1)[:, distances.clamp(0, len(at) - 1)].transpose(0, 1)
+            self._biased = bias, by_distance + self.mask(1, AttentionSpan(), bias.dtype, bias.device)
+        return self._biased[1]
 
     @cached_property
     def turns(self) -> Turns:

@@ -18,7 +18,7 @@ from lookahead.drafting.budget import Ema
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
-from lookahead.models.encoder_decoder import DecoderTarget, encode, side_positions
+from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, encode, side_positions
 from lookahead.models.model_state import state_of
 from lookahead.models.support import decoder_vocabulary, support_of, validate_causal_lm, validate_model, vocabulary_size
 from lookahead.models.target import Shape, Target
@@ -123,7 +123,8 @@ class DraftModel:
         support = support_of(self.model, shortest=1, max_length=call.max_length)
         if support.shape == "none":
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
-        if support.shape == "chains" and call.rows > 1 and not has_encoder:
+        # Rows with trees accept different numbers of tokens, and a decoder of chains keeps one length.
+        if support.shape == "chains" and call.rows > 1 and not (has_encoder and call.is_chain):
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")
         state = state_of(call.model).learned.of(self, partial(_begin, self.model, call.model))
         return ModelProposer(self, call, state, vocabulary, support.shape)
@@ -181,7 +182,7 @@ class ModelProposer(BatchProposer):
         self._shape = shape
         self._depth = draft.depth
         children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
-        is_chain = shape == "chains" or call.is_chain or self.has_encoder
+        is_chain = shape == "chains" or call.is_chain
         self._children = 1 if is_chain else draft.children or children
         self._width = 1 if is_chain else draft.width or width
         mode = "drawn" if call.by_rejection else "greedy" if call.warp is None else "sampled"
@@ -244,7 +245,8 @@ class ModelProposer(BatchProposer):
             ]
             if self._slots:
                 encoded = encode(self._model, [inputs[row] for row in self._slots])
-                self._target = DecoderTarget(self._model, encoded, len(self._slots))
+                kind = DecoderTarget if self._shape == "trees" else ChainTarget
+                self._target = kind(self._model, encoded, len(self._slots))
         elif self._slots:
             capacity = max(len(state.ids) for state in self._rows.values()) + 256
             self._target = Target(self._model, rows=len(self._slots), capacity=capacity, shape=self._shape)
@@ -252,8 +254,8 @@ class ModelProposer(BatchProposer):
 
     def _can_read(self, row: int, target: Target) -> bool:
         """Whether the draft model knows all tokens of a row, and has positions for it and a draft."""
-        ids = self._rows[row].ids
-        if target.positions is not None and len(ids) + self._depth > target.positions:
+        ids, deepest = self._rows[row].ids, self._depth * (self._width if target.counts_nodes else 1)
+        if target.positions is not None and len(ids) + deepest > target.positions:
             return False
         return self._vocabulary == self._call.vocab_size or int(ids.max()) < self._vocabulary
 

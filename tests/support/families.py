@@ -48,10 +48,11 @@ the first time.
 ENCODER_DECODERS_TOO = """\
 ## Encoder-decoder models
 
-Their encoder reads the input once, as ever. The decoder verifies trees for one input, or chains where its positions
-depend on more than the depth of a node, drafted from the input's own tokens first of all. Batches verify chains: their
-rows keep one length, and a pass gives every row as many tokens as the slowest row accepts. On a CPU its passes multiply
-by packed weights, as those of causal models do. The third column is about the decoder's attention to its own text."""
+Their encoder reads the input once, as ever. The decoder verifies trees, for one input or a batch, or chains where its
+positions depend on more than the depth of a node, drafted from the input's own tokens first of all. Batches of chains
+keep one length: a pass gives every row as many tokens as the slowest row accepts. So do those of LED and Mvp, whose
+attention functions are their own. On a CPU its passes multiply by packed weights, as those of causal models do. The
+third column is about the decoder's attention to its own text."""
 
 Decoded = Literal["trees", "chains", "plain"]
 
