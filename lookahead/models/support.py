@@ -22,6 +22,7 @@ from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, empty_c
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import keeps_bits
 from lookahead.models.model_state import state_of
+from lookahead.models.quantized import QuantizedLinear
 from lookahead.models.product_bits import has_other_products
 from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
 
@@ -103,6 +104,8 @@ def unsupported_reason(model: PreTrainedModel) -> str:
     for module in model.modules():
         if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
             return "its activations are quantized by one scale for all tokens of a pass, so drafts would change it"
+        if isinstance(module, QuantizedLinear) and model.dtype == torch.float32:
+            return "its inputs are rounded, which enlarges the rounding of several tokens; load it with dtype='bf16'"
         # An adapter that is added to a model in evaluation mode is itself in training mode.
         if module.training and (module is model or (isinstance(module, nn.Dropout) and module.p)):
             return "it is in training mode; call its eval() first"
