@@ -292,4 +292,7 @@ def test_hidden_states_become_the_logits_of_the_model_itself(config):
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, 50, (2, 7))
     with torch.no_grad():
-        assert torch.allclose(unembed(model, hidden_states(model, ids)), model(ids).logits, atol=1e-6)
+        states, logits = hidden_states(model, ids), model(ids).logits
+        assert torch.allclose(unembed(model, states), logits, atol=1e-6)
+        some = torch.tensor([4, 5, 41])
+        assert torch.allclose(unembed(model, states, some), logits[..., some], atol=1e-6)

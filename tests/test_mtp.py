@@ -93,7 +93,7 @@ def test_untrained_heads_say_what_the_lm_head_says(tiny_llama):
 
 
 @torch.no_grad()
-def test_heads_begin_training_by_saying_what_followed_the_next_token_before(monkeypatch):
+def test_heads_begin_training_by_saying_what_followed_the_next_token_before():
     """The model's last states tell the next token, its low ones the token, the one before and the one before that."""
     torch.manual_seed(8)
     sizes = {"vocab_size": 101, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 64}
@@ -103,18 +103,18 @@ def test_heads_begin_training_by_saying_what_followed_the_next_token_before(monk
     vectors = model.lm_head.weight
     turned = [vectors @ torch.nn.init.orthogonal_(torch.empty(256, 256)) for _ in range(3)]
 
-    def states_of(model, ids, layers):
+    def states_of(ids):
         low = sum(turned[back][ids.roll(back)] for back in range(3))
         return torch.cat((low, vectors[ids.roll(-1)]), -1)
 
-    monkeypatch.setattr("lookahead.heads.induction_init.hidden_states", states_of)
     texts = [torch.randint(4, 101, (60,)).tolist() for _ in range(200)]
     heads = MtpHeads.fresh(model, heads=2)
-    begin_mtp(heads, model, [make_example(text[:1], text[1:], 99) for text in texts])
+    examples = [make_example(text[:1], text[1:], 99) for text in texts]
+    begin_mtp(heads, model, examples, lambda example: states_of(example["input_ids"]))
     right = [0, 0]
     for seed in range(20):
         text = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[:40].tolist()
-        states = states_of(model, torch.tensor([[*text, 100, text[seed]]]), heads.hidden_layers)
+        states = states_of(torch.tensor([*text, 100, text[seed]]))[None]
         for head in range(2):
             says = heads.guess(model, head, states[:, :-1], torch.tensor([[40]]), torch.tensor([[True]])).argmax()
             right[head] += int(says) == text[seed + 1 + head]

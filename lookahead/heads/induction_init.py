@@ -8,7 +8,7 @@ Source: Olsson et al. 2022, "In-context Learning and Induction Heads"; that atte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,13 @@ _MATCH = 36.0  # attention score of a position with the token looked for; others
 _SLOW = 1 / 512  # radians a token: dimensions that turn no faster match tokens over hundreds of positions
 _TOKENS = 50_000  # maximum number of tokens of examples that are read
 _CERTAINTY = 12.0  # logit of the token that is found
-_SHRINKAGE = 1e-3  # ridge of the least squares, relative to the mean square of the inputs
+_SHRINKAGE = 1e-3  # ridge of the least squares, relative to the mean square of each input
+_SHRINKAGE_OF_LAYERS = 1e-2  # the same for maps from several layers
+_SURE = 0.7  # length of a predicted state relative to the model's: it is less certain
+
+Example = Mapping[str, Tensor]
+Read = Callable[[Example], Tensor]
+"""The hidden states `[tokens, layers · hidden]` of an example that the heads are trained on."""
 
 
 @torch.no_grad()
@@ -51,7 +57,7 @@ def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead
     token, following = torch.cat((none, one), 1), torch.cat((one, none), 1)
     # The output maps embeddings of unit size to the rows of the LM head.
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    squares, count = _LeastSquares(hidden), min(len(weight), len(table))
+    squares, count = _LeastSquares(hidden, hidden), min(len(weight), len(table))
     squares.add(_unit(table[:count].float()), weight[:count].float().to(table.device))
     output = squares.solve()
     output *= (hidden / output.square().sum()) ** 0.5
@@ -60,26 +66,53 @@ def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead
 
 
 @torch.no_grad()
-def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Mapping[str, Tensor]]) -> None:
+def begin_fused(head: FusedEagleHead, model: PreTrainedModel, examples: Iterable[Example], read: Read) -> None:
+    """Let an untrained EAGLE-3 head of a larger model predict the next input of the LM head by a linear map.
+
+    The map is from the layers that it reads and the embedding of the next token, found by least squares on the first
+    examples. The layers go through `fc`, the embedding through attention to positions of the same token.
+    """
+    hidden, table = head.config.hidden_size, model.get_input_embeddings()
+    squares, count, size = _LeastSquares(4 * hidden, hidden), 0, 0.0
+    for example in examples:
+        ids = example["input_ids"].to(head.d2t.device)
+        layers, last = read(example).split((3 * hidden, hidden), dim=-1)
+        # Not the first position: the hidden states of many models are a hundred times as large there.
+        squares.add(torch.cat((layers[1:-1], _unit(table(ids[2:]).float())), -1), last[2:])
+        count, size = count + len(ids), size + float(last[2:].square().mean(-1).sqrt().sum())
+        if count >= _TOKENS:
+            break
+    solved = squares.solve(_SHRINKAGE_OF_LAYERS).to(head.d2t.device)
+    head.fc.weight.copy_(solved[:, : 3 * hidden])
+    head.norm.weight.fill_(_SURE * size / count)
+    own = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1).to(solved.device)
+    # Attention holds as many values as fit, those that matter most.
+    left, scale, right = torch.linalg.svd(solved[:, 3 * hidden :])
+    most = head.midlayer.self_attn.v_proj.out_features
+    value, output = right[:most] @ own, (left * scale)[:, :most]
+    _set_induction(head.midlayer, head.rotation, query=own, key=own, value=value, output=output)
+
+
+@torch.no_grad()
+def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Example], read: Read) -> None:
     """Let untrained heads look up the next token: head k predicts the token k + 1 positions after its last occurrence.
 
     The model's last hidden states encode the next token, its low ones the tokens at and before a position. The linear
     maps from states to tokens are found by least squares on the first examples.
     """
     weight = lm_head(model).weight.float()
-    vectors, hidden, read = _unit(weight), weight.shape[1], 0
-    following, own = _LeastSquares(hidden), _LeastSquares(hidden)
-    before = [_LeastSquares(hidden) for _ in range(heads.depth)]
+    vectors, hidden, count = _unit(weight), weight.shape[1], 0
+    following, own = _LeastSquares(hidden, hidden), _LeastSquares(hidden, hidden)
+    before = [_LeastSquares(hidden, hidden) for _ in range(heads.depth)]
     for example in examples:
         ids, wanted = example["input_ids"].to(weight.device), example["wanted"].to(weight.device)
-        states = hidden_states(model, ids[None], heads.hidden_layers)[0].float()
-        low, last = (_unit(each) for each in states.chunk(2, dim=-1))
+        low, last = (_unit(each) for each in read(example).chunk(2, dim=-1))
         following.add(last[:-1][wanted[1:]], vectors[ids[1:][wanted[1:]]])
         own.add(low, vectors[ids])
         for index, squares in enumerate(before, start=1):
             squares.add(low[index:], vectors[ids[:-index]])
-        read += len(ids)
-        if read >= _TOKENS:
+        count += len(ids)
+        if count >= _TOKENS:
             break
     none = torch.zeros(hidden, hidden)
     output = torch.eye(hidden) * _CERTAINTY / float(hidden**0.5 * weight.norm(dim=-1).mean())
@@ -101,8 +134,8 @@ def _set_induction(
     """Set the attention of an untrained layer so that it finds positions by a token, and adds the token to predict.
 
     Tokens are vectors `[hidden]` with a mean square of 1. Queries and keys share a random rotation of them. `query`,
-    `key` and `value` `[hidden, reads]` map the input of attention to the token looked for, the one that a position is
-    found by, and the one to predict; `output` `[hidden, hidden]` maps that to what the layer adds.
+    `key` `[hidden, reads]` and `value` `[values, reads]` map the input of attention to the token looked for, the one
+    that a position is found by, and the one to predict; `output` `[hidden, values]` maps that to what the layer adds.
     """
     attention, dim, device = layer.self_attn, layer.self_attn.head_dim, layer.self_attn.q_proj.weight.device
     query, key, value, output = (each.to(device) for each in (query, key, value, output))
@@ -115,7 +148,7 @@ def _set_induction(
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, layer.mlp.down_proj):
         projection.weight.mul_(_FAINT)
     size = (_MATCH * dim**0.5 / len(slow)) ** 0.5
-    part = nn.init.orthogonal_(torch.empty(kv_heads * dim, hidden, device=device))
+    part = nn.init.orthogonal_(torch.empty(kv_heads * dim, len(value), device=device))
     attention.v_proj.weight += part @ value
     for index in range(kv_heads):
         turned = size * nn.init.orthogonal_(torch.empty(len(slow), hidden, device=device))
@@ -132,19 +165,18 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 class _LeastSquares:
-    """Least squares from vectors `[n, size]` to others, accumulated over batches."""
+    """Least squares from vectors `[n, size]` to others `[n, out]`, accumulated over batches."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, out: int) -> None:
         self._moments = torch.zeros(size, size)
-        self._products = torch.zeros(size, size)
+        self._products = torch.zeros(out, size)
 
     def add(self, given: Tensor, wanted: Tensor) -> None:
         self._moments += (given.T @ given).cpu()
         self._products += (wanted.T @ given).cpu()
 
-    def solve(self) -> Tensor:
-        """The matrix `[size, size]` from given to wanted vectors."""
-        size = len(self._moments)
-        least = _SHRINKAGE * self._moments.trace().clamp(min=1e-6) / size
-        solved: Tensor = torch.linalg.solve(self._moments + least * torch.eye(size), self._products.T).T
+    def solve(self, shrinkage: float = _SHRINKAGE) -> Tensor:
+        """The matrix `[out, size]` from given to wanted vectors."""
+        least = shrinkage * self._moments.diagonal().clamp(min=1e-6)
+        solved: Tensor = torch.linalg.solve(self._moments + least.diag(), self._products.T).T
         return solved

@@ -44,10 +44,17 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, layers: tuple[int, 
     return torch.cat([out.hidden_states[layer] for layer in layers], dim=-1) if layers else out.last_hidden_state
 
 
-def unembed(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits `[..., vocab]` of hidden states `[..., hidden]`, scaled (Cohere, Granite) and capped (Gemma)."""
+def unembed(model: PreTrainedModel, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """Logits `[..., vocab]` of hidden states `[..., hidden]`, scaled (Cohere, Granite) and capped (Gemma).
+
+    Of some `tokens` alone if they are given.
+    """
     head = lm_head(model)
-    logits: Tensor = head(hidden.to(head.weight.dtype))  # heads are trained in float32, whatever the model is
+    hidden = hidden.to(head.weight.dtype)  # heads are trained in float32, whatever the model is
+    if tokens is None:
+        logits: Tensor = head(hidden)
+    else:
+        logits = F.linear(hidden, head.weight[tokens], None if head.bias is None else head.bias[tokens])
     config: Any = model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     logits = logits if scale == 1.0 else logits * scale

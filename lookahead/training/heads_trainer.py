@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from lookahead.heads.layers import hidden_states
+from lookahead.heads.layers import hidden_states, lm_head
 from lookahead.training.examples import Example, Say, collate
 from lookahead.training.learners import Learner
 
 HEADS_RATE = 4.0  # learning rate of heads relative to that of a model trained with them
 HEAD_START = 0.25  # share of the steps before a model trained with its heads is trained too
+KEPT_IN_MEMORY = 2 << 30  # bytes of hidden states; more are kept in a file
+
+
+class EpochSampler(LengthGroupedSampler):
+    """Draws the order of an epoch from its number, so that a run resumed in any epoch has the same order."""
+
+    def __init__(self, trainer: Trainer, examples: Any) -> None:
+        super().__init__(trainer.args.train_batch_size, examples)
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = int(self._trainer.state.epoch or 0)
+        self.generator = torch.Generator().manual_seed(self._trainer.args.seed + epoch)
+        order: Iterator[int] = super().__iter__()  # type: ignore[no-untyped-call]
+        return order
 
 
 class HeadTrainer(Trainer):
     """Trains heads, and the model with them if its parameters require gradients.
 
-    A frozen model is not part of the checkpoints. A model that is trained too starts after `HEAD_START` of the steps,
-    when the heads no longer guess at random, and at a lower rate. `say` receives a line for each log entry, since the
-    callbacks of `Trainer` would write to stdout.
+    A frozen model is not part of the checkpoints, and reads an example that is needed several times once. A model that
+    is trained too starts after `HEAD_START` of the steps, when the heads no longer guess at random, and at a lower
+    rate. `say` receives a line for each log entry, since the callbacks of `Trainer` would write to stdout.
 
     Source: Cai et al. 2024, "Medusa", §2.2.2 (differential learning rates and heads warm-up).
     """
@@ -55,6 +77,10 @@ class HeadTrainer(Trainer):
         )
         for own in (PrinterCallback, ProgressCallback):
             self.remove_callback(own)
+        self._kept: Tensor | None = None
+        if not self._is_joint:
+            has_epochs = args.max_steps * args.train_batch_size > len(train)
+            self._keep([*held_out, *(train if has_epochs else ())])
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
@@ -110,9 +136,54 @@ class HeadTrainer(Trainer):
             self.lr_scheduler = LambdaLR(cast(torch.optim.Optimizer, optimizer or self.optimizer), cast(Any, scales))
         return self.lr_scheduler
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
+        return EpochSampler(self, train_dataset or self.train_dataset)
+
+    def read(self, example: Mapping[str, Tensor]) -> Tensor:
+        """The hidden states `[tokens, size]` of an example."""
+        return self._states(self._prepare_inputs(collate([dict(example)])))[0]
+
+    def _keep(self, examples: list[Example]) -> None:
+        """Read examples and keep their hidden states in bfloat16, unless neither memory nor disk has room for them.
+
+        The groups read together do not depend on the sampling, so that a resumed run has the same states.
+        """
+        tokens = sum(len(example["input_ids"]) for example in examples)
+        size = lm_head(self._base).weight.shape[1] * max(1, len(self._learner.layers))
+        kept = room_for(tokens, size, Path(str(self.args.output_dir)).parent)
+        if kept is None:
+            return
+        self._say(f"the model reads {tokens:,} tokens")
+        self._base.eval()
+        examples, begin = sorted(examples, key=lambda example: len(example["input_ids"])), 0
+        for first in range(0, len(examples), self.args.train_batch_size):
+            group = examples[first : first + self.args.train_batch_size]
+            for example, states in zip(group, self._states(self._prepare_inputs(collate(group))), strict=True):
+                end = begin + len(example["input_ids"])
+                kept[begin:end] = states[: end - begin]
+                example["kept"] = torch.tensor([begin, end])
+                begin = end
+        self._kept = kept
+
     def _states(self, batch: dict[str, Tensor]) -> Tensor:
+        if self._kept is not None and "kept" in batch:
+            spans = [self._kept[begin:end] for begin, end in batch["kept"].tolist()]
+            return pad_sequence(spans, batch_first=True).to(batch["input_ids"].device).float()
         with torch.set_grad_enabled(self._is_joint), self.compute_loss_context_manager():
             return hidden_states(self._base, batch["input_ids"], self._learner.layers).float()
+
+
+def room_for(tokens: int, size: int, folder: Path) -> Tensor | None:
+    """A bfloat16 tensor `[tokens, size]`: in memory up to a bound, beyond it in a file that vanishes with it.
+
+    None if the file would take more than half of what is free on the disk of the folder.
+    """
+    if (count := 2 * tokens * size) <= KEPT_IN_MEMORY:
+        return torch.empty(tokens, size, dtype=torch.bfloat16)
+    if count > shutil.disk_usage(folder).free // 2:
+        return None
+    with TemporaryFile(dir=folder) as file:  # without a name, so that a killed process leaves nothing
+        return torch.from_numpy(np.memmap(file, np.int16, "w+", shape=(tokens, size))).view(torch.bfloat16)
 
 
 def rate_scale(step: int, *, start: int, warm_up: int, end: int) -> float:

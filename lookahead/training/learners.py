@@ -157,25 +157,29 @@ class EagleLearner(Learner):
 class FusedEagleLearner(EagleLearner):
     """Cross-entropy of every step with the model's distribution over the tokens that the head can propose.
 
+    It counts where the token of the text is one of these. All steps guess tokens after starts, so the distributions at
+    starts are all that is needed, and each is computed once.
+
     Source: Li et al. 2025, "EAGLE-3", §3.2; the weight of a step decays as in its published training.
     """
 
     head: FusedEagleHead
 
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
-        starts = DraftStarts.of(batch)
-        last = states[..., -self.head.config.hidden_size :]
+        starts, begins = DraftStarts.of(batch), batch["wanted"][:, 1:]
         tokens = self.head.token_ids(torch.arange(len(self.head.d2t), device=states.device))
+        with torch.no_grad():
+            last = states[:, :-1, -self.head.config.hidden_size :][begins]
+            truth = unembed(model, last, tokens).float().softmax(-1)
+        row = begins.flatten().cumsum(0).view(begins.shape) - 1  # of the truth, by position
         total = torch.zeros((), device=states.device)
         features = self.head.enter(self._inputs(states))
         for step, out in enumerate(unroll(self.head, model, features, batch, starts, self.depth)):
-            kept, _ = starts.labels(batch, step)
-            with torch.no_grad():
-                index = (starts.positions + 1 + step).clamp(max=states.shape[1] - 1)
-                truth = unembed(model, take(last, index)[kept]).float()
-                is_known = torch.isin(truth.argmax(-1), tokens)
-                probs = truth[is_known][:, tokens].softmax(-1)
-            if len(probs) > 0:
+            kept, labels = starts.labels(batch, step)
+            is_known = torch.isin(labels, tokens)
+            if is_known.any():
+                index = (starts.positions + 1 + step).clamp(max=row.shape[1] - 1)
+                probs = truth[row.gather(1, index)[kept][is_known]]
                 log_probs = self.head.logits(model, out[kept][is_known]).float().log_softmax(-1)
                 total = total - DECAY**step * (probs * log_probs).sum(-1).mean()
         yield total

@@ -15,10 +15,10 @@ import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.errors import LookaheadError, TrainingError
-from lookahead.heads.eagle import EagleHead
+from lookahead.heads.eagle import EagleHead, FusedEagleHead
 from lookahead.heads.head_files import TrainedHeads, read_object, write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.heads.induction_init import begin_mtp, fresh_fused
+from lookahead.heads.induction_init import begin_fused, begin_mtp, fresh_fused
 from lookahead.heads.layers import body_of, layer_config, lm_head
 from lookahead.models.loading import LoadedModel
 from lookahead.training.examples import Example, Say, answer_prompts, make_examples, read_records, split_examples
@@ -196,10 +196,14 @@ def _prepare(
         use_cpu=on_cpu,
         report_to=[],
         remove_unused_columns=False,
-        train_sampling_strategy="group_by_length",
         seed=settings.seed,
     )
-    return HeadTrainer(model, learner, arguments, train, held_out, say), heads
+    trainer = HeadTrainer(model, learner, arguments, train, held_out, say)  # which sets the seed, too
+    if isinstance(heads, MtpHeads):
+        begin_mtp(heads, model, train, trainer.read)
+    elif isinstance(heads, FusedEagleHead) and heads.hidden_layers[0] != 0:
+        begin_fused(heads, model, train, trainer.read)
+    return trainer, heads
 
 
 def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) -> tuple[Learner, TrainedHeads]:
@@ -210,7 +214,6 @@ def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) 
         return IndependentHeadsLearner(medusa), medusa
     if settings.kind == "mtp":
         mtp = MtpHeads.fresh(model, heads=count).float()
-        begin_mtp(mtp, model, train)
         return IndependentHeadsLearner(mtp), mtp
     if settings.kind == "eagle":
         head = EagleHead(layer_config(model)).float().to(device)
