@@ -56,7 +56,7 @@ CAPTIONS = {
     "gpu_decode": Caption(
         "Decoding on a GPU",
         "gpu_decode --tokenizer DIR --pairs FILE",
-        "Targets: Llama-3-8B's shape, batch 1, after 2,048 tokens, bf16. With drafts a recorded text dictates the output.",
+        "Targets: Llama-3-8B's shape, batch 1, after 2,048 tokens, bf16. With drafts the output is a recorded text.",
     ),
     "gpu_model": Caption(
         "A model of GPUs, not a measurement",
