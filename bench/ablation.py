@@ -5,26 +5,24 @@
     python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "token recycling,suffix tree"
     python -m bench.ablation --prompts spec_bench.jsonl --sources retrieval --datastore novels.jsonl
 
-Every prompt is decoded greedily with at most `--nodes` draft nodes a step and no cost model, so that a figure does not
+Every prompt is decoded greedily with at most `--nodes` draft nodes a step and no cost model, so that figures do not
 depend on the machine. `window W N G` is the lookahead branch with these sizes. Rules of others, each alone: `prompt
 lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decoding) draft chains as long as the nodes
 allow, `token recycling` a static tree of as many nodes (80 in the paper), `suffix tree` (SuffixDecoding, by the package
 `arctic-inference`) and `retrieval` (REST, from the texts of `--datastore`) the likeliest nodes of theirs. With
-`--memory shared` each combination remembers the prompts before; with `request` every prompt starts anew, and with a
-memory file from what that holds. "Before loops" counts, of each output, the tokens up to the place where 16 tokens
-repeat, as small models loop and that flatters n-grams. In fp32 a token that is not that of `model.generate` ends the
-run.
+`--memory shared` each combination remembers the prompts before; with `request` none, and with a memory file what that
+holds. "Before loops" counts the tokens up to the place where 16 of an output repeat, which flatters n-grams. In fp32 a
+token that is not that of `model.generate` ends the run.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -41,18 +39,11 @@ from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.proposers import ProposerState
 
-SOURCES = (
-    "prompt",
-    "recycled",
-    "prompt+outputs+recycled",
-    "prompt+outputs+recycled+window 5 3 5",
-    "window 7 5 7",
-    "window 15 5 15",
-)
+SOURCES = "prompt,recycled,prompt+outputs+recycled,prompt+outputs+recycled+window 5 3 5,window 7 5 7,window 15 5 15"
 RULES: dict[str, Callable[[Call, int, Datastore | None], Proposer]] = {
-    "prompt lookup": lambda call, nodes, store: ChainRule(lambda: baselines.PromptLookup(nodes)),
-    "longest suffix": lambda call, nodes, store: ChainRule(lambda: baselines.LongestSuffix(length=nodes)),
-    "first occurrence": lambda call, nodes, store: ChainRule(lambda: baselines.FirstOccurrence(nodes)),
+    "prompt lookup": lambda call, nodes, store: ChainRule(baselines.prompt_lookup(nodes)),
+    "longest suffix": lambda call, nodes, store: ChainRule(baselines.longest_suffix(length=nodes)),
+    "first occurrence": lambda call, nodes, store: ChainRule(baselines.first_occurrence(nodes)),
     "token recycling": lambda call, nodes, store: baselines.TokenRecycling(call.vocab_size, nodes),
     "suffix tree": lambda call, nodes, store: baselines.SuffixTrees(),
     "retrieval": lambda call, nodes, store: baselines.Retrieval(store),
@@ -73,8 +64,7 @@ class Rule:
         return self._known
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(NamedTuple):
     """One output."""
 
     category: str  # of its prompt
@@ -150,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_prompt_options(parser, per_category=1)
     parser.add_argument("--nodes", default="31", help="most draft nodes a step, commas between (default 31)")
     parser.add_argument("--memory", default="request", help="request, shared, or a memory file (default request)")
-    parser.add_argument("--sources", default=",".join(SOURCES), help=f"combinations (default {','.join(SOURCES)})")
+    parser.add_argument("--sources", default=SOURCES, help=f"combinations (default {SOURCES})")
     parser.add_argument("--datastore", type=Path, help="texts for `retrieval`: one a line, or JSON lines")
     parser.add_argument("--datastore-field", default="text", help="field of the JSON lines (default text)")
     options = parser.parse_args(argv)

@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,54 +18,44 @@ from lookahead.drafting.proposal import Feedback, Proposal
 from lookahead.ngram.recycled import TOP
 
 IntArray = NDArray[np.int32]
+Draft = Callable[[IntArray], IntArray]
+"""The chain that may follow the tokens so far, int32 `[n]`; possibly nothing."""
 _HIT_RATES = (0.4, 0.11, 0.065, 0.04, 0.025, 0.018, 0.014, 0.01)  # of the successors of a token, by rank
 _CERTAIN = 0.999  # probability of a drafted token: the whole draft is verified
 
 
-class Chain(Protocol):
-    """Drafts one chain from the tokens so far."""
+def prompt_lookup(length: int = 10) -> Draft:
+    """transformers' own prompt lookup: what followed the first place where the last 2 tokens, or the last, stood."""
+    generator = PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor([-1]),  # old releases of transformers fail without one
+        num_output_tokens=length,
+        max_length=1 << 30,
+    )
 
-    def draft(self, tokens: IntArray) -> IntArray:
-        """What may follow `tokens` (int32 `[n]`, each call's continuing those of the last), possibly nothing."""
-
-
-class PromptLookup:
-    """transformers' own prompt lookup: the first place where the last 2 tokens, or the last, stood."""
-
-    def __init__(self, length: int = 10) -> None:
-        self._generator = PromptLookupCandidateGenerator(
-            eos_token_id=torch.tensor([-1]),  # old releases of transformers fail without one
-            num_output_tokens=length,
-            max_length=1 << 30,
-        )
-
-    def draft(self, tokens: IntArray) -> IntArray:
-        """What followed there, `length` tokens at most."""
-        ids = torch.from_numpy(tokens.astype(np.int64))[None]
-        found, _ = self._generator.get_candidates(ids)
+    def draft(tokens: IntArray) -> IntArray:
+        found, _ = generator.get_candidates(torch.from_numpy(tokens.astype(np.int64))[None])
         return found[0, len(tokens) :].numpy().astype(np.int32)
 
+    return draft
 
-class LongestSuffix:
+
+def longest_suffix(shortest: int = 2, longest: int = 5, length: int = 10) -> Draft:
     """The rule of vLLM's n-gram proposer: the first place of the longest match of 2 to 5 tokens, 10 drafted."""
 
-    def __init__(self, shortest: int = 2, longest: int = 5, length: int = 10) -> None:
-        self._shortest, self._longest, self._length = shortest, longest, length
+    def draft(tokens: IntArray) -> IntArray:
+        place = _first_longest(tokens, shortest, min(longest, len(tokens)))
+        return tokens[place : place + length] if place > 0 else tokens[:0]
 
-    def draft(self, tokens: IntArray) -> IntArray:
-        place = _first_longest(tokens, self._shortest, min(self._longest, len(tokens)))
-        return tokens[place : place + self._length] if place > 0 else tokens[:0]
+    return draft
 
 
-class FirstOccurrence(LongestSuffix):
+def first_occurrence(length: int = 40) -> Draft:
     """The rule of SAM decoding: the first place of the longest match of any length, 40 tokens drafted.
 
     Source: Hu et al. 2024, "SAM Decoding: Speculative Decoding via Suffix Automaton", §3.1 (the automaton's states
         keep the end of their first occurrence).
     """
-
-    def __init__(self, length: int = 40) -> None:
-        super().__init__(1, 1 << 30, length)
+    return longest_suffix(1, 1 << 30, length)
 
 
 class _Rows:
@@ -91,20 +80,15 @@ class _Rows:
 
 
 class ChainRule(_Rows):
-    """A proposer of the chain of a rule, which `make` makes for every row, cut at the nodes allowed."""
+    """A proposer of the chain of a rule, cut at the nodes allowed."""
 
-    def __init__(self, make: Callable[[], Chain]) -> None:
+    def __init__(self, draft: Draft) -> None:
         super().__init__()
-        self._make = make
-        self._rules: dict[int, Chain] = {}
-
-    def start(self, row: int, prompt: IntArray) -> None:
-        super().start(row, prompt)
-        self._rules[row] = self._make()
+        self._draft = draft
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         text = self._texts[row]
-        tokens = [*text[-1:], *self._rules[row].draft(text)[:max_nodes]]
+        tokens = [*text[-1:], *self._draft(text)[:max_nodes]]
         return _whole(tokens, [0, *range(len(tokens) - 1)])
 
 

@@ -5,11 +5,11 @@
     python -m bench.beams --encoder-decoder
 
 With `--families` tiny models of many architectures search with 2, 4 and 8 beams, for one prompt and three ragged ones,
-with the options of beam search and without drafts. Sequences and beam indices must be the same, and scores within 1e-5;
-the command fails where they are not. Otherwise one model searches on one thread of one core, transformers and lookahead
-in turn on every prompt, and their order rotates; in fp32, and in bf16 where rows keep their bits, a difference ends the
-run. `undrafted` is lookahead without drafts. The keys and values of a search are the most that its caches hold at a
-time. `--encoder-decoder` takes a model of BART-base's shape with random weights and inputs of 700 tokens.
+with the options of beam search and without drafts; where sequences or beam indices differ, or scores by more than 1e-5,
+the command fails. Otherwise one model searches on one core, transformers and lookahead in turn on every prompt, and
+their order rotates; in fp32, and in bf16 where rows keep their bits, a difference ends the run. `undrafted` is
+lookahead without drafts. The keys and values of a search are the most that its caches hold at a time.
+`--encoder-decoder` takes a model of BART-base's shape with random weights and inputs of 700 tokens.
 """
 
 from __future__ import annotations
@@ -238,17 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         search(model, prompts[0][:, :40], {**way, "max_new_tokens": 16})
     is_exact = arguments.dtype == "fp32" or has_bits_of_beams(model, arguments.num_beams)
     rows = compare(model, prompts, ways, must_agree="lookahead" if is_exact else "")
-    report = {
-        **setting_of(arguments),
-        "model": name,
-        "beams": arguments.num_beams,
-        "prompts": len(prompts),
-        "prompt_tokens": [row["prompt_tokens"] for row in rows],
-        "max_new_tokens": arguments.max_new_tokens,
-        "summary": summary(rows, list(ways)),
-        "rows": rows,
-    }
-    publish(report, arguments.output)
+    report = {**setting_of(arguments), "model": name, "beams": arguments.num_beams, "prompts": len(prompts)}
+    report |= {"prompt_tokens": [row["prompt_tokens"] for row in rows], "max_new_tokens": arguments.max_new_tokens}
+    publish(report | {"summary": summary(rows, list(ways)), "rows": rows}, arguments.output)
     return 0
 
 

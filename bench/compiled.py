@@ -6,9 +6,9 @@
 One thread, batch 1. First comes what the first compiled step takes, in processor seconds with those of the C++
 compiler; an empty folder in TORCHINDUCTOR_CACHE_DIR makes it that of a first process, on one core (`taskset -c 0`).
 Steps of both kinds take turns with one of transformers, after `--context` tokens: medians of processor milliseconds by
-the nodes of the tree. Then passages of a text are summarized, or continued where the model knows no summaries, by the
-engine without drafts and with them, plainly and compiled, every way in turn, by the clock on the wall, medians of
-rounds. In fp32 every output must be that of `model.generate`, or the command fails.
+nodes. Then passages of a text are summarized, or continued where the model knows no summaries, without drafts and with
+them, plainly and compiled, every way in turn, by the clock on the wall, medians of rounds. In fp32 every output must be
+that of `model.generate`, or the command fails.
 """
 
 from __future__ import annotations

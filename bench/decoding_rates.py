@@ -6,9 +6,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from bench.command import make_engine
 from bench.gpu_steps import Replays, summary
+from bench.prompts import agreed
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.engine.engine import Engine
@@ -31,8 +31,7 @@ GATE_TOKENS = 48
 _RAISE = 1e4  # logits stay finite, in half precision too, and nothing a model says comes near it
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(NamedTuple):
     """A recorded prompt and the output that followed it, in tokens."""
 
     prompt: list[int]
@@ -72,8 +71,7 @@ def dictating(engine: Engine, trace: Trace, device: torch.device) -> Iterator[No
         del target.prefill, target.score  # they hold the target, and with it the memory of its KV
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One step of an engine."""
 
     seconds: float  # by the clock on the wall
@@ -82,8 +80,7 @@ class Step:
     is_cold: bool  # it was one of those before a graph is there and was checked
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What an engine wrote, in all of its steps but the prefill, and what its newest graph takes alone, if any."""
 
     tokens: list[int]
@@ -154,14 +151,8 @@ def check_lossless(model: PreTrainedModel, device: torch.device) -> None:
         expected["passes over drafts"] = tokens_of(GATE_DRAFTS)
     for name, tokens in expected.items():
         if tokens != recorded:
-            same = _same_tokens(tokens, recorded)
+            same = agreed(tokens, recorded)
             sys.exit(f"not lossless: recorded passes part from {name} after {same} tokens; nothing is timed")
-
-
-def _same_tokens(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens two outputs have in common, from the first on."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((i for i, (mine, other) in enumerate(pairs) if mine != other), min(len(ours), len(theirs)))
 
 
 def compare_plain(
@@ -181,10 +172,9 @@ def compare_plain(
             sys.exit("no step was replayed from a graph; the log says why, or --max-new-tokens is too low")
         if number == 0:
             continue
-        figures = (theirs, tokens_per_s(eager), tokens_per_s(graphs))
-        for each, figure in zip(rates.values(), figures, strict=True):
-            each.append(figure)
-        same.append(_same_tokens(output.tokens, expected))
+        for way, figure in zip(rates, (theirs, tokens_per_s(eager), tokens_per_s(graphs)), strict=True):
+            rates[way].append(figure)
+        same.append(agreed(output.tokens, expected))
         host += [step.seconds - output.graph_s for step in graphs if step.is_replayed and not step.is_cold]
     return _compare(rates, "graphs") | {"host_us": summary(host, 1e6), "same_tokens": min(same)}
 
@@ -211,9 +201,8 @@ def compare_dictated(model: PreTrainedModel, traces: list[Trace], rounds: int, d
             stats += engine.stats  # the drafts'
         if number == 0:
             continue
-        figures = [tokens / seconds, *map(tokens_per_s, steps.values())]
-        for each, figure in zip(rates.values(), figures, strict=True):
-            each.append(figure)
+        for way, figure in zip(rates, (tokens / seconds, *map(tokens_per_s, steps.values())), strict=True):
+            rates[way].append(figure)
         lengths.append(total(stats).mean_acceptance_length)
     return _compare(rates, "drafts") | {"mean_acceptance_length": round(median(lengths), 4)}
 

@@ -7,11 +7,10 @@
 
 In fp32 every output must be the same, seed for seed; the command fails where one is not, and names it. In half
 precision a pass over several tokens rounds differently from a pass over one, unless every node attends alone. Models
-for which lookahead's own check says that it does must give the same outputs too, greedy and sampled. For the others the
-command reports the share of prompts that part from greedy decoding, and how near to a tie the two likeliest tokens were
-there. Transformers' own prompt lookup runs beside it. Steps without drafts are those of `model.generate` always: with
-`proposers=()` no prompt may part. Give `--prompts` to include the tests' summarizer on real passages, or `--model` to
-compare that model in bf16 alone.
+for which lookahead's own check says that it does must give the same outputs too. For the others the command reports the
+share of prompts that part from greedy decoding, and how near to a tie the two likeliest tokens were there, beside
+transformers' own prompt lookup. With `proposers=()` no prompt may part. `--prompts` includes the tests' summarizer on
+real passages; `--model` compares that model in bf16 alone.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from transformers import PreTrainedModel
 import lookahead
 from bench.command import parser_of, publish, use_one_thread
 from bench.llm import as_chat
-from bench.prompts import SUMMARIZER, read_texts, summary_prompts
+from bench.prompts import SUMMARIZER, agreed, read_texts, summary_prompts
 from lookahead import LookaheadConfig
 from lookahead.models.loading import load
 from lookahead.models.support import is_bitwise
@@ -57,7 +56,14 @@ DRAFTS = ("empty", "perfect", "always wrong", "real")
 CONFIG = LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=16)
 LOOKUP_TOKENS = 10
 PLAIN = LookaheadConfig(proposers=())
+OURS = {"custom_generate": lookahead.decode}
 WAYS = ("without_drafts", "lookahead", "sampled", "prompt_lookup")  # of decoding in half precision
+
+
+def seeded(model: PreTrainedModel, **options: Any) -> Any:
+    """What `model.generate` returns after the same seed."""
+    torch.manual_seed(7)
+    return model.generate(**options)
 
 
 @dataclass(slots=True)
@@ -73,8 +79,7 @@ class Divergence:
         expected, got = whole.sequences[0, begin:].tolist(), sequence[0, begin:].tolist()
         if expected == got:
             return False
-        parted = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
-        at = min(len(expected), len(got)) - 1 if parted is None else parted
+        at = min(agreed(expected, got), len(expected) - 1, len(got) - 1)
         likeliest, second = whole.logits[at][0].float().topk(2).values.tolist()
         self.gaps.append(likeliest - second)
         return True
@@ -111,8 +116,7 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
     for batch, inputs in batches():
         for mode, options in MODES.items():
             kwargs = {**inputs, **options, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-            torch.manual_seed(7)
-            expected = model.generate(**kwargs)
+            expected = seeded(model, **kwargs)
             answers = texts_of(expected, inputs)
             if family.name in ENCODER_DECODERS:  # proposers see the encoder's input, then all of the decoder's text
                 read = texts_of(inputs["input_ids"], inputs)
@@ -123,11 +127,8 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
             for name, offer in zip(DRAFTS, offers, strict=True):
                 if is_plain and offer is not None:
                     continue  # nothing is drafted, whoever offers
-                torch.manual_seed(7)
                 with drafting_by(offer) if offer is not None else nullcontext():
-                    got = model.generate(
-                        **kwargs, custom_generate=lookahead.decode, lookahead_config=None if is_plain else CONFIG
-                    )
+                    got = seeded(model, **kwargs, **OURS, lookahead_config=None if is_plain else CONFIG)
                 runs += 1
                 if not torch.equal(got, expected):
                     failures.append({"family": family.name, "batch": batch, "mode": mode, "draft": name})
@@ -142,7 +143,7 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
     ids = torch.tensor([[token % (vocab_size - 20) for token in ROWS[0]]])
     kwargs = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
     runs += 1
-    if not torch.equal(model.generate(ids, **kwargs), model.generate(ids, **kwargs, custom_generate=lookahead.decode)):
+    if not torch.equal(model.generate(ids, **kwargs), model.generate(ids, **kwargs, **OURS)):
         failures.append({"family": family.name, "batch": "one", "mode": "greedy", "draft": "real, resized"})
     return runs, failures
 
@@ -166,10 +167,8 @@ class Half:
         greedy: list[int] = []
         for mode in ("greedy", "warm"):
             kwargs |= MODES[mode]
-            torch.manual_seed(7)
-            whole = model.generate(ids, **kwargs, return_dict_in_generate=True, output_logits=True)
-            ours = partial(model.generate, ids, **kwargs, custom_generate=lookahead.decode)
-            torch.manual_seed(7)
+            whole = seeded(model, inputs=ids, **kwargs, return_dict_in_generate=True, output_logits=True)
+            ours = partial(seeded, model, inputs=ids, **kwargs, **OURS)
             has_parted = self.ways["lookahead" if mode == "greedy" else "sampled"].note(whole, begin, ours())
             self.promised += has_parted and is_promised
             if mode == "greedy":
@@ -192,8 +191,7 @@ def stateful_outcome(
 ) -> tuple[list[list[int]], list[Any]]:
     """The tokens of a call with an object that keeps a state, and what that saw."""
     options = {**inputs, **make(len(inputs["input_ids"])), "do_sample": False, "max_new_tokens": NEW_TOKENS}
-    custom = {"custom_generate": lookahead.decode} if ours else {}
-    return model.generate(**options, pad_token_id=0, **custom).tolist(), calls_of(options)
+    return model.generate(**options, pad_token_id=0, **(OURS if ours else {})).tolist(), calls_of(options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -248,13 +246,9 @@ def check_summarizer(arguments: argparse.Namespace, failures: list[dict[str, str
     passages = [encode(prompt).input_ids for prompt in prompts]
     for number, ids in enumerate(passages):
         for mode, options in MODES.items():
-            kwargs = {**options, "max_new_tokens": 200}
-            torch.manual_seed(7)
-            expected = model.generate(ids, **kwargs)
-            torch.manual_seed(7)
-            got = model.generate(ids, **kwargs, custom_generate=lookahead.decode)
+            call = partial(seeded, model, inputs=ids, **options, max_new_tokens=200)
             runs += 1
-            if not torch.equal(got, expected):
+            if not torch.equal(call(**OURS), call()):
                 differing.append({"family": "summarizer", "batch": f"passage {number}", "mode": mode, "draft": "real"})
     print(f"summarizer, {len(passages)} passages: {runs - len(differing)} of {runs} identical in fp32")
     half, model = Half(), load(SUMMARIZER, dtype="bf16", device="cpu").model

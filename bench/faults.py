@@ -4,11 +4,11 @@
     python -m bench.faults --documents 1000 --kills 200 --model none
 
 The documents are made of a seed: words, some texts twice, some lines malformed. A job summarizes them undisturbed. Then
-the same job runs in child processes that are killed with SIGKILL after a random time and resumed by the next, until it
-is done; where it ends before all kills are spent, another one begins. After some of the kills the last line of the
-results is cut at a random byte as well, as a loss of power can do. Every finished job is compared with the undisturbed
-one, byte by byte, the measured `stats` aside. The children are forked of a process that has the model loaded. With
-`--model none` a stand-in for the model writes the first words of each document, so that only the journal is tried.
+it runs in child processes that are killed with SIGKILL after a random time and resumed by the next, until it is done;
+where it ends before all kills are spent, another one begins. After some kills the last line of the results is cut at a
+random byte as well, as a loss of power can do. Every finished job is compared with the undisturbed one, byte by byte,
+the measured `stats` aside. The children are forked of a process that has the model loaded. With `--model none` a
+stand-in writes the first words of each document, so that only the journal is tried.
 """
 
 from __future__ import annotations
@@ -165,20 +165,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts, at = disturb(job, folder, expected, seconds, arguments)
         rejects = lines_of(folder / "undisturbed.jsonl.rejects.jsonl")
         same_rejects = all(lines_of(path) == rejects for path in folder.glob("killed_*.rejects.jsonl"))
-    report = {
-        "model": "a stand-in" if arguments.model == "none" else Path(arguments.model).name,
-        "documents": arguments.documents,
-        "results": len(expected),
-        "rejects": len(rejects),
-        **counts,
-        "kills_before_any_result": sum(lines == 0 for lines in at) + counts["kills"] - len(at),
-        "kills_after_all_results": sum(lines == len(expected) for lines in at),
-        "rejects_identical": same_rejects,
-        "identical": not any(counts[name] for name in WRONG) and same_rejects,
-        "undisturbed_s": round(seconds, 1),
-    }
+    report = {"model": "a stand-in" if arguments.model == "none" else Path(arguments.model).name}
+    report |= {"documents": arguments.documents, "results": len(expected), "rejects": len(rejects), **counts}
+    report["kills_before_any_result"] = sum(lines == 0 for lines in at) + counts["kills"] - len(at)
+    report["kills_after_all_results"] = sum(lines == len(expected) for lines in at)
+    is_identical = not any(counts[name] for name in WRONG) and same_rejects
+    report |= {"rejects_identical": same_rejects, "identical": is_identical, "undisturbed_s": round(seconds, 1)}
     publish(report, arguments.output)
-    return 0 if report["identical"] else 1
+    return int(not is_identical)
 
 
 if __name__ == "__main__":

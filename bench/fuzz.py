@@ -164,8 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"case {number}: {complaint}")
         elif number % 500 == 0:
             print(f"case {number} of {arguments.first + arguments.runs}", flush=True)
-    report = {"runs": arguments.runs, "first": arguments.first, "failures": failures}
-    publish(report, arguments.output)
+    publish({"runs": arguments.runs, "first": arguments.first, "failures": failures}, arguments.output)
     return 1 if failures else 0
 
 

@@ -4,21 +4,20 @@
     python -m bench.gpu_decode --tokenizer DIR --pairs outputs.jsonl
     python -m bench.gpu_decode --shape tiny --device cpu
 
-The model has the shape of Llama-3-8B and random weights, made on the device: what it says means nothing, what a pass
-costs is that of real weights. Measured are, every way in turn, medians and quartiles: how long the device takes to read
-as many bytes as the weights of a step hold (at the pace of a reduction or a copy of up to 4 GiB, whichever is better),
-and what share of a step that is; steps of 1, 16 and 64 nodes after `--context` tokens, with CUDA graphs and without;
-what the host takes of a step of plain decoding outside the graph; and tokens per second of plain decoding, prefill
-excluded, beside transformers' own `generate`. Steps up to the check of a graph are left out.
+The model has the shape of Llama-3-8B and random weights: what it says means nothing, what a pass costs is that of real
+weights. Measured are, every way in turn, medians and quartiles: how long the device takes to read as many bytes as the
+weights of a step hold (at the pace of a reduction or a copy of up to 4 GiB, whichever is better), and what share of a
+step that is; steps of 1, 16 and 64 nodes after `--context` tokens, with CUDA graphs and without; what the host takes of
+a plain step outside the graph; and tokens per second of plain decoding, prefill excluded, beside transformers' own
+`generate`. Steps up to the check of a graph are left out.
 
-Drafts can be accepted only where text is like text, which no random model writes. So with `--pairs` a recorded text
-(in the forms `bench.replay` reads) dictates what the model says, on the device after every pass: the acceptance is that
-of the recorded text, not of this model, and the dictation's own time counts as ours. `generate` decodes as many tokens
-after the same prompt, and is dictated nothing.
+No random model writes text in which drafts are accepted. So with `--pairs` a recorded text (in the forms `bench.replay`
+reads) dictates what the model says, on the device after every pass: the acceptance is that of the recorded text, and
+the dictation's own time counts as ours. `generate` decodes as many tokens after the same prompt, undictated.
 
 The gate comes first: in fp32 a tiny model must give the tokens of `model.generate`, and this one with CUDA graphs those
-of the same passes run one operation at a time, or nothing is timed. On a CPU, where there are no graphs, that is what
-runs in their place: it shows that the command works, and nothing about a GPU.
+of the same passes run one operation at a time, or nothing is timed. On a CPU that is what runs in place of graphs: it
+shows that the command works, and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from bench.command import parser_of, publish
 from bench.decoding_rates import Trace, check_lossless, compare_dictated, compare_plain
-from bench.gpu_steps import measure_steps, read_bandwidth, step_bytes
+from bench.gpu_steps import find_device, measure_steps, read_bandwidth, step_bytes
 from bench.replay import load_tokenizer, read_pairs
 from bench.targets import GPU_DECODE, print_goals
 from lookahead.kernels.dispatch import runs_on, verdicts
@@ -156,28 +155,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("bench.gpu_decode needs a CUDA GPU, and torch finds none", file=sys.stderr)
-        return 2
-    is_gpu = arguments.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+    device, name = find_device(arguments.device, "bench.gpu_decode")
+    is_gpu = device.type == "cuda"
     traces = read_traces(arguments, SHAPES[arguments.shape]["vocab_size"])
     check_lossless(make_model("tiny", "fp32", device, 0), device)
     positions = arguments.context + arguments.max_new_tokens + max(SIZES)
     model = make_model(arguments.shape, arguments.dtype, device, positions)
     check_lossless(model, device)
-    name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
     print(f"{arguments.shape}, random weights, {arguments.dtype}, {name}, {arguments.context} tokens of context")
     taken = ("shape", "dtype", "context", "trials", "rounds", "max_new_tokens")
-    report = {key: getattr(arguments, key) for key in taken} | {
-        "device": name,
-        "model": SHAPES[arguments.shape] | {"weights": "random", "parameters": model.num_parameters()},
-        "graphs": "CUDA graphs" if is_gpu else "no CUDA graphs on a CPU: passes run by hand",
-        "has_targets": is_gpu and arguments.shape == "llama3-8b",
-        "tree_attention_kernel": runs_on(device),
-        "traces": len(traces),
-        "median_trace_prompt": median(len(trace.prompt) for trace in traces) if traces else None,
-    }
+    report = {key: getattr(arguments, key) for key in taken} | {"device": name}
+    report["model"] = SHAPES[arguments.shape] | {"weights": "random", "parameters": model.num_parameters()}
+    report["graphs"] = "CUDA graphs" if is_gpu else "no CUDA graphs on a CPU: passes run by hand"
+    report |= {"has_targets": is_gpu and arguments.shape == "llama3-8b", "tree_attention_kernel": runs_on(device)}
+    lengths = [len(trace.prompt) for trace in traces]
+    report |= {"traces": len(traces), "median_trace_prompt": median(lengths) if lengths else None}
     report |= measure(model, traces, arguments)
     report["kernels"] = {variant.name: verdict._asdict() for variant, verdict in verdicts.items()}
     show(report)

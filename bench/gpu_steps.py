@@ -23,6 +23,16 @@ BACK_TO_BACK = 8  # replays that are timed together
 WARM_UP = CAPTURE_AT + 2  # a shape is recorded and checked by then
 
 
+def find_device(kind: str, command: str) -> tuple[torch.device, str]:
+    """The device of a kind and its name; without the GPU that it needs a command ends."""
+    if kind == "cpu":
+        return torch.device("cpu"), "cpu"
+    if not torch.cuda.is_available():
+        sys.exit(f"{command} needs a CUDA GPU, and torch finds none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return device, torch.cuda.get_device_name(device)
+
+
 class Stopwatch:
     """Seconds a device works on what was queued between `start` and `stop`: events on a GPU, the clock elsewhere."""
 

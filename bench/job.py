@@ -3,24 +3,21 @@
     python -m bench.job --documents 500 --text squality_dev.jsonl --field document --output bench/results/job_fp32.json
 
 Documents of mixed length, cut from texts at sentence ends, are summarized in three ways in turn: one after the other
-with lookahead, together in refilled rows with lookahead (`Summarizer.summarize_all`), and by transformers' own greedy
-`generate` in padded batches, of the size that was fastest on the first documents. Cutting, tokenizing and prefill count
-in all of them. Each way of ours begins with nothing learned of these documents. The first documents warm up and are the
-losslessness gate: in fp32 all three must write the same summaries, or nothing is timed; those timed are compared too.
-In half precision the padded batches of transformers round otherwise than each document alone.
+with lookahead, together in refilled rows (`Summarizer.summarize_all`), and by transformers' greedy `generate` in padded
+batches, of the size that was fastest on the first documents. Cutting, tokenizing and prefill count in all of them. Ours
+begin with nothing learned of these documents. The first documents warm up and are the losslessness gate: in fp32 all
+three must write the same summaries, or nothing is timed; those timed are compared too. In half precision the padded
+batches of transformers round otherwise than each document alone. Without --text the documents are cut from the stories
+in `examples`, each at a sentence drawn at random, so that they overlap.
 
-One thread does all the work, so seconds are those of CPU time, which other processes on the machine do not lengthen;
-the wall clock's stand beside them. Without --text the documents are cut from the stories in `examples`, each at a
-sentence drawn at random, so that they overlap.
+Seconds are those of CPU time of one thread, which other processes do not lengthen, with the wall clock's beside them.
+The same rows summarize the documents once more in a single token each, which takes reading alone:
+`speedup_if_decoding_were_free` is what no decoding could exceed here. A token that is kept has to be computed as one
+that is read: `speedup_if_no_draft_were_wrong` counts every token of the summaries as one more of the documents, which
+leaves out that its scores are computed too.
 
-Reading the documents, which one-by-one decoding does too, is most of what is left where decoding is fast. So the same
-rows summarize them once more in a single token each, which takes reading alone: `speedup_if_decoding_were_free` is what
-no decoding, however fast, could exceed here. A token that is kept has to be computed as one that is read has:
-`speedup_if_no_draft_were_wrong` counts every token of the summaries as one more of the documents, which leaves out that
-its scores are computed too.
-
-Before that --streamed short documents go through a dry engine, a model of one tiny layer, and the growth of the
-resident memory of the process is read from /proc (Linux): from before the first document to the highest.
+Before that --streamed short documents go through a dry engine, a model of one tiny layer, and the highest growth of the
+resident memory of the process is read from /proc (Linux).
 """
 
 from __future__ import annotations
@@ -142,11 +139,8 @@ def measure_memory(count: int, rows: int, tokenizer: PreTrainedTokenizerBase) ->
         assert completion.error is None
         if done % max(1, count // 100) == 0:
             growths.append([done, round((resident_bytes() - before) / 2**20, 1)])
-    return {
-        "rss_growth_mb": max(growth for _, growth in growths),
-        "streamed": count,
-        "rss_growth_by_documents": growths[:: max(1, len(growths) // 10)],
-    }
+    some = growths[:: max(1, len(growths) // 10)]
+    return {"rss_growth_mb": max(grown for _, grown in growths), "streamed": count, "rss_growth_by_documents": some}
 
 
 def texts_of(arguments: argparse.Namespace) -> list[str]:

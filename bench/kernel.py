@@ -5,14 +5,13 @@
     python -m bench.kernel --device cpu --rows 1 --contexts 640 2048 --heads 9 --kv-heads 3 --dim 64 --layers 4
 
 Every method attends over the same trees, in the caches of as many layers as a model has, so that no cache of the GPU
-helps one layer with what another has read. One CUDA graph holds all layers and is replayed, one replay ahead of the one
-that is timed; what is printed is the median of the replays, per layer. SDPA gets its dense mask and FlexAttention its
-block mask ready-made, as once per step; "flash, merged" has a mask of the nodes alone, and flash attention reads the
-context; "flex, mask inside" makes the block mask in the graph, once for all layers. A method that differs from float64
-by more than half precision explains is not timed, and the command fails. Bandwidth counts keys and values once, and
-stands beside that of a plain copy, which counts what it reads and what it writes. Compaction moves 5 tokens in all
-layers. On a CPU, on one thread, nothing is recorded, FlexAttention is not compiled, and the reference compacts: that
-measures the CPU's own kernel beside SDPA, and nothing about a GPU.
+helps one layer with what another has read. One CUDA graph holds all layers; printed is the median of its replays, one
+ahead of each that is timed, per layer. SDPA gets its dense mask and FlexAttention its block mask ready-made, as once
+per step; "flash, merged" has a mask of the nodes alone, and flash attention reads the context; "flex, mask inside"
+makes the block mask in the graph, once for all layers. A method that differs from float64 by more than half precision
+explains is not timed, and the command fails. Bandwidth counts keys and values once, and stands beside that of a plain
+copy. Compaction moves 5 tokens in all layers. On a CPU, on one thread, nothing is recorded, FlexAttention is not
+compiled, and the reference compacts: that measures the CPU's own kernel beside SDPA, and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.command import parser_of, publish, use_one_thread
-from bench.gpu_steps import ByHand, Stopwatch, read_bandwidth
+from bench.gpu_steps import ByHand, Stopwatch, find_device, read_bandwidth
 from bench.targets import KERNEL, print_goals
 from lookahead.kernels import cpu_attention
-from lookahead.kernels.dispatch import masked_attention
+from lookahead.kernels.dispatch import masked_attention, runs_on
 from lookahead.models.cuda_graphs import CudaGraphs, Graph
 from tests.support import kernel_reference as reference
 from tests.support.random_trees import relative_error, tree_tensors
@@ -243,21 +242,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        if not torch.cuda.is_available():
-            print("bench.kernel needs a CUDA device, and torch finds none", file=sys.stderr)
-            return 2
-        device = torch.device("cuda", torch.cuda.current_device())
-        from lookahead.kernels.dispatch import runs_on
-
-        if not runs_on(device):
-            print("bench.kernel needs triton and an NVIDIA GPU", file=sys.stderr)
-            return 2
-    else:
+    device, name = find_device(args.device, "bench.kernel")
+    if device.type == "cpu":
         use_one_thread()
+    elif not runs_on(device):
+        sys.exit("bench.kernel needs triton and an NVIDIA GPU")
     torch.manual_seed(0)
-    name = torch.cuda.get_device_name(device) if args.device == "cuda" else "cpu"
     pace = read_bandwidth(COPY_BYTES[device.type], device, args.replays)["copy_gb_per_s"]["median"]
     print(f"{name}, copy {pace:.0f} GB/s")
     print("method             rows  context  nodes   us/layer       GB/s  of copy  TFLOP/s")

@@ -4,12 +4,11 @@
     python -m bench.llm --model DIR --prompts spec_bench.jsonl --dtype bf16 --peer vllm:/path/to/venv/bin/python
 
 Prompts are chat messages by category, in the format of Spec-Bench; its eight MT-bench categories count as one, "chat".
-One thread on one core, or `--threads`. Methods follow each other prompt by prompt and their order rotates. Each of ours
-has a memory of its own: what is "warm" has learned from the prompts before, never from the same one. "Cold" is a fresh
+Methods follow each other prompt by prompt, on one core or `--threads`, and their order rotates. Each of ours has a
+memory of its own: what is "warm" has learned from the prompts before, never from the same one. "Cold" is a fresh
 process per prompt. Seconds are the processor's and the wall's; figures are of the wall's where there are several
 threads. Decode seconds begin at the first token, end-to-end seconds with the call. Tokens per pass leave the prefill
-out. An output that repeats 16 of its own tokens loops, which flatters n-grams: the figures "without loops" leave its
-prompt out for every method.
+out. "Without loops" leaves out, for every method, prompts after which an output repeats 16 of its own tokens.
 
 The gate comes before any figure: in fp32, and in bf16 where the stats say that every pass kept its bits, a token of
 ours that is not that of `model.generate` ends the run, greedy or sampled. Elsewhere in bf16 the first difference of
@@ -223,11 +222,9 @@ def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argpars
     ends = model.generation_config.eos_token_id
     return {
         "model": model.name_or_path,
-        "dtype": arguments.dtype,
         "prompts": [prompt.ids[0].tolist() for prompt in prompts],
         "ends": [] if ends is None else [ends] if isinstance(ends, int) else ends,
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
+        **{name: getattr(arguments, name) for name in ("dtype", "max_new_tokens", "temperature")},
     }
 
 

@@ -6,12 +6,11 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from bench.prompts import loops
+from bench.prompts import agreed, loops
 
 GREEDY, OURS = "greedy", "lookahead"
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -47,8 +46,7 @@ class Run:
         return len(self.tokens) - self.first
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A prompt's category and token ids, int64 `[1, length]`."""
 
     category: str
@@ -59,8 +57,7 @@ def differences(runs: Sequence[Run], greedy: Sequence[Run]) -> list[dict[str, An
     parted = []
     for i, (run, other) in enumerate(zip(runs, greedy, strict=True)):
         if run.tokens != other.tokens:
-            pairs = zip_longest(run.tokens, other.tokens)
-            place = next(j for j, (a, b) in enumerate(pairs) if a != b)
+            place = agreed(run.tokens, other.tokens)
             gap = round(other.gaps[place], 4) if place < len(other.gaps) else None
             parted.append({"prompt": i, "position": place, "gap": gap})
     return parted
@@ -130,14 +127,10 @@ def cold_figures(
     figures = {name: summarize(each, greedy, some) for name, each in (("cold", cold), ("warm", warm))}
     passes = [figures[name]["tokens_per_pass"] for name in ("cold", "warm")]
     lowest = min(summarize(cold, greedy, [i])["speedup"][clock] or 0.0 for i in some)
-    first = [run.total[clock] for run in cold]
-    return {
-        "prompts": len(places),
-        **figures,
-        "tokens_per_pass_of_warm": ratio(*passes) if all(passes) else None,
-        "lowest": lowest,
-        "median_call_s": round(statistics.median(first), 2),
-    }
+    median_s = round(statistics.median(run.total[clock] for run in cold), 2)
+    of_warm = ratio(*passes) if all(passes) else None
+    found = {"tokens_per_pass_of_warm": of_warm, "lowest": lowest, "median_call_s": median_s}
+    return {"prompts": len(places), **figures, **found}
 
 
 def headline(methods: Mapping[str, Mapping[str, Any]], clock: str) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
     python -m bench.never_slower --prompts squality_dev.jsonl --field document
 
-The text a batch "writes" is given: a real story (a novel continuation), or its words shuffled. A hook raises the
-logit of the given next token, so the model does all of its work and the output is that text, whatever the model
-would have liked to say. Plain decoding (`proposers=()`) and lookahead then take their steps in turn, in one process
-on one thread, so that a busy machine slows both. The one that is set up first may be a few per cent faster or slower,
-because of where its memory lies. So batches come in pairs, with the order reversed, and the geometric mean of a pair
-counts. `--control` measures plain decoding against itself, which says how far to trust the figures. Seconds are those
-of the steps, prefill and all work of the host included: by the clock on the wall, and beside it the processor's, which
-a busy machine disturbs less.
+The text a batch "writes" is given: a real story (a novel continuation), or its words shuffled. A hook raises the logit
+of the given next token, so the model does all of its work. Plain decoding (`proposers=()`) and lookahead take their
+steps in turn, in one process on one thread, so that a busy machine slows both. The one that is set up first may be a
+few per cent faster or slower, because of where its memory lies: batches come in pairs, with the order reversed, and the
+geometric mean of a pair counts. `--control` measures plain decoding against itself, which says how far to trust the
+figures. Seconds are those of the steps, prefill and all work of the host included: by the clock on the wall, and the
+processor's, which a busy machine disturbs less.
 
-The gate comes first: both, and in fp32 transformers' own `model.generate`, must write the given text, or nothing is
-timed.
+The gate comes first: both, and in fp32 `model.generate`, must write the given text, or nothing is timed.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +40,7 @@ ENDLESS = {"eos_token_id": None, "pad_token_id": 0}
 _RAISE = 1e4  # logits stay finite, and nothing a model says comes near it
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One batch: int64 `[rows, prompt + new]`, the first `prompt` tokens are read and the others written."""
 
     script: torch.Tensor
@@ -133,15 +129,12 @@ def measure(model: PreTrainedModel, cases: list[Case], config: LookaheadConfig |
         plain_total += plain_s
         all_stats += stats
     pairs, stats = pair_means(ratios), total(all_stats)
-    return {
-        "speedup": round(statistics.median(pairs), 4),
-        "cpu_speedup": round(statistics.median(pair_means(cpu_ratios)), 4),
-        "lowest": round(min(pairs), 4),
-        "highest": round(max(pairs), 4),
-        "drafted_per_pass": round(stats.drafted_tokens / stats.target_forwards, 3),
-        "accepted_per_pass": round(stats.accepted_tokens / stats.target_forwards, 3),
-        "plain_ms_per_token": round(1e3 * plain_total / sum(case.new for case in cases[1:]), 3),
-    }
+    found = {"speedup": statistics.median(pairs), "cpu_speedup": statistics.median(pair_means(cpu_ratios))}
+    found |= {"lowest": min(pairs), "highest": max(pairs)}
+    found["drafted_per_pass"] = stats.drafted_tokens / stats.target_forwards
+    found["accepted_per_pass"] = stats.accepted_tokens / stats.target_forwards
+    found["plain_ms_per_token"] = 1e3 * plain_total / sum(case.new for case in cases[1:])
+    return {name: round(each, 4) for name, each in found.items()}
 
 
 def pair_means(ratios: list[float]) -> list[float]:
@@ -183,17 +176,9 @@ def main() -> None:
                 print(f"{name:26} {results[name]}", flush=True)
     worst = min(results, key=lambda name: results[name]["speedup"])
     print(f"worst: {worst}, {results[worst]['speedup']:.3f}x of plain decoding")
-    report = {
-        "worst": results[worst]["speedup"],
-        "worst_case": worst,
-        "model": arguments.model,
-        "device": "cpu",
-        "threads": 1,
-        "pairs": arguments.pairs,
-        "is_control": arguments.control,
-        "cases": results,
-    }
-    publish(report, arguments.output)
+    setting = {"model": arguments.model, "device": "cpu", "threads": 1}
+    setting |= {"pairs": arguments.pairs, "is_control": arguments.control}
+    publish({"worst": results[worst]["speedup"], "worst_case": worst, **setting, "cases": results}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -127,14 +127,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\n{context} tokens of context, ms (% of perfect) by nodes: {', '.join(map(str, widths))}")
         for name, times in tables[context].items():
             print(f"{name:24}" + "".join(f"{ms:9.1f} ({perfect[n] / ms:4.0%})" for n, ms in times.items()))
-    report = {
-        **setting_of(arguments),
-        "gb_per_s": round(bandwidth / 1e9, 2),
-        "gflop_per_s": round(peak / 1e9, 1),
-        "perfect_ms": perfect,
-        "ms": tables,
-    }
-    publish(report, arguments.output)
+    rates = {"gb_per_s": round(bandwidth / 1e9, 2), "gflop_per_s": round(peak / 1e9, 1)}
+    publish({**setting_of(arguments), **rates, "perfect_ms": perfect, "ms": tables}, arguments.output)
     return 0
 
 

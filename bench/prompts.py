@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,11 @@ def summary_prompts(
         raise ValueError("the model has no chat template named 'summarize': use --task continue")
     cut = passages(texts, tokenizer, limit=limit, shortest=shortest, longest=longest)
     return [prompting.render("".join(sentences).strip()) for sentences in cut]
+
+
+def agreed(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens two outputs have in common, from the first on."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
 
 
 def loop_start(tokens: Sequence[int]) -> int:

@@ -2,12 +2,11 @@
 
     python -m bench.propose --tokenizer DIR --text novel.txt
 
-A text is read as prompt up to some length and then decoded a token a step, as if the model wrote it: a draft is
-asked for, and the token that follows is told. A proposal ends with what a target pass needs: the candidates found and
-scored, at most 32 of them made a tree as the engine does it, its ancestor masks, and positions. `propose` drafts
-from the n-grams of the request; `mixture` from those of an earlier text of as many tokens and from recycled logits too,
-of which every node of every tree leaves eight successors. `append_bulk_us` is what a token of the prompt costs, and
-`append_us` a call with one new token.
+A text is read as prompt up to some length and then decoded a token a step, as if the model wrote it. A proposal ends
+with what a target pass needs: the candidates found and scored, at most 32 of them made a tree as the engine does it,
+its ancestor masks, and positions. `propose` drafts from the n-grams of the request; `mixture` from those of an earlier
+text of as many tokens and from recycled logits too, of which every node of every tree leaves eight successors.
+`append_bulk_us` is what a token of the prompt costs, and `append_us` a call with one new token.
 
 Beside them, on the same text: transformers' own prompt lookup, and the longest suffix found by a scan (Knuth, Morris
 and Pratt), the rule of vLLM's n-gram proposer. Both draft a chain of 10. One core is used.
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.baselines import IntArray, LongestSuffix, PromptLookup
+from bench.baselines import IntArray, longest_suffix, prompt_lookup
 from bench.command import parser_of, publish, seconds_of, use_one_thread
 from bench.replay import load_tokenizer
 from lookahead.config import LookaheadConfig
@@ -39,6 +38,7 @@ from lookahead.proposers.ngram import Memory, NgramProposer
 
 NODES = 32
 CONTEXTS = (1_024, 4_096, 16_384, 65_536, 131_072)
+WORST = ("append_bulk_us", "append_us", "bytes_per_token")  # at any length
 _NOTHING = np.zeros(0, np.int32)
 _ROOT = np.zeros(1, np.int32)
 
@@ -95,7 +95,7 @@ def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
     mixture = NgramProposer(["prompt", "outputs", "recycled"], memory, min_probability=minimum)
     ours, nodes = time_proposals(alone, text, length, steps, None)
     mixed, mixed_nodes = time_proposals(mixture, text, length, steps, Successors(text))
-    lookup, suffix = PromptLookup(), LongestSuffix()
+    lookup, suffix = prompt_lookup(), longest_suffix()
     few = min(steps, 200)
     return {
         "propose": percentiles(ours),
@@ -105,8 +105,8 @@ def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
         "append_bulk_us": round(bulk, 4),
         "append_us": round(statistics.median(single), 3),
         "bytes_per_token": round(index.nbytes / len(index), 1),
-        "hf_prompt_lookup": percentiles(time_calls(lambda i: lookup.draft(text[: length + i]), few)),
-        "longest_suffix": percentiles(time_calls(lambda i: suffix.draft(text[: length + i]), few)),
+        "hf_prompt_lookup": percentiles(time_calls(lambda i: lookup(text[: length + i]), few)),
+        "longest_suffix": percentiles(time_calls(lambda i: suffix(text[: length + i]), few)),
     }
 
 
@@ -140,17 +140,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{length:8d} {figures}  {row['append_bulk_us']:7.3f}/{row['append_us']:.2f} {row['bytes_per_token']:12.1f}"
         )
     report = {
-        "propose_p50_us": {length: row["propose"]["p50"] for length, row in results.items()},
-        "propose_p99_us": {length: row["propose"]["p99"] for length, row in results.items()},
-        "mixture_p50_us": {length: row["mixture"]["p50"] for length, row in results.items()},
-        "append_bulk_us": max(row["append_bulk_us"] for row in results.values()),
-        "append_us": max(row["append_us"] for row in results.values()),
-        "bytes_per_token": max(row["bytes_per_token"] for row in results.values()),
-        "nodes": NODES,
-        "steps": options.steps,
-        "text": options.text.name,
-        "contexts": results,
+        **{
+            f"{name}_{share}_us": {length: row[name][share] for length, row in results.items()}
+            for name, share in (("propose", "p50"), ("propose", "p99"), ("mixture", "p50"))
+        },
+        **{name: max(row[name] for row in results.values()) for name in WORST},
     }
+    report |= {"nodes": NODES, "steps": options.steps, "text": options.text.name, "contexts": results}
     publish(report, options.output)
 
 

@@ -4,18 +4,18 @@
     python -m bench.proposers --heads DIR --documents squality_dev.jsonl --output proposers.json
 
 With a pair of models the ways are: `plain`, which drafts nothing; `names`, the sources that need no other model;
-`draft_model`, one draft model; `specinfer`, two of them in one tree, the second made of the target's own first layers
-with its norm and head; `medusa`, `mtp`, `eagle` and `eagle3`, the heads of the target, of which a folder holds one
-folder a kind; and `hybrid`, the names with both draft models and the EAGLE head. With heads of the tests' summarizer
-the ways without draft models are measured on it, as `summarizer_eagle3` and so on. It summarizes passages of documents
-that training never saw. `summarizer_hybrid` is the names with the last of its heads.
+`draft_model`; `specinfer`, a second draft model beside it in one tree, the target's own first layers with its norm and
+head; `medusa`, `mtp`, `eagle` and `eagle3`, the heads of the target, of which a folder holds one folder a kind; and
+`hybrid`, the names with both draft models and the EAGLE head. With heads of the tests' summarizer the ways without
+draft models are measured on it (`summarizer_eagle3`), on passages of documents that training never saw;
+`summarizer_hybrid` is the names with the last of its heads.
 
 Every way decodes every prompt in turn, greedily and at temperature 1, with at most `--nodes` draft nodes a step and no
-cost model, so that tokens per pass do not depend on the machine. Then all decode greedily with the cost model ("auto"),
-which may turn drafting off. Those that can draw decode at temperature 1 by rejection sampling, and all that draft by
-typical acceptance, which is lossy: `divergence` says by how much. In these two modes the outputs differ from those of
-the same seed, and `identical` says nothing. Memory is fresh for each prompt. Figures of other models in the file of
-`--output` stay there, so that the pair and the heads can be measured one after the other.
+cost model, so that tokens per pass do not depend on the machine; then greedily with the cost model ("auto"), which may
+turn drafting off. Those that can draw decode at temperature 1 by rejection sampling, and all that draft by typical
+acceptance, which is lossy: `divergence` says by how much. In these two modes the outputs differ from those of the same
+seed, and `identical` says nothing. Memory is fresh for each prompt. Figures of other models in the file of `--output`
+stay there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -50,8 +49,7 @@ LOSSY = ("rejection", "typical")
 Way = Callable[[], Sequence[str | ProposerFactory]]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """A target with what it continues, and the ways of drafting for it."""
 
     target: PreTrainedModel

@@ -2,14 +2,12 @@
 
     python -m bench.ray_job --documents 200 --workers 4
 
-Documents cut from the stories in `examples` are summarized with the tests' summarizer, or another, three times: by
---workers local processes, each of which does its share of them; by as many workers on a Ray cluster that is started for
-it on this machine; and by these again, one of which is killed with SIGKILL when a quarter is done. Every process has
-one thread, has loaded the model and is warm before its clock starts; the clock of a way stops when all of its results
-are written. The summaries of all three are compared, in fp32; where one differs or is lost, this ends in an error.
-
-`overhead` is by how much the seconds on Ray exceed those of the local processes. With fewer cores than workers, or with
-other work on the machine, both are rough.
+Documents cut from the stories in `examples` are summarized three times: by --workers local processes, each of which
+does its share of them; by as many workers on a Ray cluster that is started on this machine; and by these again, one of
+which is killed with SIGKILL when a quarter is done. Every process has one thread, has loaded the model and is warm
+before its clock starts; the clock of a way stops when all of its results are written. Where a summary differs, in fp32,
+or is lost, this ends in an error. `overhead` is by how much the seconds on Ray exceed those of the local processes;
+with fewer cores than workers, or other work on the machine, it is rough.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +94,11 @@ def local_seconds(documents: list[Document], workers: int, model: str, new: int,
     return seconds
 
 
-class Killer:
-    """Kills one worker when so many documents are done."""
-
-    def __init__(self, after: int) -> None:
-        self._after = after
-
-    def __call__(self, done: Any, totals: JobTotals) -> None:
-        if totals.summarized == self._after:
-            family = psutil.Process().children(recursive=True)
-            os.kill(next(each.pid for each in family if "RayWorker" in "".join(each.cmdline()[:1])), signal.SIGKILL)
+def kill_one(after: int, done: Any, totals: JobTotals) -> None:
+    """Kill a worker when so many documents are done."""
+    if totals.summarized == after:
+        family = psutil.Process().children(recursive=True)
+        os.kill(next(each.pid for each in family if "RayWorker" in "".join(each.cmdline()[:1])), signal.SIGKILL)
 
 
 def summaries(paths: Sequence[Path]) -> list[tuple[str, str]]:
@@ -130,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         seconds = {}
         options = WorkerOptions(model=model, dtype="fp32", device="cpu", threads=1, max_new_tokens=new)
-        for way, observer in (("ray", lambda *_: None), ("killed", Killer(len(documents) // 4))):
+        for way, observer in (("ray", lambda *_: None), ("killed", partial(kill_one, len(documents) // 4))):
             output = folder / f"{way}.jsonl"
             with WorkerPool(ray, asdict(options), workers) as pool:
                 identity = pool.wait_ready(workers)
@@ -141,15 +135,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if summaries([output]) != expected:
                 sys.exit(f"{way}: the summaries are not those of the local processes")
         ray.shutdown()
-    report |= {
-        "overhead": round(seconds["ray"] / local_s - 1, 3),
-        "local_s": round(local_s, 1),
-        "ray_s": round(seconds["ray"], 1),
-        "ray_with_a_kill_s": round(seconds["killed"], 1),
-        "identical": len(expected),
-        "model": Path(model).name,
-        "cpus": os.cpu_count(),
-    }
+    report |= {"overhead": round(seconds["ray"] / local_s - 1, 3), "local_s": round(local_s, 1)}
+    report |= {"ray_s": round(seconds["ray"], 1), "ray_with_a_kill_s": round(seconds["killed"], 1)}
+    report |= {"identical": len(expected), "model": Path(model).name, "cpus": os.cpu_count()}
     publish(report, arguments.output)
 
 

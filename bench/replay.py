@@ -9,16 +9,16 @@ what a draft foretold and one token more.
 
 Beside ours stand transformers' own prompt lookup (`hf_prompt_lookup`), the longest suffix (`longest_suffix`, vLLM's
 rule) and the automaton of first occurrences (`first_occurrence`, that of SAM decoding). `ours@16` drafts at most 16
-nodes a step from the prompt and the output, with memory fresh for each pair; `ours_shared@16` from what earlier pairs
-left too; `outputs@16` from that alone. Hit rates are learned from the first pair on. `calibration` says how many tokens
-the drafts promised and how many were accepted, after the first 2,000 tokens.
+nodes a step, with memory fresh for each pair; `ours_shared@16` from what earlier pairs left too; `outputs@16` from that
+alone. Hit rates are learned from the first pair on. `calibration` says how many tokens the drafts promised and how many
+were accepted, after the first 2,000.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 from numba import njit
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
-from bench.baselines import ChainRule, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
+from bench.baselines import ChainRule, IntArray, first_occurrence, longest_suffix, prompt_lookup
 from bench.command import parser_of, publish
 from lookahead.drafting.proposal import Feedback, Proposer
 from lookahead.ngram.acceptance import HitRates
@@ -37,23 +37,6 @@ from lookahead.proposers.ngram import Memory, NgramProposer
 Pair = tuple[IntArray, IntArray]
 LEARNED = 2_000  # tokens after which drafts must know what they promise
 _NOTHING = np.zeros(0, np.int32)
-
-
-@dataclass(slots=True)
-class Tally:
-    tokens: int = 0
-    steps: int = 0
-    drafted: int = 0
-    promised: float = 0.0
-    kept: int = 0
-
-    def count(self, emitted: int, drafted: int, promised: float = 0.0) -> None:
-        if self.tokens >= LEARNED:
-            self.promised += promised
-            self.kept += emitted - 1
-        self.tokens += emitted
-        self.steps += 1
-        self.drafted += drafted
 
 
 def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
@@ -77,9 +60,9 @@ def ours(sources: Sequence[str], *, shared: bool) -> Callable[[], Proposer]:
     return lambda: NgramProposer(sources, memory if shared else Memory(), rates)
 
 
-def replay(make: Callable[[], Proposer], pairs: Sequence[Pair], budget: int = 64) -> Tally:
-    """Replay every pair, `budget` nodes a step at most."""
-    tally = Tally()
+def replay(make: Callable[[], Proposer], pairs: Sequence[Pair], budget: int = 64) -> Counter[str]:
+    """Replay every pair, `budget` nodes a step at most; promises count once drafts must know them."""
+    tally = Counter[str]()
     for prompt, output in pairs:
         proposer = make()
         proposer.start(0, prompt)
@@ -91,7 +74,9 @@ def replay(make: Callable[[], Proposer], pairs: Sequence[Pair], budget: int = 64
                 emitted, drafted, promised = _walk(
                     proposal.tokens, proposal.parents, proposal.probabilities, output[at:]
                 )
-            tally.count(emitted, drafted, promised)
+            if tally["tokens"] >= LEARNED:
+                tally.update(promised=promised, accepted=emitted - 1)
+            tally.update(tokens=emitted, steps=1, drafted=drafted)
             proposer.observe(0, Feedback(output[at : at + emitted], _NOTHING, _NOTHING), _NOTHING)
             at += emitted
         proposer.finish(0)
@@ -140,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for pair in islice(read_pairs(options.pairs), options.limit)
     ]
     pairs = [(prompt, output) for prompt, output in pairs if len(prompt) and len(output)]
-    rules = {"hf_prompt_lookup": PromptLookup, "longest_suffix": LongestSuffix, "first_occurrence": FirstOccurrence}
-    tallies = {name: replay(partial(ChainRule, rule), pairs) for name, rule in rules.items()}
+    rules = {"hf_prompt_lookup": prompt_lookup, "longest_suffix": longest_suffix, "first_occurrence": first_occurrence}
+    tallies = {name: replay(partial(ChainRule, rule()), pairs) for name, rule in rules.items()}
     for budget in map(int, options.budgets.split(",")):
         tallies[f"ours@{budget}"] = replay(ours(["prompt"], shared=False), pairs, budget)
         tallies[f"outputs@{budget}"] = replay(ours(["outputs"], shared=True), pairs, budget)
@@ -149,12 +134,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{'method':20} {'tokens/step':>12} {'drafted/step':>13} {'promised':>9} {'accepted':>9}")
     methods, calibration = {}, {}
     for name, tally in tallies.items():
-        tokens, drafted = tally.tokens / max(1, tally.steps), tally.drafted / max(1, tally.steps)
+        tokens, drafted = (tally[what] / max(1, tally["steps"]) for what in ("tokens", "drafted"))
         methods[name] = {"tokens_per_step": round(tokens, 4), "drafted_per_step": round(drafted, 3)}
         kept = ""
         if "@" in name:
-            calibration[name] = {"promised": round(tally.promised, 1), "accepted": tally.kept}
-            kept = f"{tally.promised:9.0f} {tally.kept:9d}"
+            calibration[name] = {"promised": round(tally["promised"], 1), "accepted": tally["accepted"]}
+            kept = f"{tally['promised']:9.0f} {tally['accepted']:9d}"
         print(f"{name:20} {tokens:12.3f} {drafted:13.2f} {kept}")
     result = {"pairs": len(pairs), "tokens": sum(len(output) for _, output in pairs)}
     publish({**result, "methods": methods, "calibration": calibration}, options.output)

@@ -3,10 +3,9 @@
     python -m bench.soak --model DIR --prompts squality_dev.jsonl --field document --output bench/results/soak.json
 
 Requests are pieces of the texts, cut anywhere, of varied length, with short outputs: greedy, sampled, in ragged
-batches, and streamed, every second of those left half-way. What requests share is bounded (`LookaheadConfig.memory`)
-but takes thousands of them to fill. So requests warm up until the earlier outputs have reached their bound and been
-halved for the first time; what grows from there on is a leak. The sizes of both stores stand beside the resident memory
-of the process, which is read from /proc (Linux), after Python's garbage was collected.
+batches, and streamed, every second of those left half-way. What they share is bounded (`LookaheadConfig.memory`) but
+takes thousands to fill. So requests warm up until the earlier outputs have been halved for the first time; what grows
+from there on is a leak. Resident memory is read from /proc (Linux), after Python's garbage was collected.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ class Requests:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[list[int]]) -> None:
         self._model, self._tokenizer, self._texts = model, tokenizer, texts
         self._rng, self.served = np.random.default_rng(0), 0
+        self._memory = state_of(model).learned.of(ProposerState, ProposerState).memory
 
     def serve(self) -> None:
         """One request: every fourth is a batch, every fourth is streamed, and one in three of the rest is sampled."""
@@ -67,7 +67,7 @@ class Requests:
     def sizes(self) -> dict[str, Any]:
         """Resident memory of the process, and what is in the stores the requests share."""
         gc.collect()
-        memory = state_of(self._model).learned.of(ProposerState, ProposerState).memory
+        memory = self._memory
         return {
             "requests": self.served,
             "rss_mb": round(resident_bytes() / 2**20, 1),
@@ -78,9 +78,9 @@ class Requests:
 
     def warm_up(self) -> None:
         """Serve until the earlier outputs were halved for the first time."""
-        outputs, before = state_of(self._model).learned.of(ProposerState, ProposerState).memory.outputs, 0
-        while len(outputs) >= before:
-            before = len(outputs)
+        before = 0
+        while len(self._memory.outputs) >= before:
+            before = len(self._memory.outputs)
             self.serve()
             if self.served % 1000 == 0:
                 print(f"warming up: {self.sizes()}", flush=True)
@@ -105,18 +105,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if number % max(1, arguments.requests // REPORTS) == 0:
             sizes.append(requests.sizes())
             print(sizes[-1], flush=True)
-    report = {
-        "model": Path(arguments.model).name,
-        "requests": arguments.requests,
-        "warm_up_requests": sizes[0]["requests"],
-        "rss_mb_after_warmup": sizes[0]["rss_mb"],
-        "rss_mb_end": sizes[-1]["rss_mb"],
-        "growth_mb": round(sizes[-1]["rss_mb"] - sizes[0]["rss_mb"], 1),
-        "python_objects_grown": sizes[-1]["python_objects"] - sizes[0]["python_objects"],
-        "sizes": sizes,
-        "seconds": round(time.perf_counter() - started),
-    }
-    publish(report, arguments.output)
+    warm, end = sizes[0], sizes[-1]
+    report = {"model": Path(arguments.model).name, "requests": arguments.requests, "warm_up_requests": warm["requests"]}
+    report |= {"rss_mb_after_warmup": warm["rss_mb"], "rss_mb_end": end["rss_mb"]}
+    report |= {"growth_mb": round(end["rss_mb"] - warm["rss_mb"], 1)}
+    report |= {"python_objects_grown": end["python_objects"] - warm["python_objects"], "sizes": sizes}
+    publish(report | {"seconds": round(time.perf_counter() - started)}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class Caption(NamedTuple):
 
 _LLM = "llm --prompts spec_bench.jsonl --stories squality_dev.jsonl --offset 14 --dtype"
 _JOB = "job --text squality_dev.jsonl --dtype"
+_TURNS = "exactness --prompts spec_bench.jsonl --field turns --model"
 _REPLAY = "replay --tokenizer DIR --pairs FILE"
 _BEAMS = "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype"
 _VLLM = "vllm_peer --python VLLM/bin/python --prompts"
@@ -55,15 +56,18 @@ CAPTIONS = {
     "gpu_decode": Caption(
         "Decoding on a GPU",
         "gpu_decode --tokenizer DIR --pairs FILE",
-        "Targets are for the shape of Llama-3-8B with random weights, batch 1, 2,048 tokens of context, bf16. With "
-        "drafts a recorded text dictates what the model says.",
+        "Targets: Llama-3-8B's shape, batch 1, after 2,048 tokens, bf16. With drafts the output is a recorded text.",
+    ),
+    "gpu_model": Caption(
+        "A model of GPUs, not a measurement",
+        "gpu_model --passes bench/results/passes_*.json",
+        "Modelled milliseconds per token of a row, and the error of the same model on the CPU's measured passes.",
     ),
     "kernel": Caption("Tree attention on a GPU", "kernel", "Targets are for an H200 and the heads of Llama-3-8B."),
     "job_fp32": Caption("Many documents in refilled rows, fp32", f"{_JOB} fp32"),
     "job_bf16": Caption("Many documents in refilled rows, bf16", f"{_JOB} bf16"),
     "job_fp32_short": Caption(
-        "Many short documents in refilled rows, fp32",
-        f"{_JOB} fp32 --documents 160 --longest 300 --streamed 0 --trials 2",
+        "Many short documents, fp32", f"{_JOB} fp32 --documents 160 --longest 300 --streamed 0 --trials 2"
     ),
     "job_llm_bf16": Caption(
         "Documents summarized by a real model in refilled rows, bf16",
@@ -78,14 +82,9 @@ CAPTIONS = {
     ),
     "exactness": Caption("Tokens of `model.generate`", "exactness --prompts squality_dev.jsonl"),
     "exactness_llm": Caption(
-        "Tokens of `model.generate` on a real model, bf16",
-        "exactness --model DIR --prompts spec_bench.jsonl --field turns --limit 50 --max-new-tokens 128",
-        "Greedy and sampled, in the default mode.",
+        "Tokens of `model.generate` on a real model, bf16", f"{_TURNS} DIR --limit 50 --max-new-tokens 128"
     ),
-    "exactness_together": Caption(
-        "The same, and prompts that are decoded together",
-        "exactness --model smollm2 --prompts spec_bench.jsonl --field turns --limit 20",
-    ),
+    "exactness_together": Caption("The same, and prompts that are decoded together", f"{_TURNS} smollm2 --limit 20"),
     "fuzz": Caption("Random settings", "fuzz --runs 10000"),
     "passes_fp32": Caption("A pass of a real model by nodes, fp32", "passes --dtype fp32", _PASS),
     "passes_bf16": Caption("A pass of a real model by nodes, bf16", "passes --dtype bf16", _PASS),
@@ -99,8 +98,8 @@ CAPTIONS = {
     "replay_vicuna": Caption("Recorded outputs: chat, Vicuna 7B", _REPLAY, _NO_MODEL),
     "replay_llama3": Caption("Recorded outputs: chat, Llama-3-8B-Instruct", _REPLAY, _NO_MODEL),
     "ablation": Caption(
-        "Each source of drafts alone, and several together, on a real model",
-        "ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl",
+        "Each source of drafts alone, and several together",
+        "ablation --prompts spec_bench.jsonl --stories squality_dev.jsonl",
     ),
     "proposers": Caption(
         "Draft models and trained heads",
@@ -128,9 +127,7 @@ CAPTIONS = {
         "Beam search with a real model, bf16", f"{_BEAMS} bf16", f'{_READ_TOO} Fast means `exactness="fast"`.'
     ),
     "beams_encoder_decoder": Caption(
-        "Beam search with an encoder-decoder model of BART-base's shape",
-        "beams --encoder-decoder",
-        "CPU seconds of one thread; the encoder's pass is counted.",
+        "Beam search with an encoder-decoder model of BART-base's shape", "beams --encoder-decoder", _READ_TOO
     ),
     "dropin": Caption("What it costs to be a drop-in", "dropin"),
     "soak": Caption("Memory over many requests", "soak --model DIR --prompts squality_dev.jsonl --field document"),
@@ -298,11 +295,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured = llm_results(folder / "results")
     draw(folder, measured)
     (folder / "RESULTS.md").write_text(page(folder / "results"), encoding="utf-8")  # it shows the plots that are there
-    print(f"wrote {folder / 'RESULTS.md'}")
     readme = folder.parent / "README.md"
     if readme.exists():
         readme.write_text(with_table(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
-        print(f"wrote {readme}")
+    print(f"wrote {folder / 'RESULTS.md'}", f"and {readme}" * readme.exists())
     return 0
 
 

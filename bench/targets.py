@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
+class Goal(NamedTuple):
     """One figure of `bench.gpu_decode` or of `bench.kernel`."""
 
     key: str  # its name among the figures of the result

@@ -5,10 +5,9 @@
 
 `--python` is a Python with vLLM, such as that of `make test-vllm`. Every method is a process of its own on one thread,
 and decodes the same prompts: those of Spec-Bench in order, then several questions about each of some stories, which
-share a prompt ("shared"). Outputs are compared with vLLM's own plain ones at the same batch.
-
-At batch 1 seconds begin at the first token. At larger ones they include the prefills, which are the same for all.
-`tokens per pass` leaves the prefills out. `--record` keeps the plain outputs for `bench.vllm_replay`.
+share a prompt ("shared"). Outputs are compared with vLLM's own plain ones at the same batch. At batch 1 seconds begin
+at the first token; at larger ones they include the prefills, which are the same for all. `tokens per pass` leaves them
+out. `--record` keeps the plain outputs for `bench.vllm_replay`.
 """
 
 from __future__ import annotations
@@ -42,13 +41,6 @@ def shared_prompts(path: Path, tokenizer: Any, *, stories: int, longest: int) ->
             text = f"{story}\n\n{question['question_text']}"
             prompts.append(Prompt(SHARED, as_chat(text, tokenizer)))
     return prompts
-
-
-def measure(prompts: Sequence[Prompt], job: Mapping[str, Any], python: Path, batch: int) -> dict[str, list[Run]]:
-    """The runs of every method at a batch, plain vLLM under the name of greedy decoding too."""
-    found = run_peer(peer_of(f"vllm:{python}"), {**job, "batch": batch})
-    runs = {name: [Run(**run) for run in each] for name, each in found.items()}
-    return {GREEDY: runs[PLAIN], **runs}
 
 
 def ratios(methods: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {**setting, "prompts": len(prompts), "batches": {}}
     result |= {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature")}
     for batch in map(int, arguments.batch.split(",")):
-        runs = measure(prompts, job, arguments.python, batch)
-        methods = figures_of(runs, prompts)
+        found = run_peer(peer_of(f"vllm:{arguments.python}"), {**job, "batch": batch})
+        runs = {name: [Run(**run) for run in each] for name, each in found.items()}
+        methods = figures_of({GREEDY: runs[PLAIN], **runs}, prompts)
         del methods[GREEDY]
         for each in methods.values():
             del each["parted"], each["lowest"]
@@ -107,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table = {name: {**each, "lowest": None} for name, each in methods.items()}
         print_table({"prompts": len(prompts), "methods": table})
     if arguments.record:
-        pairs = zip(prompts, runs[GREEDY], strict=True)
+        pairs = zip(prompts, runs[PLAIN], strict=True)
         lines = [{"category": p.category, "prompt": p.ids[0].tolist(), "output": run.tokens} for p, run in pairs]
         arguments.record.write_text(json.dumps({**setting, "outputs": lines}) + "\n", encoding="utf-8")
     publish(result, arguments.output)

@@ -5,11 +5,9 @@
 
 `outputs.json` is what `bench.vllm_peer --record` writes: `outputs` is a list of `category`, `prompt` and `output`, in
 token ids; what else it tells goes into the figures. A stub of vLLM's model runner passes a proposer what vLLM passes,
-and verifies its drafts against the recorded output. Methods: the rule of vLLM's n-grams (2 to 5 tokens, 10 drafted),
-the suffix decoding of arctic-inference with vLLM's options where that is installed, and lookahead with at most 16
-tokens.
-
-An output that repeats 16 of its own tokens loops, which flatters n-grams: "no loops" leaves it out for every method.
+and verifies its drafts. Methods: the rule of vLLM's n-grams (2 to 5 tokens, 10 drafted), the suffix decoding of
+arctic-inference with vLLM's options where that is installed, and lookahead with at most 16 tokens. "No loops" leaves
+out, for every method, outputs that repeat 16 of their own tokens, which flatters n-grams.
 
 A step takes 1, and each drafted token of a request `--token-cost` more; lookahead is told so by its clock. `gain` is
 tokens per that time, over plain decoding. Prefills are left out.
@@ -26,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench.baselines import LongestSuffix
+from bench.baselines import longest_suffix
 from bench.command import parser_of, publish
 from bench.prompts import loops
 from lookahead.integrations.vllm import LookaheadProposer
@@ -57,9 +55,8 @@ class ReplayEngine(RowEngine):
         self._token_cost = token_cost
         self._drafts_of = make(self, config)
 
-    def following(self, request: StubRequest) -> int:
-        assert isinstance(request, Recorded)
-        return request.script[len(request.tokens)]
+    def following(self, request: Any) -> int:
+        return int(request.script[len(request.tokens)])
 
     def propose(self, sampled: list[list[int]], counts: Any, tokens: Any, slot_mappings: Any) -> list[list[int]]:
         begin = time.thread_time()
@@ -72,17 +69,16 @@ class ReplayEngine(RowEngine):
         """One pass, and what it takes."""
         self.seconds += 1.0 + self._token_cost * sum(len(request.draft) for request in self.rows) / len(self.rows)
         for request in self.rows:
-            assert isinstance(request, Recorded)
             request.steps += 1
         super().step()
 
 
 class NgramRows:
     def __init__(self, engine: ReplayEngine, config: Any) -> None:
-        self._rule = LongestSuffix()
+        self._draft = longest_suffix()
 
     def propose(self, sampled: list[list[int]], counts: Any, tokens: Any, slot_mappings: Any) -> list[list[int]]:
-        return [self._rule.draft(tokens[row, : counts[row]]).tolist() for row in range(len(sampled))]
+        return [self._draft(tokens[row, : counts[row]]).tolist() for row in range(len(sampled))]
 
 
 class SuffixRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_decode, targets
+from bench import gpu_decode, gpu_model, targets
 from bench.command import make_engine
 from bench.decoding_rates import PLAIN, Output, Trace, dictating, run
 from bench.gpu_steps import BACK_TO_BACK
@@ -49,9 +50,72 @@ def test_a_tiny_model_on_the_cpu_takes_the_benchmark_from_its_gate_to_its_figure
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_benchmark_says_that_it_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_decode.main([]) != 0
-    assert capsys.readouterr().err == "bench.gpu_decode needs a CUDA GPU, and torch finds none\n"
+def test_without_a_gpu_the_benchmark_says_that_it_needs_one() -> None:
+    with pytest.raises(SystemExit, match=r"^bench\.gpu_decode needs a CUDA GPU, and torch finds none$"):
+        gpu_decode.main([])
+
+
+@pytest.fixture(scope="module")
+def modelled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int], Any]:
+    """Milliseconds per token by way and drafts, of every GPU, batch and context."""
+    output = tmp_path_factory.mktemp("model") / "gpu_model.json"
+    gpu_model.main(["--gpu", "RTX 4090", "H100", "--output", str(output)])
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert report["is_measured"] is False
+    return {(each["gpu"], each["rows"], each["context"]): each for each in report["results"]}
+
+
+def test_the_model_of_gpus_says_that_more_nodes_cost_more(modelled: dict[tuple[str, int, int], Any]) -> None:
+    recorded = json.loads(gpu_model.ACCEPTANCE.read_text(encoding="utf-8"))["methods"]
+    for each in modelled.values():
+        for way in gpu_model.KERNELS:
+            steps = [each[way]["plain"]]
+            steps += [
+                each[way][f"{nodes}_nodes"] * recorded[f"ours@{nodes}"]["tokens_per_step"] for nodes in (16, 32, 64)
+            ]
+            assert all(more > less - 0.02 for less, more in itertools.pairwise(steps)), "rounded to 0.01 ms"
+    many = modelled["RTX 4090", 8, 1024]["graphs"]
+    assert many["64_nodes"] > many["32_nodes"] > many["16_nodes"], "products take the time, and few nodes are accepted"
+
+
+def test_the_model_of_gpus_says_that_a_faster_memory_makes_a_plain_step_faster(
+    modelled: dict[tuple[str, int, int], Any],
+) -> None:
+    plain = {key: each["graphs"]["plain"] for key, each in modelled.items()}
+    assert plain["RTX 4090", 1, 1024] > plain["H100", 1, 1024] > 15.0 / 3.35
+    assert plain["H100", 8, 32768] > plain["H100", 1, 32768] > plain["H100", 1, 1024]
+
+
+def test_the_model_of_gpus_never_says_that_graphs_are_slower_than_eager(
+    modelled: dict[tuple[str, int, int], Any],
+) -> None:
+    for each in modelled.values():
+        for drafts, eager in each["eager"].items():
+            assert eager >= each["graphs"][drafts] >= each["compiled"][drafts]
+
+
+def test_a_model_that_does_not_fit_the_memory_of_a_gpu_is_left_out(modelled: dict[tuple[str, int, int], Any]) -> None:
+    assert ("RTX 4090", 1, 32768) in modelled and ("H100", 8, 32768) in modelled
+    assert ("RTX 4090", 8, 8192) not in modelled and ("RTX 4090", 8, 32768) not in modelled
+
+
+def test_the_error_of_the_model_of_gpus_against_measured_passes_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads, tokens = 30 * 2 * 3 * 64 * 4, {"1": 61, "9": 69}
+    perfect = {nodes: 2.0 - heads * seen / 1e6 for nodes, seen in tokens.items()}
+    report = {"model": "SmolLM2", "dtype": "fp32", "gb_per_s": 1.0, "gflop_per_s": 1e6, "perfect_ms": perfect}
+    passes = tmp_path / "passes_of_mine.json"
+    passes.write_text(json.dumps(report | {"ms": {"60": {"fast": {"1": 4.0, "9": 2.0}}}}), encoding="utf-8")
+    given = ["--gpu", "H100", "--rows", "1", "--contexts", "1024", "--passes", str(passes)]
+    gpu_model.main(given)
+    printed = capsys.readouterr().out.splitlines()
+    assert "passes_of_mine, 60 tokens, fast: error -25% (-50% to +0%)" in printed
+    errors = {"lowest_error": -0.5, "median_error": -0.25, "highest_error": 0.0}
+    assert json.loads(printed[-1])["errors"] == [{"passes": "passes_of_mine", "context": 60, "way": "fast"} | errors]
+    passes.write_text(json.dumps(report | {"model": "another"}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="the passes are of another, not of SmolLM2"):
+        gpu_model.main(given)
 
 
 def test_figures_that_fall_short_of_their_goals_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

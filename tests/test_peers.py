@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bench import vllm_replay
 from bench.ablation import config_of, decode, decode_all
-from bench.baselines import Datastore, LongestSuffix, Retrieval, SuffixTrees, TokenRecycling
+from bench.baselines import Datastore, Retrieval, SuffixTrees, TokenRecycling, longest_suffix
 from bench.llm_figures import Prompt
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Top
@@ -37,7 +37,7 @@ def test_the_longest_suffix_rule_drafts_what_followed_the_first_of_the_longest_m
             length += 1
         if length > best:
             best, expected = length, text[end : end + 10]
-    assert LongestSuffix(shortest, longest).draft(tokens).tolist() == expected
+    assert longest_suffix(shortest, longest)(tokens).tolist() == expected
 
 
 def test_proposers_for_vllm_are_replayed_on_recorded_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
