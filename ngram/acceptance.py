@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.features import KIND_OF, PRIOR, is_own_copy
-from lookahead.ngram.inlining import jit_inline
+from lookahead.ngram.inlining import array_at, jit_inline
 
 Float32Array = NDArray[np.float32]
 
@@ -147,6 +147,14 @@ def _count(frequent, tokens):
             frequent[at, 0], frequent[at, 1] = frequent[at - 1, 0], frequent[at - 1, 1]
             at -= 1
         frequent[at, 0], frequent[at, 1] = token, count
+
+
+@jit_inline
+def rates_at(addresses):
+    """The table, the prior and the frequent tokens of hit rates, by where they lie."""
+    table = array_at(addresses[0], (_ROWS, 3), np.float64)
+    prior = array_at(addresses[1], (_FIRST_KIND,), np.float64)
+    return table, prior, array_at(addresses[2], (_COUNTED, 2), np.int64)
 
 
 @jit_inline

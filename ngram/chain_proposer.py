@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.acceptance import HitRates
-from lookahead.ngram.chains import ChainIndex, Chains, IntArray
-from lookahead.ngram.search import NO_CANDIDATES, Search, Trie
+from lookahead.ngram.acceptance import HitRates, count_hits, rates_at
+from lookahead.ngram.chains import LENGTH, SEPARATOR, ChainIndex, Chains, IntArray, add, as_tokens, chains_at
+from lookahead.ngram.inlining import array_at
+from lookahead.ngram.search import FLOOR, RATES, TEXT, Search, grow
 
 _MOST_DRAFTED = 1024
 _SHORTEST, _LONGEST, _MAX_LINKS = 1, 16, 32  # tokens of a match; links walked in each text
 _CONTEXT = 16  # tokens before an output that are kept with it, so that its beginning is found too
+# The record of a request, int64: where its search, its chain and the probabilities of that lie; the nodes that these
+# have room for, and those of the chain drafted last, its root counted; and the tokens of the text that the shared
+# memory has or does not need, at first those of the prompt.
+_SEARCH, _CHAIN, _PROBS, _ROOM, _DRAFTED, _KEPT = range(6)
+SAMPLES = 16  # tokens compared at the end of a known text, and as many or more spread over it
+NEVER = 1 << 62
 
 
-@dataclass(slots=True, eq=False)
 class ChainRequest:
     """One request: its text, its search, and the chain drafted last."""
 
-    text: ChainIndex  # prompt and output, one open document
-    search: Search
-    kept: int  # tokens of the text that the shared memory has or does not need; at first those of the prompt
-    drafted: Trie = NO_CANDIDATES
+    __slots__ = ("_chain", "_record", "_search", "address", "text")
+
+    def __init__(self, text: ChainIndex, search: Search, max_draft: int) -> None:
+        self.text = text  # prompt and output, one open document
+        self._search = search
+        self._chain = np.zeros((4, max_draft + 1), np.int32), np.zeros(max_draft + 1, np.float32)
+        addresses = [each.ctypes.data for each in (search.record, *self._chain)]
+        self._record = np.array([*addresses, max_draft + 1, 0, len(self)], np.int64)
+        self.address = int(self._record.ctypes.data)  # as the compiled functions take it
 
     def __len__(self) -> int:
         """Tokens of the prompt and the output so far."""
@@ -59,6 +71,7 @@ class ChainProposer:
         self.min_probability = min_probability
         self.rates = HitRates()
         self.outputs = ChainIndex(memory_tokens)
+        self._most_kept = memory_tokens // 2  # of one output
         self._shared: list[Chains] = [self.outputs] if pool is None else [self.outputs, pool]
 
     def start(self, prompt: IntArray) -> ChainRequest:
@@ -66,27 +79,112 @@ class ChainProposer:
         text = ChainIndex()
         text.append(prompt)
         search = Search([text, *self._shared], self.rates, None, (_SHORTEST, _LONGEST, _MAX_LINKS))
-        return ChainRequest(text, search, len(prompt))
+        return ChainRequest(text, search, self.max_draft)
 
     def draft(self, request: ChainRequest, most: int) -> tuple[IntArray, NDArray[np.float64]]:
         """Draft at most `most` tokens, int32 `[n]`, with the probability that each is reached, float64 `[n]`."""
-        most = min(most, self.max_draft)
-        request.drafted = chain = (
-            request.search.grow(most, self.min_probability, is_chain=True) if most > 0 else NO_CANDIDATES
-        )
-        return chain.tokens[1:], np.cumprod(chain.probabilities[1:], dtype=np.float64)
+        chains, path_probs, sizes = self._step_alone(request, [], most, NEVER)
+        return chains[0, : sizes[0]], path_probs[0, : sizes[0]]
 
     def observe(self, request: ChainRequest, tokens: IntArray) -> None:
         """Add tokens that the target chose, int32 `[n]`, and learn how far the last chain foretold them."""
-        request.text.append(tokens)
-        chain = request.drafted
-        self.rates.learn(chain.parents, chain.tokens, chain.features, tokens, counts=True)
-        request.drafted = NO_CANDIDATES
+        self._step_alone(request, tokens, 0, NEVER)
 
     def finish(self, request: ChainRequest) -> None:
         """Keep the output of a request for later ones. The request may go on afterwards, and finish again."""
-        if len(request) > request.kept:
-            self.outputs.end_document()
-            self.outputs.append(request.text.tokens[1 + max(0, request.kept - _CONTEXT) :])
-            request.kept = len(request)
-        request.drafted = NO_CANDIDATES
+        self._step_alone(request, [], 0, 1)
+
+    def _step_alone(
+        self, request: ChainRequest, new: Sequence[int] | IntArray, most: int, shared: int
+    ) -> tuple[IntArray, NDArray[np.float64], list[int]]:
+        tokens = np.concatenate((request.text.tokens[1:], as_tokens(new)))
+        return self.step([request], tokens[None], np.array([tokens.size]), tokens.size + most, shared)
+
+    def step(
+        self,
+        requests: Sequence[ChainRequest | None],  # of the rows; None where nothing is asked
+        tokens: IntArray,  # int32 `[rows or more, columns]`
+        counts: NDArray[np.int64],  # `[rows]`, the tokens of each row
+        longest: int,  # tokens that a row and its chain may have together
+        shared: int = NEVER,  # tokens of an output from which on it is kept before it ends
+    ) -> tuple[IntArray, NDArray[np.float64], list[int]]:
+        """`observe`, `finish` and `draft` for one row after the other, in one compiled call.
+
+        Returns chains, int32 `[rows, max_draft]`; the probability that each of their tokens is reached, 0 behind their
+        ends; and their lengths. The length is -1 where a token is negative: that row is left as it was. There are no
+        lengths, and no row is changed, if one does not begin with the text of its request.
+        """
+        rows, row = len(requests), 0
+        addresses = np.array([0 if request is None else request.address for request in requests], np.int64)
+        path_probs, sizes = np.zeros((rows, self.max_draft)), np.zeros(rows, np.int64)
+        chains = np.empty((rows, self.max_draft), np.int32)
+        options = self.outputs.record, self._most_kept, shared, longest, max(self.min_probability, FLOOR)
+        while row < rows:
+            row, in_text, in_outputs = _step((addresses, tokens, counts), row, options, chains, path_probs, sizes)
+            if row < 0:
+                return chains, path_probs, []
+            if in_text:
+                requests[row].text.make_room(in_text)
+            if in_outputs:
+                self.outputs.make_room(in_outputs)
+        return chains, path_probs, sizes.tolist()
+
+
+@njit(cache=True, error_model="numpy")
+def _step(texts, begin, options, chains, path_probs, sizes):
+    """The core of `ChainProposer.step`; returns -1 if a row is not its request's, else the row that is to be next.
+
+    Where there is no room, it returns how many entries are lacking in the text of that row, and in the outputs.
+    """
+    (addresses, tokens, counts), (outputs, most_kept, shared, longest, floor) = texts, options
+    for row in range(addresses.size if begin == 0 else 0):
+        if addresses[row] != 0 and not begins(addresses[row], tokens[row], counts[row], SAMPLES):
+            return -1, 0, 0
+    for row in range(begin, addresses.size):
+        if addresses[row] == 0:
+            continue
+        request = array_at(addresses[row], (6,), np.int64)
+        search = array_at(request[_SEARCH], (13,), np.int64)
+        text = array_at(search[TEXT], (6,), np.int64)
+        found = array_at(request[_CHAIN], (4, request[_ROOM]), np.int32)
+        probs = array_at(request[_PROBS], (request[_ROOM],), np.float32)
+        new = tokens[row, text[LENGTH] - 1 : counts[row]]
+        if new.size > 0 and new.min() < 0:
+            sizes[row] = -1
+            continue
+        if not add(text, new):
+            return row, new.size, 0
+        drafted, (table, prior, frequent) = request[_DRAFTED], rates_at(search[RATES:])
+        count_hits(table, prior, frequent, found[1][:drafted], found[0][:drafted], found[2][:drafted], new, True)
+        request[_DRAFTED] = 0
+        arena, length = chains_at(text)[0], text[LENGTH]
+        if length - 1 >= request[_KEPT] + shared:
+            is_closed = chains_at(outputs)[0][outputs[LENGTH] - 1] == SEPARATOR
+            if not is_closed and not add(outputs, arena[:1]):  # a separator
+                return row, 0, 1
+            kept = arena[max(1, 1 + request[_KEPT] - _CONTEXT, length - most_kept) : length]
+            if not add(outputs, kept):
+                return row, 0, kept.size
+            request[_KEPT] = length - 1
+        most = min(longest - counts[row], request[_ROOM] - 1)
+        if most > 0:
+            size = grow(search, arena[:0], (True, floor, True), most, found, probs)
+            request[_DRAFTED], sizes[row] = size, size - 1
+            path_prob = 1.0
+            for at in range(1, size):
+                path_prob *= probs[at]
+                chains[row, at - 1], path_probs[row, at - 1] = found[0, at], path_prob
+    return addresses.size, 0, 0
+
+
+@njit(cache=True, error_model="numpy")
+def begins(address, tokens, count, samples):
+    """Whether a row begins with the text of a request, by so many of its tokens and as many of the last ones."""
+    search = array_at(array_at(address, (6,), np.int64)[_SEARCH], (13,), np.int64)
+    text = array_at(search[TEXT], (6,), np.int64)
+    arena, size, at = chains_at(text)[0], text[LENGTH] - 1, 0
+    if size > count:
+        return False
+    while at < size and tokens[at] == arena[1 + at]:
+        at = min(at + max(1, size // samples), max(at + 1, size - samples))
+    return at >= size

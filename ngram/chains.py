@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.inlining import jit_inline
+from lookahead.ngram.inlining import array_at, jit_inline
 
 IntArray = NDArray[np.int32]
 
@@ -21,6 +21,8 @@ MAX_CONTEXT = 64  # a match is measured up to this many tokens
 SEPARATOR = -1  # between documents; token ids are never negative, so no match crosses it
 _FIRST_CAPACITY = 1024
 _GROWTH = 1.25  # of a full arena; doubling it would leave up to half of it empty
+# The record of chains, int64: where their arrays lie, the slots of a level, and the entries in use and at most.
+_ARENA, _HEADS, _LINKS, _SLOTS, LENGTH, _MOST = range(6)
 
 
 class Chains:
@@ -30,24 +32,39 @@ class Chains:
     newest position of each chain, 0 if it is empty; `links`, int32 `[capacity, LEVELS]`, the one before, 0 at its end.
     """
 
-    __slots__ = ("state",)
+    __slots__ = ("_arrays", "_max_tokens", "record")
 
-    def __init__(self, arena: IntArray, heads: IntArray, links: IntArray, length: int) -> None:
-        self.state = arena, heads, links, length  # as the compiled functions take them
+    def __init__(
+        self, arena: IntArray, heads: IntArray, links: IntArray, length: int, max_tokens: int | None = None
+    ) -> None:
+        self._max_tokens = max_tokens
+        self.record = np.zeros(6, np.int64)  # as the compiled functions take them; it stays where it is
+        self.state = arena, heads, links, length
 
     def __len__(self) -> int:
         """Entries of the arena in use: tokens, and one separator before each document."""
-        return self.state[3]
+        return int(self.record[LENGTH])
 
     @property
     def tokens(self) -> IntArray:
         """The used part of the arena, int32 `[len(index)]`, `SEPARATOR` between documents; a read-only view."""
-        return self.state[0][: self.state[3]]
+        return self._arrays[0][: self.record[LENGTH]]
+
+    @property
+    def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
+        """The arrays, and the entries in use."""
+        return *self._arrays, len(self)
+
+    @state.setter
+    def state(self, state: tuple[IntArray, IntArray, IntArray, int]) -> None:
+        self._arrays = state[:3]
+        most = state[0].size if self._max_tokens is None else min(state[0].size, self._max_tokens)
+        self.record[:] = *(each.ctypes.data for each in self._arrays), state[1].shape[1], state[3], most
 
     @property
     def nbytes(self) -> int:
         """Memory of the arena, the links and the heads, in bytes."""
-        return sum(each.nbytes for each in self.state[:3])
+        return sum(each.nbytes for each in self._arrays)
 
 
 class ChainIndex(Chains):
@@ -65,15 +82,14 @@ class ChainIndex(Chains):
         [-1, 5, 6, 7, -1, 8]
     """
 
-    __slots__ = ("_max_tokens",)
+    __slots__ = ()
 
     def __init__(self, max_tokens: int | None = None) -> None:
         if max_tokens is not None and max_tokens < _FIRST_CAPACITY:
             raise ValueError(f"max_tokens must be at least {_FIRST_CAPACITY}, got {max_tokens}")
-        self._max_tokens = max_tokens
         heads = np.zeros((LEVELS, _FIRST_CAPACITY), np.int32)
         links = np.zeros((_FIRST_CAPACITY, LEVELS), np.int32)
-        super().__init__(np.full(_FIRST_CAPACITY, SEPARATOR, np.int32), heads, links, length=1)
+        super().__init__(np.full(_FIRST_CAPACITY, SEPARATOR, np.int32), heads, links, 1, max_tokens)
 
     def append(self, tokens: Sequence[int] | IntArray) -> None:
         """Add tokens to the open document, amortised O(1) each; the errors are those of `as_tokens`."""
@@ -97,27 +113,30 @@ class ChainIndex(Chains):
             self._add(np.full(1, SEPARATOR, np.int32))
 
     def _add(self, new: IntArray) -> None:
-        """Add tokens and link all but separators; where they do not fit, drop the oldest half or grow."""
+        """Add tokens and link all but separators."""
+        if not add(self.record, new):
+            self.make_room(new.size)
+            add(self.record, new)
+
+    def make_room(self, more: int) -> None:
+        """Drop the oldest half, or grow, where so many more tokens do not fit."""
         arena, heads, links, length = self.state
-        if self._max_tokens is not None and length + new.size > self._max_tokens:
-            kept = max(0, min(length - 1, self._max_tokens // 2 - new.size))
+        if self._max_tokens is not None and length + more > self._max_tokens:
+            kept = max(0, min(length - 1, self._max_tokens // 2 - more))
             arena[1 : kept + 1] = arena[length - kept : length].copy()
             length = kept + 1
             heads[:] = 0
             _link(arena, heads, links, 1, length)
-        begin, end = length, length + new.size
-        if end > arena.size:
-            capacity = max(end, int(_GROWTH * arena.size))
-            more = np.zeros((capacity - arena.size, 1 + LEVELS), np.int32)
-            arena = np.append(arena, more[:, 0])
-            links = np.append(links, more[:, 1:], axis=0)
+        if length + more > arena.size:
+            capacity = max(length + more, int(_GROWTH * arena.size))
+            empty = np.zeros((capacity - arena.size, 1 + LEVELS), np.int32)
+            arena = np.append(arena, empty[:, 0])
+            links = np.append(links, empty[:, 1:], axis=0)
             slots = 1 << (capacity.bit_length() - 1)
             if slots > heads.shape[1]:
                 heads = np.zeros((LEVELS, slots), np.int32)
-                begin = 1  # all are linked anew
-        arena[length:end] = new
-        _link(arena, heads, links, begin, end)
-        self.state = arena, heads, links, end
+                _link(arena, heads, links, 1, length)
+        self.state = arena, heads, links, length
 
 
 def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
@@ -165,6 +184,29 @@ def _link(arena, heads, links, begin, end):
         for level in range(levels):
             links[at, level] = heads[level, slots[level]]
             heads[level, slots[level]] = at
+
+
+@jit_inline
+def chains_at(record):
+    """The arena, heads and links of chains, and the entries in use, by their record."""
+    length, slots = record[LENGTH], record[_SLOTS]
+    arena = array_at(record[_ARENA], (record[_MOST],), np.int32)
+    heads = array_at(record[_HEADS], (LEVELS, slots), np.int32)
+    return arena, heads, array_at(record[_LINKS], (record[_MOST], LEVELS), np.int32), length
+
+
+@njit(cache=True, error_model="numpy")
+def add(record, new):
+    """Add tokens to the open document, and link all but separators; returns whether there was room."""
+    arena, heads, links, length = chains_at(record)
+    end = length + new.size
+    if end > record[_MOST]:
+        return False
+    for at in range(new.size):
+        arena[length + at] = new[at]
+    _link(arena, heads, links, length, end)
+    record[LENGTH] = end
+    return True
 
 
 @jit_inline

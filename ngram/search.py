@@ -9,14 +9,17 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.acceptance import HitRates, copied, count_hits
+from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
 from lookahead.ngram.candidates import MOST_OPTIONS, NODE, OCCURRENCE, score, split
-from lookahead.ngram.chains import ChainIndex, Chains, IntArray, find_matches
-from lookahead.ngram.inlining import jit_inline
-from lookahead.ngram.recycled import ORDERS, TOP, RecycledTable, hash_context, store_tree
+from lookahead.ngram.chains import ChainIndex, Chains, IntArray, chains_at, find_matches
+from lookahead.ngram.inlining import array_at, jit_inline
+from lookahead.ngram.recycled import ENTRY, ORDERS, TOP, WAYS, RecycledTable, hash_context, store_tree
 
 _MOST_TEXTS = 3
-_FLOOR = 0.0001  # least probability of a node to be reached
+FLOOR = 0.0001  # least probability of a node to be reached
+# The record of a search, int64: where the records of its texts, its hit rates and its memory lie; the sets of the
+# memory, its bit, and its time at the start; and the bounds.
+TEXT, RATES, _ENTRIES, _GROUPS, _SOURCE, _SINCE, _SHORTEST, _LONGEST, _WALKED = 0, 3, 6, 7, 8, 9, 10, 11, 12
 _SHORTEST_FOREIGN = 3  # tokens of a match in another text than the row's own, beside recycled tokens
 
 _NO_TEXT = ChainIndex()
@@ -65,17 +68,19 @@ class Search:
         [6, 7, 8, 5]
     """
 
-    __slots__ = ("_bounds", "_known", "_learned", "_texts")
+    __slots__ = ("_learned", "_texts", "record")
 
     def __init__(
         self, texts: Sequence[Chains], rates: HitRates, memory: RecycledTable | None, bounds: tuple[int, int, int]
     ) -> None:
         self._texts = *texts, *(_NO_TEXT,) * (_MOST_TEXTS - len(texts))
         memory = memory if memory is not None else _NO_MEMORY
-        # With the bit of the memory, and its time: what it learned before is foreign.
-        self._known = (memory.entries, len(texts), int(memory.now[0])), (rates.table, rates.frequent)
         self._learned = rates.table, rates.prior, rates.frequent, memory.entries, memory.now
-        self._bounds = bounds
+        arrays = *(text.record for text in self._texts), *self._learned[:4]
+        # What the memory learned before is foreign.
+        known = len(memory.entries), len(texts), memory.now[0]
+        # As the compiled functions take it.
+        self.record = np.array([*(each.ctypes.data for each in arrays), *known, *bounds], np.int64)
 
     def grow(
         self,
@@ -86,11 +91,9 @@ class Search:
         is_chain: bool = False,  # only the likeliest candidate after each node is kept
     ) -> Trie:
         """A tree of continuations; its root alone if nothing was found."""
-        first, second, third = self._texts
-        texts, own = (first.state, second.state, third.state), context is None
-        options = own, max(min_probability, _FLOOR), is_chain
+        options = context is None, max(min_probability, FLOOR), is_chain
         found, probs = np.empty((4, max_nodes + 1), np.int32), np.empty(max_nodes + 1, np.float32)
-        size = _grow(texts, self._known, self._bounds, _NONE if context is None else context, options, found, probs)
+        size = grow(self.record, _NONE if context is None else context, options, max_nodes, found, probs)
         found = found[:, :size]
         return Trie(found[0], found[1], probs[:size], found[2], found[3])
 
@@ -121,17 +124,23 @@ def _learn(learned, trie, emitted, before, verified, placed):
 
 
 @njit(cache=True, error_model="numpy")
-def _grow(texts, known, bounds, context, options, found, probs):
+def grow(record, context, options, max_nodes, found, probs):
     """Find matches and grow a tree: nodes by falling probability to be reached; returns how many.
 
     Fills `found`, of each node the token, parent, feature and sources, and `probs`. The whole search is compiled as one
     function: between functions the compiler counts references to arrays.
     """
-    (memory, rates), own, (shortest, longest, walked) = known, options[0], bounds
+    texts = _chains_of(record, 0), _chains_of(record, 1), _chains_of(record, 2)
+    entries = array_at(record[_ENTRIES], (record[_GROUPS], WAYS), ENTRY)
+    memory, own, walked = (entries, record[_SOURCE], record[_SINCE]), options[0], record[_WALKED]
+    shortest, longest = record[_SHORTEST], record[_LONGEST]
+    bounds = shortest, longest, walked
+    table, _, frequent = rates_at(record[RATES:])
+    rates = table, frequent
     tail = texts[0][0][: texts[0][3]] if own else context
     most = _MOST_TEXTS * walked + 1
     matches = np.empty(most, OCCURRENCE), np.empty((3, most), np.int64)
-    nodes, size = np.zeros(len(probs), NODE), 1
+    nodes, size = np.zeros(max_nodes + 1, NODE), 1
     nodes[0]["prob"] = nodes[0]["path_prob"] = 1.0
     if tail.size > 0 and tail[-1] >= 0:
         count = 0
@@ -146,6 +155,11 @@ def _grow(texts, known, bounds, context, options, found, probs):
         found[0, at], found[1, at], probs[at] = node["token"], node["parent"], node["prob"]
         found[2, at], found[3, at] = node["feature"], node["sources"]
     return size
+
+
+@jit_inline
+def _chains_of(record, text):
+    return chains_at(array_at(record[TEXT + text], (6,), np.int64))
 
 
 @jit_inline

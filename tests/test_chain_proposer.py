@@ -103,6 +103,39 @@ def test_a_pool_is_drafted_from():
     assert proposer.draft(proposer.start(ids(1, 7, 8)), 2)[0].tolist() == [9, 10]
 
 
+def test_a_step_of_many_rows_does_what_its_rows_do_one_after_the_other():
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 4, rng.integers(2, 9)).astype(np.int32) for _ in range(6)]
+    (ours, requests), (theirs, others) = (
+        (proposer, [proposer.start(text) for text in texts]) for proposer in (ChainProposer(5), ChainProposer(5))
+    )
+    tokens = np.zeros((6, 3000), np.int32)
+    for _ in range(150):
+        new = [rng.integers(0, 4, rng.integers(1, 20)).astype(np.int32) for _ in texts]
+        texts = [np.concatenate(each) for each in zip(texts, new, strict=True)]
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+        asked = [request if rng.random() < 0.8 else None for request in requests]
+        chains, path_probs, sizes = ours.step(asked, tokens, np.array(list(map(len, texts))), 3000, 1)
+        for row in (row for row, request in enumerate(asked) if request is not None):
+            theirs.observe(others[row], texts[row][len(others[row]) :])
+            theirs.finish(others[row])
+            chain, probs = theirs.draft(others[row], 5)
+            assert chains[row, : sizes[row]].tolist() == chain.tolist()
+            assert path_probs[row, : sizes[row]].tolist() == probs.tolist()
+    assert ours.outputs.tokens.tolist() == theirs.outputs.tokens.tolist()
+
+
+def test_a_step_leaves_all_rows_as_they_were_where_one_is_of_another_text():
+    proposer = ChainProposer(max_draft=4)
+    requests = [proposer.start(ids(1, 2, 1)), proposer.start(ids(3, 4, 3))]
+    tokens = np.array([[1, 2, 1, 2], [3, 5, 3, 4]], np.int32)
+    assert proposer.step(requests, tokens, np.array([4, 4]), 9)[2] == []
+    assert [len(request) for request in requests] == [3, 3]
+    tokens[1, 1] = 4
+    assert min(proposer.step(requests, tokens, np.array([4, 4]), 9)[2]) > 0
+
+
 def test_no_room_gives_no_chain():
     proposer = ChainProposer(max_draft=4)
     request = proposer.start(ids(1, 2, 1))
@@ -132,6 +165,12 @@ def test_what_is_no_token_is_refused_and_leaves_the_text_as_it_was():
     assert len(request) == 2
 
 
+def padded(*chains: np.ndarray) -> np.ndarray:
+    """Probabilities as `choose` takes them."""
+    longest = max(map(len, chains), default=0)
+    return np.array([np.pad(chain, (0, longest - len(chain))) for chain in chains]).reshape(len(chains), longest)
+
+
 def learned(costs: dict[tuple[int, int], float]) -> ChainLengths:
     """Lengths after many steps that paid: seconds by rows and drafted tokens."""
     lengths = ChainLengths()
@@ -144,18 +183,18 @@ def learned(costs: dict[tuple[int, int], float]) -> ChainLengths:
 def test_drafts_that_cost_nothing_are_verified_whole():
     for rows in (1, 4):
         lengths = learned({(rows, 0): 0.01, (rows, 3): 0.01, (rows, 15): 0.01})
-        assert lengths.choose([np.linspace(0.9, 0.2, 15)] * rows) == [15] * rows
+        assert lengths.choose(padded(*[np.linspace(0.9, 0.2, 15)] * rows)) == [15] * rows
 
 
 def test_a_draft_is_cut_where_the_next_token_costs_more_than_it_is_expected_to_give():
     lengths = learned({(1, 0): 0.01, (1, 1): 0.012, (1, 3): 0.016, (1, 7): 0.024})
-    assert lengths.choose([np.array([0.9, 0.7, 0.05, 0.04])]) == [2]
+    assert lengths.choose(padded(np.array([0.9, 0.7, 0.05, 0.04]))) == [2]
 
 
 def test_a_short_draft_is_left_out_where_any_draft_costs_much_and_more_of_it_nothing():
     lengths = learned({(1, 0): 0.01, (1, 1): 0.018, (1, 8): 0.018})
-    assert lengths.choose([np.array([0.6, 0.1])]) == [0]
-    assert lengths.choose([np.full(8, 0.6)]) == [8]
+    assert lengths.choose(padded(np.array([0.6, 0.1]))) == [0]
+    assert lengths.choose(padded(np.full(8, 0.6))) == [8]
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -164,7 +203,7 @@ def test_drafts_that_promise_much_and_give_nothing_lose_little_and_are_tried_aga
     lengths, seconds, tried = ChainLengths(), 0.0, []
     for step in range(3000):
         asked = lengths.drafts(rows)
-        drafted = sum(lengths.choose([np.array([0.9, 0.8, 0.7])] * rows)) if asked else 0
+        drafted = sum(lengths.choose(padded(*[np.array([0.9, 0.8, 0.7])] * rows))) if asked else 0
         took = 0.01 * slow if drafted else 0.01
         host = host_s if asked else None
         lengths.observe(rows=rows, drafted=drafted, emitted=rows, seconds=took, host_s=host)
@@ -178,8 +217,8 @@ def test_unlikely_drafts_do_not_keep_likely_ones_from_being_verified_in_the_next
     lengths = learned({(1, 0): 0.01, (1, 2): 0.012, (1, 8): 0.018})
     for _ in range(200):
         if lengths.drafts(1):
-            assert lengths.choose([np.array([0.05])]) == [0]
-    assert lengths.choose([np.array([0.9, 0.8])]) == [2]
+            assert lengths.choose(padded(np.array([0.05]))) == [0]
+    assert lengths.choose(padded(np.array([0.9, 0.8]))) == [2]
 
 
 def test_a_plain_step_that_took_long_once_is_not_believed_where_all_steps_draft():
@@ -188,24 +227,24 @@ def test_a_plain_step_that_took_long_once_is_not_believed_where_all_steps_draft(
         lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.1)
     for drafted in [2, 8, 16] * 20:
         lengths.observe(rows=1, drafted=drafted, emitted=3, seconds=0.030 + 0.0016 * drafted)
-    assert lengths.choose([np.array([0.9, 0.8, 0.7, 0.1])]) == [3]
+    assert lengths.choose(padded(np.array([0.9, 0.8, 0.7, 0.1]))) == [3]
 
 
 def test_the_likeliest_tokens_of_a_batch_are_verified_whoever_they_belong_to():
     lengths = learned({(4, 0): 0.01, (4, 4): 0.012, (4, 16): 0.018, (4, 32): 0.026})
     sure, unsure, nothing = np.full(4, 0.95), np.full(4, 0.1), np.zeros(0)
-    assert lengths.choose([unsure, sure, nothing, unsure]) == [0, 4, 0, 0]
+    assert lengths.choose(padded(unsure, sure, nothing, unsure)) == [0, 4, 0, 0]
 
 
 def test_nothing_is_verified_before_a_plain_step_is_timed_unless_none_can_be():
     lengths = ChainLengths()
     chain = np.full(4, 0.9)
     assert [lengths.drafts(1) for _ in range(5)] == [False, False, False, True, True]
-    assert lengths.choose([chain]) == [4]
+    assert lengths.choose(padded(chain)) == [4]
     lengths = ChainLengths()
     assert not lengths.drafts(1)
     lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.01, host_s=None)
-    assert lengths.drafts(1) and lengths.choose([chain]) == [4]
+    assert lengths.drafts(1) and lengths.choose(padded(chain)) == [4]
 
 
 @given(
@@ -219,7 +258,7 @@ def test_lengths_fit_the_chains_whatever_was_measured(chains, measured):
         lengths.observe(rows=rows, drafted=drafted, emitted=rows, seconds=seconds)
     path_probs = [np.sort(np.array(each))[::-1] for each in chains]
     for _ in range(5):
-        chosen = lengths.choose(path_probs)
+        chosen = lengths.choose(padded(*path_probs))
         assert len(chosen) == len(chains)
         assert all(0 <= length <= len(each) for length, each in zip(chosen, chains, strict=True))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.drafting.budget import Ema, EnableRule
@@ -40,7 +40,7 @@ class BatchCost:
         self.tries = 0  # plain steps taken only to be timed
         self._since_plain = 0
         self._is_warm = False
-        self.sums = np.zeros(5)  # weight, tokens, seconds, tokens², tokens × seconds
+        self.sums = [0.0] * 5  # weight, tokens, seconds, tokens², tokens × seconds
 
     def observe(self, rows: int, drafted: int, seconds: float) -> float:
         """Learn the time of a step; returns the time of a step with drafts that was expected."""
@@ -59,7 +59,7 @@ class BatchCost:
             if self._since_plain > _STALE and first > 0.0:
                 self.plain.value = min(self.plain.value, first)
         measured = 1.0, drafted, seconds, drafted * drafted, drafted * seconds
-        self.sums = _MEMORY * self.sums + measured
+        self.sums = [_MEMORY * old + new for old, new in zip(self.sums, measured, strict=True)]
         return expected
 
     def line(self, rows: int) -> tuple[float, float]:
@@ -68,7 +68,8 @@ class BatchCost:
         far = plain * (1.0 + _TOKEN_COST * most / rows)
         # Two measurements that were never made, of none and of `most` drafted tokens, are the first guess.
         guessed = 2.0, most, plain + far, most * most, most * far
-        weight, tokens, seconds, squares, products = (self.sums + _GUESSED * np.array(guessed)).tolist()
+        sums = [old + _GUESSED * new for old, new in zip(self.sums, guessed, strict=True)]
+        weight, tokens, seconds, squares, products = sums
         per_token = max(0.0, (weight * products - tokens * seconds) / (weight * squares - tokens * tokens))
         return (seconds - per_token * tokens) / weight, per_token
 
@@ -89,7 +90,7 @@ class ChainLengths:
         ...     lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.010)
         ...     lengths.observe(rows=1, drafted=2, emitted=2, seconds=0.015)
         ...     lengths.observe(rows=1, drafted=8, emitted=6, seconds=0.045)
-        >>> lengths.choose([np.array([0.9, 0.8, 0.2, 0.1])])
+        >>> lengths.choose(np.array([[0.9, 0.8, 0.2, 0.1]]))
         [2]
     """
 
@@ -105,22 +106,23 @@ class ChainLengths:
             return cost.tries > _PROBES
         return self._rule.proposes(rows)
 
-    def choose(self, path_probs: Sequence[NDArray[np.float64]]) -> list[int]:
-        """How many tokens of each chain are verified, by float64 `[n]`: the probability to be accepted up to each."""
+    def choose(self, path_probs: NDArray[np.float64]) -> list[int]:
+        """How many tokens of each chain are verified, by the probability to be accepted up to each.
+
+        `path_probs` is float64 `[rows, longest]`, 0 behind the end of a chain.
+        """
         rows, cost = len(path_probs), self._cost_of(len(path_probs))
-        ranked = np.sort(np.concatenate([*path_probs, np.zeros(0)]))[::-1]
-        if not cost.plain.count or ranked.size == 0:
-            return [len(each) for each in path_probs]
-        first, per_token = cost.line(rows)
+        if not cost.plain.count:
+            lengths: list[int] = np.count_nonzero(path_probs, axis=1).tolist()
+            return lengths
         plain = cost.plain.value
-        seconds = plain + _MARGIN * (max(plain, first) + per_token * np.arange(ranked.size + 1) - plain)
-        seconds[0] = plain
-        speedups = (rows + np.cumsum([0.0, *ranked])) / seconds * plain / rows
-        verified = int(speedups.argmax())
-        if verified == 0 or not self._rule.verifies(rows, speedups[verified], seconds[verified] / plain - 1.0):
-            cost.sums *= _DOUBT
-            return [0] * rows
-        return [int(np.count_nonzero(each >= ranked[verified - 1])) for each in path_probs]
+        chosen, speedup, seconds = _fastest(path_probs, plain, *cost.line(rows))
+        if chosen is not None and self._rule.verifies(rows, speedup, seconds / plain - 1.0):
+            lengths = chosen.tolist()
+            return lengths
+        if speedup > 0.0:
+            cost.sums = [_DOUBT * each for each in cost.sums]
+        return [0] * rows
 
     def observe(self, *, rows: int, drafted: int, emitted: int, seconds: float, host_s: float | None = 0.0) -> None:
         """Learn from a step: of all rows together its drafted and its emitted tokens, and its time without drafting.
@@ -144,3 +146,27 @@ class ChainLengths:
 
     def _cost_of(self, rows: int) -> BatchCost:
         return self._costs[(rows - 1).bit_length()]
+
+
+@njit(cache=True, error_model="numpy")
+def _fastest(path_probs, plain, first, per_token):
+    """The lengths that give the most tokens per second, int64 `[rows]`, the speedup by them, and their seconds.
+
+    The lengths are None where none gives more than a plain step; the speedup is 0 if nothing was drafted.
+    """
+    rows, ranked = len(path_probs), np.sort(path_probs.copy().reshape(-1))
+    if ranked.size == 0 or ranked[-1] == 0.0:
+        return None, 0.0, plain
+    drafted, best, least, seconds = 0.0, rows / plain * plain / rows, 0.0, plain
+    for verified in range(1, ranked.size + 1):
+        prob = ranked[ranked.size - verified]
+        if prob == 0.0:
+            break
+        drafted += prob
+        took = plain + _MARGIN * (max(plain, first) + per_token * verified - plain)
+        speedup = (rows + drafted) / took * plain / rows
+        if speedup > best:
+            best, least, seconds = speedup, prob, took
+    if least == 0.0:
+        return None, best, plain
+    return np.array([(each >= least).sum() for each in path_probs]), best, seconds

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.ngram.chain_proposer import ChainRequest
+from lookahead.ngram.chain_proposer import SAMPLES, ChainRequest, begins
 from lookahead.ngram.chains import IntArray
-
-_TAIL, _SAMPLES = 16, 16  # tokens compared at the end of a known text, and places spread over it
 
 
 class KnownRequests:
@@ -36,17 +34,17 @@ class KnownRequests:
         rows: list[ChainRequest | None] = [None] * counts.size
         left = []
         for row, request in enumerate(self.rows):
-            own = tokens[row, : counts[row]] if row < counts.size else tokens[:0]
-            if request is not None and _begins(own, request, max(1, len(request) // _SAMPLES)):
+            if request is None:
+                continue
+            if row < counts.size and begins(request.address, tokens[row], counts[row], SAMPLES):
                 rows[row] = request
-            elif request is not None:
+            else:
                 left.append(request)
-        if rows == self.rows and None not in rows:
-            return []
         loose = self.aside + left
         for row in range(counts.size):
             if rows[row] is None and wanted[row] and loose:
-                found = [request for request in loose if _begins(tokens[row, : counts[row]], request)]
+                whole = tokens[row], counts[row], int(counts[row]) + 1
+                found = [request for request in loose if begins(request.address, *whole)]
                 rows[row] = max(found, key=len, default=None)
                 loose = [request for request in loose if request is not rows[row]]
         self.rows = rows
@@ -56,10 +54,3 @@ class KnownRequests:
         kept = min(self._max_aside, int((totals <= self._aside_tokens).sum()))
         self.aside = loose[len(loose) - kept :]
         return gone
-
-
-def _begins(tokens: IntArray, request: ChainRequest, step: int = 1) -> bool:
-    """Whether a row begins with a known text, by every so many of its tokens and by the last ones."""
-    own, known = tokens[: len(request)], request.text.tokens[1:]  # their bytes compare faster than the arrays
-    parts = (slice(None, None, step), slice(-_TAIL, None)) if len(own) == len(known) else ()
-    return len(parts) > 0 and all(own[part].tobytes() == known[part].tobytes() for part in parts)

@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from lookahead.drafting.chain_lengths import ChainLengths
 from lookahead.errors import ConfigError
 from lookahead.integrations.known_requests import KnownRequests
-from lookahead.ngram.chain_proposer import ChainProposer
+from lookahead.ngram.chain_proposer import NEVER, ChainProposer, ChainRequest
 from lookahead.ngram.chains import IntArray
 
 _log = logging.getLogger(__name__)
 _SHARED_EARLY = 16  # tokens of an output that requests beside it draft from before it ends
-_NO_CHAIN: tuple[IntArray, NDArray[np.float64]] = (np.zeros(0, np.int32), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +111,13 @@ class LookaheadProposer:
         # Of the last call: tokens of each row, drafted tokens of all, seconds of drafting, and the time of the return.
         self._before: tuple[list[int], int, float | None, float] = ([], 0, None, 0.0)
         # Compile, or load from the cache, all that a step calls.
-        proposer, tokens = ChainProposer(2), np.arange(2048, dtype=np.int32) % 8
-        request = proposer.start(tokens[:2])
-        for new in (tokens[:2], tokens):  # the index grows
-            proposer.observe(request, new)
-            proposer.draft(request, 2)
-        proposer.finish(request)
+        proposer, known, lengths = ChainProposer(2), KnownRequests(1, 1), ChainLengths()
+        tokens, counts = np.arange(2048, dtype=np.int32)[None] % 8, np.array([2048])
+        known.rows = [proposer.start(tokens[0, :2])]
+        known.match(tokens, counts, [True])
+        _, path_probs, _ = proposer.step(known.rows, tokens, counts, 4096, 1)  # the index grows
+        lengths.observe(rows=1, drafted=0, emitted=1, seconds=1.0)
+        lengths.choose(path_probs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is no draft model. vLLM calls it."""
@@ -174,30 +174,36 @@ class LookaheadProposer:
         if self._pool is not None and not self._pool.is_intact:
             self._tell(RuntimeError(f"{self._pool.path}: changed while it was in use; no more is drafted from it"))
             self._pool = None
-        for request in self._known.match(tokens, counts, sampled):
-            self._proposer.finish(request)
-        chains = [_NO_CHAIN] * len(drafts)
-        for row, new in enumerate(sampled):
-            if new:
+        longest, shared = self._max_length - 1, _SHARED_EARLY if len(sampled) > 1 else NEVER
+        rows, sizes = self._known.rows, list[int]()
+        if len(rows) == len(sampled) and None not in rows and all(sampled):
+            chains, path_probs, sizes = self._proposer.step(rows, tokens, counts, longest, shared)
+        if not sizes:  # requests came, went or moved
+            rows = self._match(sampled, counts, tokens)
+            chains, path_probs, sizes = self._proposer.step(rows, tokens, counts, longest, shared)
+        for row, size in enumerate(sizes):
+            if size < 0:
+                self._tell(ValueError("token ids must not be negative"))
+                self._known.rows[row] = None
+        texts = chains.tolist()
+        for row, length in enumerate(self._lengths.choose(path_probs)):
+            if length:
+                drafts[row] = texts[row][:length]
+
+    def _match(
+        self, sampled: Sequence[Sequence[int]], counts: NDArray[np.int64], tokens: IntArray
+    ) -> list[ChainRequest | None]:
+        """The request of every row that new tokens came for; those that left are finished, and new ones started."""
+        for gone in self._known.match(tokens, counts, sampled):
+            self._proposer.finish(gone)
+        rows = self._known.rows
+        for row, (request, new) in enumerate(zip(rows, sampled, strict=True)):
+            if request is None and new:
                 try:
-                    chains[row] = self._chain(row, tokens[row, : counts[row]])
+                    rows[row] = self._proposer.start(tokens[row, : counts[row]])
                 except Exception as error:
                     self._tell(error)
-                    self._known.rows[row] = None
-        for row, length in enumerate(self._lengths.choose([path_probs for _, path_probs in chains])):
-            if length:
-                drafts[row] = chains[row][0][:length].tolist()
-
-    def _chain(self, row: int, text: IntArray) -> tuple[IntArray, NDArray[np.float64]]:
-        """The chain after a row's text, and the probability of each of its tokens to be accepted."""
-        request = self._known.rows[row]
-        if request is None:
-            request = self._known.rows[row] = self._proposer.start(text)
-        else:
-            self._proposer.observe(request, text[len(request) :])
-            if len(self._known.rows) > 1 and len(request) >= request.kept + _SHARED_EARLY:
-                self._proposer.finish(request)
-        return self._proposer.draft(request, self._max_length - len(text) - 1)
+        return [request if new else None for request, new in zip(rows, sampled, strict=True)]
 
     def _tell(self, error: Exception) -> None:
         """Log a fault, once for each type of exception."""
