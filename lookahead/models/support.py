@@ -22,8 +22,8 @@ from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, empty_c
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import keeps_bits
 from lookahead.models.model_state import state_of
-from lookahead.models.quantized import QuantizedLinear
 from lookahead.models.product_bits import has_other_products
+from lookahead.models.quantized import QuantizedLinear
 from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
