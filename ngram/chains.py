@@ -96,7 +96,8 @@ class ChainIndex(Chains):
         new = as_tokens(tokens)
         if self._max_tokens is not None:
             new = new[-(self._max_tokens // 2) :]
-        self._add(new)
+        if not add(self.record, new):
+            self._add(new)
 
     def append_documents(self, tokens: IntArray) -> None:
         """Close the open document and add several, int32 `[n]` with `SEPARATOR` between; the last one stays open."""
@@ -113,10 +114,9 @@ class ChainIndex(Chains):
             self._add(np.full(1, SEPARATOR, np.int32))
 
     def _add(self, new: IntArray) -> None:
-        """Add tokens and link all but separators."""
-        if not add(self.record, new):
-            self.make_room(new.size)
-            add(self.record, new)
+        """Make room, and add tokens or separators."""
+        self.make_room(new.size)
+        add(self.record, new)
 
     def make_room(self, more: int) -> None:
         """Drop the oldest half, or grow, where so many more tokens do not fit."""

@@ -4,7 +4,6 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic, overload, register_jitable
 from numpy.typing import NDArray
@@ -24,13 +23,13 @@ def array_at(address: Any, shape: Any, dtype: Any) -> NDArray[Any]:
 
 
 @intrinsic
-def _pointer(typing, address):
-    def lower(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+def _pointer(typing: Any, address: Any) -> Any:
+    def lower(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(address), lower
 
 
-@overload(array_at)
-def _array_at(address, shape, dtype):
+@overload(array_at, strict=False)
+def _array_at(address: Any, shape: Any, dtype: Any) -> Any:
     return lambda address, shape, dtype: carray(_pointer(address), shape, dtype)  # type: ignore[call-arg]

@@ -71,9 +71,6 @@ def compare(model: Any, *configs: LookaheadConfig, **options: Any) -> None:
             assert all(map(torch.equal, got.logits, expected.logits))
 
 
-# Tokens
-
-
 @pytest.mark.covering(2)
 @widths
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.3}], ids=str)
@@ -137,9 +134,6 @@ def test_layers_with_quantized_products_are_fused_with_the_same_bits(dtype, bits
             assert len(packed_weights(linears, torch.empty(3, 4, dtype=dtype), {})) == 2, "one call with the others"
             got = model(PROMPT).logits
     assert torch.equal(got, expected) if dtype == HALF else (got - expected).abs().max() < 1e-4
-
-
-# Products
 
 
 def rounded(numbers: torch.Tensor, size: int) -> torch.Tensor:
@@ -275,9 +269,6 @@ def test_a_copy_of_a_quantized_model_gives_the_same_tokens(twin, bits, folders):
     assert torch.equal(twin(model).generate(PROMPT, max_new_tokens=20, do_sample=False), expected)
 
 
-# Loading
-
-
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory, tiny_llama: LlamaForCausalLM, tiny_tokenizer: Any) -> Path:
     """A folder with a model and its tokenizer."""
@@ -348,9 +339,6 @@ def test_heads_of_a_quantized_model_are_refused_by_name(folders):
 
     with pytest.raises(HeadsError, match="the LM head of this LlamaForCausalLM is quantized"):
         lm_head(quantized(folders["looping"]))
-
-
-# Commands
 
 
 @pytest.mark.parametrize(
