@@ -70,7 +70,9 @@ def options_of(kind: type) -> list[tuple[Field[Any], type]]:
 class DeviceOptions:
     panel: ClassVar[str] = "Model"
 
-    dtype: str = option("auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")
+    dtype: str = option(
+        "auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU, bf16 with --quantize."
+    )
     quantize: str | None = option(
         None, "Linear layers with weights of 8 bits (int8) or 4 (int4), on a CPU.", metavar="int8|int4"
     )
