@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lookahead.kernels.scalars import array_at
+from lookahead.utils.addresses import array_at
 
 _LIBRARY = "libtorch_cpu.so"
 _SIGNATURE = types.void(types.int64)

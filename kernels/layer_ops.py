@@ -16,7 +16,8 @@ from numba.extending import overload
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, take
-from lookahead.kernels.scalars import array_at, exp, jit_part, narrow, widen
+from lookahead.kernels.scalars import exp, jit_part, narrow, widen
+from lookahead.utils.addresses import array_at
 
 _PARTIALS = 4  # sums of every fourth vector
 _LEVELS = 4  # of sums; each takes the sums of the level below

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, run, take
 from lookahead.kernels.large_pages import zeros
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of, transpose
-from lookahead.kernels.scalars import array_at, jit_part, narrow, widen
+from lookahead.kernels.scalars import jit_part, narrow, widen
+from lookahead.utils.addresses import array_at
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight that a thread takes at a time
@@ -85,7 +85,7 @@ def pack(weight: Tensor, block: int) -> PackedWeight:
     return PackedWeight.of(_panels_of(terms, lines).view(torch.bfloat16), len(weight), _SUMS)
 
 
-def _panels_of(terms: Tensor, lines: NDArray[np.int64] | None = None) -> Tensor:
+def _panels_of(terms: Tensor, lines: np.ndarray[Any, Any] | None = None) -> Tensor:
     """Lay terms `[outputs, terms]` of 32 bits out by outputs; `lines` says where each stands in a panel, if moved."""
     lines = np.arange(terms.shape[1]) if lines is None else lines
     packed, terms = zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS, dtype=terms.dtype), terms.contiguous()

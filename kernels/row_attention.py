@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lookahead.kernels.jobs import Job, run, take
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of, transpose
-from lookahead.kernels.scalars import array_at, exp, jit_part, narrow, to_intrinsic, widen
+from lookahead.kernels.scalars import exp, jit_part, narrow, to_intrinsic, widen
+from lookahead.utils.addresses import array_at
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next

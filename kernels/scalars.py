@@ -1,12 +1,10 @@
-"""What kernels for a CPU share: the exponential function, numbers of tensors, arrays at addresses."""
+"""What kernels for a CPU share: the exponential function, and numbers of tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload, register_jitable
 
@@ -73,20 +71,3 @@ def exp(x):
     scaled = series * np.int32((first + np.int32(127)) << np.int32(23)).view(np.float32)
     scaled *= np.int32((second + np.int32(127)) << np.int32(23)).view(np.float32)
     return _F(0.0) if x < _SMALLEST else scaled
-
-
-@to_intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), emit
-
-
-_view: Any = vars(numba)["carray"]
-
-
-@jit_part
-def array_at(address, shape, dtype):
-    """The array at an address."""
-    return _view(_pointer(address), shape, dtype)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.features import KIND_OF, PRIOR, is_own_copy
-from lookahead.ngram.inlining import array_at, jit_inline
+from lookahead.ngram.inlining import jit_inline
+from lookahead.utils.addresses import array_at
 
 Float32Array = NDArray[np.float32]
 

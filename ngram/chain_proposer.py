@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, count_hits, rates_at
 from lookahead.ngram.chains import LENGTH, SEPARATOR, ChainIndex, Chains, IntArray, add, as_tokens, chains_at
-from lookahead.ngram.inlining import array_at
 from lookahead.ngram.search import FLOOR, RATES, TEXT, Search, grow
+from lookahead.utils.addresses import array_at
 
 _MOST_DRAFTED = 1024
 _SHORTEST, _LONGEST, _MAX_LINKS = 1, 16, 32  # tokens of a match; links walked in each text

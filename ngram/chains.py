@@ -12,7 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.inlining import array_at, jit_inline
+from lookahead.ngram.inlining import jit_inline
+from lookahead.utils.addresses import array_at
 
 IntArray = NDArray[np.int32]
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
 from lookahead.ngram.candidates import MOST_OPTIONS, NODE, OCCURRENCE, score, split
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, chains_at, find_matches
-from lookahead.ngram.inlining import array_at, jit_inline
+from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import ENTRY, ORDERS, TOP, WAYS, RecycledTable, hash_context, store_tree
+from lookahead.utils.addresses import array_at
 
 _MOST_TEXTS = 3
 FLOOR = 0.0001  # least probability of a node to be reached

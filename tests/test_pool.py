@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, find_matches
 from lookahead.ngram.pool_file import Pool, read_header, write_pool
-from lookahead.ngram.replacing import replacing
 from lookahead.pools.pool_files import open_pool
 from lookahead.proposers.ngram import NgramProposer
+from lookahead.utils.replacing import replacing
 from tests.support.forked import status_of
 from tests.support.index_queries import find, grow_trie
 from tests.support.naive_index import find_by_scan

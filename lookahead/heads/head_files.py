@@ -23,9 +23,9 @@ from lookahead.heads.independent_heads import MedusaDrafter, MedusaHeads, MtpDra
 from lookahead.heads.layers import body_of, lm_head
 from lookahead.heads.native_mtp import NATIVE_DEPTH, NativeDrafter, open_native
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.ngram.replacing import replacing
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
+from lookahead.utils.replacing import replacing
 
 NATIVE = "native"  # instead of a folder: the MTP layer of the model's own checkpoint
 

@@ -19,8 +19,8 @@ from lookahead.documents.inputs import Input, check_output, load_packages
 from lookahead.errors import ConfigError, count
 from lookahead.jobs.identity import JobIdentity, key_of, key_of_line, text_hash
 from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines, unpack_parquet, write_parquet
-from lookahead.ngram.replacing import remove_leftovers
 from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.replacing import remove_leftovers
 
 Before = Literal["finished", "rejected"] | None  # what an earlier run did with a document
 Sink = Callable[[Record], None]  # receives the lines of results

@@ -19,8 +19,8 @@ from lookahead.documents.inputs import load_packages
 from lookahead.documents.readers import parquet_records
 from lookahead.errors import ConfigError
 from lookahead.jobs.identity import key_of_line
-from lookahead.ngram.replacing import replacing, sync_folder
 from lookahead.utils.atomic import parse_json
+from lookahead.utils.replacing import replacing, sync_folder
 
 Record = dict[str, Any]
 _BATCH_ROWS = 1024

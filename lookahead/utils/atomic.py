@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lookahead.ngram.replacing import replacing
+from lookahead.utils.replacing import replacing
 
 
 def write_atomically(path: Path, text: str) -> None:
