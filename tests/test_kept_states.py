@@ -18,7 +18,7 @@ from lookahead.training import heads_trainer
 from lookahead.training.examples import collate, make_example
 from lookahead.training.heads_trainer import room_for
 from lookahead.training.learners import DECAY, DraftStarts, FusedEagleLearner, unroll
-from lookahead.training.train_heads import Settings, train_heads
+from lookahead.training.train_heads import Settings, _prepare, train_heads
 
 SETTINGS = Settings(kind="eagle3", heads=2, steps=14, batch_size=8, learning_rate=1e-2, max_new_tokens=12)
 
@@ -177,3 +177,17 @@ def test_a_fused_head_of_a_larger_model_begins_with_what_is_linear_in_its_layers
     before = right()
     begin_fused(head, model, texts, lambda example: hidden_states(model, example["input_ids"][None], learner.layers)[0])
     assert before < 0.1 and right() > 0.3
+
+
+@pytest.mark.parametrize(("layers", "rate"), [(8, 1e-4), (2, 1e-3)])
+def test_a_head_that_begins_with_a_linear_map_learns_slowly_unless_told_otherwise(layers, rate, tmp_path):
+    sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": layers}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
+    texts = [make_example(text[:1], text[1:], 99) for text in torch.randint(4, 101, (40, 9)).tolist()]
+
+    def rate_of(**options):
+        settings = Settings(kind="eagle3", heads=1, steps=1, **options)
+        return _prepare(model, texts, tmp_path, settings, lambda _: None)[0].args.learning_rate
+
+    assert rate_of() == rate
+    assert rate_of(learning_rate=0.5) == 0.5

@@ -212,7 +212,9 @@ class TrainOptions(ModelOptions):
     draft_vocab: int = option(32_000, "eagle3: size of the draft vocabulary, the most frequent tokens.")
     steps: int | None = option(None, "Batches to train on. (default: the data once)")
     batch_size: int = option(8, "Examples in a batch.")
-    learning_rate: float = option(1e-3, "Peak learning rate of the heads.")
+    learning_rate: float | None = option(
+        None, "Peak learning rate of the heads (default: 0.001; of EAGLE-3 for a model of 8 layers or more 0.0001)."
+    )
     max_length: int = option(1024, "Most tokens of an example.")
     max_new_tokens: int = new_tokens_option(256, "Most tokens of an answer, if the model answers a prompt itself.")
     hold_out_every: int = option(20, "One example in N is held out for evaluation.")

@@ -33,6 +33,7 @@ KINDS = ("medusa", "eagle", "eagle3", "mtp")
 _JOINT = ("medusa", "mtp")
 _SETTINGS = "run.json"
 _ANSWERS = "answers.jsonl"  # the model's answers to the prompts of the data
+_RATE, _RATE_OF_MAPS = 1e-3, 1e-4  # peak learning rates; the first step of a higher one undoes a linear map
 _DONE = "trainer_state.json"  # written last into a checkpoint
 
 
@@ -46,7 +47,7 @@ class Settings:
     draft_vocab: int = 32_000
     steps: int | None = None
     batch_size: int = 8
-    learning_rate: float = 1e-3
+    learning_rate: float | None = None  # that of the kind
     max_length: int = 1024
     max_new_tokens: int = 256
     hold_out_every: int = 20
@@ -64,7 +65,7 @@ class Settings:
                 raise TrainingError(f"{name} must be at least {minimum}, got {value}")
         if not 0 <= self.seed < 1 << 32:
             raise TrainingError(f"seed must be from 0 to 2^32 - 1, got {self.seed}")
-        if not self.learning_rate > 0:
+        if self.learning_rate is not None and not self.learning_rate > 0:
             raise TrainingError(f"learning_rate must be more than 0, got {self.learning_rate}")
 
 
@@ -177,6 +178,7 @@ def _prepare(
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)  # a resumed run begins with the same weights
         learner, heads = untrained(model, train, settings)
+    is_mapped = isinstance(heads, FusedEagleHead) and heads.hidden_layers[0] != 0
     on_cpu = model.device.type == "cpu"
     arguments = TrainingArguments(
         output_dir=str(output / "checkpoints"),
@@ -184,7 +186,7 @@ def _prepare(
         per_device_eval_batch_size=settings.batch_size,
         max_steps=settings.steps or -1,
         num_train_epochs=1,
-        learning_rate=settings.learning_rate,
+        learning_rate=settings.learning_rate or (_RATE_OF_MAPS if is_mapped else _RATE),
         warmup_steps=0.03,
         save_steps=0.05,
         save_total_limit=2,
@@ -201,7 +203,7 @@ def _prepare(
     trainer = HeadTrainer(model, learner, arguments, train, held_out, say)  # which sets the seed, too
     if isinstance(heads, MtpHeads):
         begin_mtp(heads, model, train, trainer.read)
-    elif isinstance(heads, FusedEagleHead) and heads.hidden_layers[0] != 0:
+    elif isinstance(heads, FusedEagleHead) and is_mapped:
         begin_fused(heads, model, train, trainer.read)
     return trainer, heads
 
