@@ -54,6 +54,7 @@ BATCH = {
 NEW_TOKENS = 13
 WANDERING = {"do_sample": False, "no_repeat_ngram_size": 2, "suppress_tokens": [0]}
 FIXED = LookaheadConfig(draft="fixed", min_probability=0.0)
+BRANCH = replace(FIXED, proposers=("prompt", "recycled", "jacobi"), window=3, ngram_size=4, guesses=3)
 # What the generation configurations of published summarizers ask for, and more that needs the text so far.
 OPTIONS: dict[str, dict[str, Any]] = {
     "as BART-CNN asks": {"min_length": 12, "no_repeat_ngram_size": 3, "forced_bos_token_id": 4, "eos_token_id": 31},
@@ -180,16 +181,8 @@ def test_a_tree_has_no_more_nodes_than_the_decoder_has_positions_left(name: str)
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])
 def test_the_lookahead_branch_is_verified_for_one_input(name: str) -> None:
-    config = LookaheadConfig(
-        proposers=("prompt", "recycled", "jacobi"),
-        window=3,
-        ngram_size=4,
-        guesses=3,
-        draft="fixed",
-        min_probability=0.0,
-    )
     for options in (WANDERING, {"do_sample": True}):
-        compare(model_of(name), PADDED, "real", config=config, **options)
+        compare(model_of(name), PADDED, "real", config=BRANCH, **options)
 
 
 def test_a_decoder_that_shows_no_positions_for_nodes_verifies_chains(monkeypatch: pytest.MonkeyPatch) -> None:

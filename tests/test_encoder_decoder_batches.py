@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
-from lookahead.generation.prompts import PromptReader
+from lookahead.errors import UnsupportedModelError
 from lookahead.models.cache import CACHE
 from lookahead.models.support import support_of
 from tests.support.adversarial_proposers import among_decoys, drafting_by, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, build, cases
 from tests.test_encoder_decoder import (
     BATCH,
+    BRANCH,
     DRAFTED,
     FIXED,
     NEW_TOKENS,
@@ -196,64 +194,8 @@ def test_rows_of_one_length_are_accepted_exactly_or_refused_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])
 def test_the_lookahead_branch_is_verified_for_several_inputs(name: str) -> None:
-    config = LookaheadConfig(
-        proposers=("prompt", "recycled", "jacobi"),
-        window=3,
-        ngram_size=4,
-        guesses=3,
-        draft="fixed",
-        min_probability=0.0,
-    )
     for options in (WANDERING, {"do_sample": True}):
-        compare(model_of(name), RAGGED, "real", config=config, **options)
-
-
-@pytest.mark.parametrize("name", ["Bart", "T5"])
-def test_prompts_of_a_stream_share_batches_and_each_is_done_at_its_own_end(
-    name: str, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = model_of(name)
-    texts = ["A boy met a dog.", "The dog met a cat, and the cat slept.", "", "The end of it!", "A boy met a cat."]
-    options = {"max_new_tokens": 14, "do_sample": False, "no_repeat_ngram_size": 2, "eos_token_id": 31}
-    alone = {i: lookahead.generate(model, tiny_tokenizer, text, **options) for i, text in enumerate(texts) if text}
-    config = LookaheadConfig(draft="fixed", memory="request")
-    batches, own = [], PromptReader.prepare
-    with monkeypatch.context() as patch:
-        patch.setattr(PromptReader, "prepare", lambda *call: (batches.append(len(call[1])), own(*call))[1])
-        done = list(lookahead.stream_many(model, tiny_tokenizer, texts, rows=3, config=config, **options))
-    assert batches == [2, 1, 1]  # of about one length
-    assert {each.index: each.token_ids for each in done if each.error is None} == {
-        i: result.token_ids[0] for i, result in alone.items()
-    }
-    assert [each.index for each in done if isinstance(each.error, PromptError)] == [2]
-    assert all(each.finish_reason == alone[each.index].finish_reasons[0] for each in done if each.error is None)
-    for other in ({"do_sample": True}, {"num_beams": 2}):
-        torch.manual_seed(0)
-        many = list(lookahead.stream_many(model, tiny_tokenizer, [texts[0]], rows=3, **{**options, **other}))
-        torch.manual_seed(0)
-        assert (
-            many[0].token_ids
-            == lookahead.generate(model, tiny_tokenizer, texts[0], **{**options, **other}).token_ids[0]
-        )
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_an_input_without_numbers_fails_alone(tiny_tokenizer: PreTrainedTokenizerFast, rows: int) -> None:
-    model = copy.deepcopy(model_of("T5"))
-    poison = tiny_tokenizer("#")["input_ids"][0]
-    with torch.no_grad():
-        model.get_encoder().set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
-        model.get_encoder().get_input_embeddings().weight[poison] = torch.nan
-    texts = ["A boy met a dog.", "A boy met a #at.", "A dog met a cat."]
-    options = {"max_new_tokens": 14, "do_sample": False}
-    done = list(lookahead.stream_many(model, tiny_tokenizer, texts, rows=rows, config=FIXED, **options))
-    assert sorted(each.index for each in done) == [0, 1, 2]
-    for each in done:
-        if each.index == 1:
-            assert isinstance(each.error, LogitsError)
-        else:
-            alone = lookahead.generate(model, tiny_tokenizer, texts[each.index], **options)
-            assert each.token_ids == alone.token_ids[0]
+        compare(model_of(name), RAGGED, "real", config=BRANCH, **options)
 
 
 def test_a_criterion_of_the_users_own_sees_the_whole_batch() -> None:

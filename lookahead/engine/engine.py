@@ -78,7 +78,7 @@ class Engine:
         self.stats = [row.stats for row in batch]
         self.cache = target.cache
         self.cache.slots.active = 0  # rows join by `admit`; their KV stays
-        self.reads_alone = target.is_exact  # a prompt keeps its bits only if it joins alone
+        self.reads_alone = target.reads_alone
 
     def serving(self) -> AbstractContextManager[None]:
         """Keep the model in service for a whole block, for a loop over `run` that will not pause."""
@@ -121,6 +121,10 @@ class Engine:
         slots.active += len(rows)
         self._rows += rows
         self._target.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
+        for row in rows:
+            if row.encoded is not None:
+                self._target.join(row.encoded)
+                row.encoded = None
         logits = self._target.prefill([row.text for row in rows], first)
         for row in rows:
             row.is_bitwise = self._target.is_bitwise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,7 @@ class Row:
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
         self.slot = self.emitted = 0  # its number among the rows of its engine, and tokens
         self.inputs: IntArray = np.zeros(0, np.int32)  # what an encoder has read for it
+        self.encoded: Any = None  # an `Encoded` of that, until the row joins others
         self.prefilled = 0.0  # when its prompt was read, by `time.perf_counter`
         self.is_bitwise = False  # whether its passes have the bits of `model.generate` for its prompt
         self.finish_reason: FinishReason | None = None
@@ -88,6 +90,11 @@ class Row:
     def tokens(self) -> int:
         """How many tokens it holds, padding left out."""
         return self.length - self.padding
+
+    def read_by_encoder(self, inputs: IntArray, encoded: Any = None) -> None:
+        """Take in what an encoder has read, tokens int32 `[tokens]`; `encoded` if the row is to join others with it."""
+        self.inputs, self.encoded = inputs, encoded
+        self.stats.prompt_tokens += len(inputs)
 
     def positions_left(self, positions: int) -> int:
         """Positions that a model of so many has behind the newest token; PromptError if none for that."""

@@ -33,7 +33,8 @@ from lookahead.generation.hf_outputs import adopt, collect, return_cache
 from lookahead.models import support
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.calibration import node_cost
-from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, Encoded, empty_cache
+from lookahead.models.encoded_rows import Encoded
+from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, empty_cache
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
@@ -171,9 +172,9 @@ def prepare(
     for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True)):
         rule = stopping.within(lookahead_context, longest - length)
         rows.append(Row(i, ids, chooser, rule, padding=longest - length, place=i, device=input_ids.device))
-    encoded = _encoded(model, is_returned, inputs_tensor, model_kwargs) if has_encoder else None
+    encoded = encoded_in(model, is_returned, inputs_tensor, model_kwargs) if has_encoder else None
     for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
-        row.inputs, row.stats.prompt_tokens = tokens, row.stats.prompt_tokens + len(tokens)
+        row.read_by_encoder(tokens)
     warp = warp_of(logits_processor) if is_sampled else None
     keeps = is_returned or is_continued
     given = (model, config, stopping, lookahead_tokenizer, rows)
@@ -222,7 +223,7 @@ def assemble(
     # Enough for short outputs; the cache grows with a longer one.
     capacity = min(stopping.max_length, longest + 256) + config.node_budget + 1
     target: Target
-    if encoded is None:
+    if not model.config.is_encoder_decoder:
         target = Target(
             model,
             rows=rows,
@@ -239,6 +240,7 @@ def assemble(
         packs = config.pack == "auto"
         target = DecoderTarget(model, encoded, rows, capacity=capacity, is_bitwise=is_bitwise, packs=packs)
     else:
+        assert encoded is not None
         target, keep_cache = ChainTarget(model, encoded, rows, packs=config.pack == "auto"), False
     return Engine(target, proposers, controller, config, call, batch, keep_cache=keep_cache, isolates=isolates)
 
@@ -247,7 +249,7 @@ def _drafting(
     config: LookaheadConfig, call: Call, *, runs_to_limit: bool
 ) -> tuple[Sequence[Proposer], Controller | None]:
     """The proposers of a call and their controller, with the learned state of the model."""
-    model, has_encoder, learned = call.model, call.inputs is not None, state_of(call.model).learned
+    model, has_encoder, learned = call.model, call.model.config.is_encoder_decoder, state_of(call.model).learned
     pool = pool_of(config, vocabulary=call.vocab_size)
     with learned.lock:
         branch = LookaheadBranch(
@@ -303,7 +305,16 @@ def _verified(
     return shape, f"{type(model).__name__} cannot {met[0]}" if met else ""
 
 
-def _encoded(model: PreTrainedModel, is_returned: bool, inputs: Tensor | None, model_kwargs: dict[str, Any]) -> Encoded:
+def takes_rows_apart(model: PreTrainedModel, config: LookaheadConfig) -> bool:
+    """Whether inputs of an encoder-decoder model can join one at a time, each with the tokens that it has alone."""
+    found = support.support_of(model, shortest=1, max_length=1)
+    shape, _ = _verified(model, found, 1, is_padded=False, is_returned=False, config=config)
+    return shape == "trees" and model._can_set_attn_implementation()
+
+
+def encoded_in(
+    model: PreTrainedModel, is_returned: bool, inputs: Tensor | None, model_kwargs: dict[str, Any]
+) -> Encoded:
     """The output of the encoder, with the cache that `generate` made if that can be cropped."""
     past, mask = cache_in(model_kwargs), model_kwargs.get("attention_mask")
     if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):

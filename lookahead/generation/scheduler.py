@@ -15,7 +15,7 @@ from lookahead.config import LookaheadConfig, check_whole
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
-from lookahead.generation.hf import assemble
+from lookahead.generation.hf import assemble, encoded_in, takes_rows_apart
 from lookahead.generation.prompts import Prompt, PromptReader
 from lookahead.generation.validation import validate_call
 from lookahead.models.support import support_of
@@ -102,16 +102,19 @@ class Scheduler:
             )
         has_encoder, kind = self._model.config.is_encoder_decoder, input_device(self._model).type
         own = reader.has_own or not all(isinstance(each, str) for each in config.proposers)
-        # A user's objects are made for the rows of one call. An encoder would read the prompt only to resolve options.
-        self._is_apart = own or prefills_at_once(self._model) or has_encoder
-        # A draw, a beam, stop strings or a limit of time belong to their call.
+        # A draw, a beam, stop strings, a limit of time or a prompt for the decoder belong to their call.
         self._shares_batches = (
             has_encoder
             and not (own or criteria or reader.option("do_sample") or reader.option("max_time"))
             and (reader.option("num_beams") or 1) == 1
+            and not {"decoder_input_ids", "decoder_attention_mask"} & reader.options.keys()
             and config.acceptance == "exact"
             and support_of(self._model, shortest=1, max_length=1).shape != "none"
         )
+        # A user's objects are made for the rows of one call.
+        self._is_apart = own or prefills_at_once(self._model)
+        if has_encoder and not (self._shares_batches and takes_rows_apart(self._model, config)):
+            self._is_apart = True  # the encoder would read the prompt only to resolve options
         self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
         check_whole("rows", self.rows, 1, MOST_ROWS)
         self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
@@ -153,6 +156,7 @@ class Scheduler:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Row | None:
         """A custom method of `model.generate`: a row for its prompt, if it can be decoded beside others."""
@@ -162,7 +166,11 @@ class Scheduler:
         if generation_config.do_sample or support.shape != "trees":
             return None
         chooser = TokenChooser(logits_processor, do_sample=False, batch_size=1)
-        return Row(0, input_ids[0].cpu().numpy(), chooser, rule, device=input_device(model))
+        row = Row(0, input_ids[0].cpu().numpy(), chooser, rule, device=input_device(model))
+        if model.config.is_encoder_decoder:
+            encoded = encoded_in(model, False, inputs_tensor, model_kwargs)
+            row.read_by_encoder(encoded.tokens[0], encoded)
+        return row
 
     def step(self) -> list[Completion]:
         """Admit the prompts that fit; if there are none, advance the rows until one ends, or by a few passes."""
@@ -237,13 +245,12 @@ class Scheduler:
     def _joining(self) -> list[Row]:
         """Take the next prompts, in order, that there are free rows and slots for."""
         joining: list[Row] = []
-        nodes = self._config.node_budget + 1
-        longest = max((request.row.stopping.max_length + nodes for request in self._running.values()), default=0)
+        longest = max(map(self._tokens_of, self._running.values()), default=0)
         while self._waiting and len(self._running) < self.rows:
             request, rows = self._waiting[0], len(self._running) + 1
             if request.row is None:
                 break
-            needed = max(longest, request.row.stopping.max_length + nodes)
+            needed = max(longest, self._tokens_of(request))
             if rows > 1 and rows * needed > self._cache_tokens:
                 break
             longest = needed
@@ -253,16 +260,24 @@ class Scheduler:
             self._make_room(joining[0], len(self._running), longest)
         return joining
 
+    def _slots_of(self, request: Request) -> int:
+        """Slots that a request may need in the cache, drafts included."""
+        return int(request.row.stopping.max_length) + self._config.node_budget + 1
+
+    def _tokens_of(self, request: Request) -> int:
+        """Tokens whose keys and values a request may need, those of an encoder's input included."""
+        return self._slots_of(request) + (len(request.ids) if self._model.config.is_encoder_decoder else 0)
+
     def _make_room(self, first: Row, rows: int, longest: int) -> None:
-        """Grow the cache to at least so many rows and slots."""
+        """Grow the cache to at least so many rows, and slots for those that run, of at most `longest` tokens."""
         if self._engine is None:
             model, config, tokenizer = self._model, self._config, self._tokenizer
             self._engine = assemble(model, config, first.stopping, tokenizer, slots=self.rows)
-        slots = self._engine.cache.slots
+        slots, needed = self._engine.cache.slots, max(map(self._slots_of, self._running.values()))
         is_too_large = slots.rows > rows and slots.rows * slots.capacity > self._cache_tokens
-        if is_too_large or longest > slots.capacity or rows > slots.rows:
+        if is_too_large or needed > slots.capacity or rows > slots.rows:
             most = max(rows, min(self.rows, self._cache_tokens // longest))
-            capacity = max(longest, min(slots.capacity, self._cache_tokens // most))
+            capacity = max(needed, min(slots.capacity, self._cache_tokens // most))
             self._engine.cache.resize(rows=most, capacity=capacity)
 
     def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:

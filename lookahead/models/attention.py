@@ -190,16 +190,25 @@ def _attend_across(
 ) -> Tensor:
     """Attention of nodes to what the encoder has read, by the model's own function; `[rows, width, heads, dim]`."""
     assert tree_pass.cross is not None
-    mask, own = tree_pass.cross.mask, own_attention(module, _real(module.config))
-    mask = None if mask is None else mask.to(query.device)
-    if mask is not None and own is not sdpa_attention_forward:
-        mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+    own = own_attention(module, _real(module.config))
     options = {name: option for name, option in options.items() if option is not None}
+
+    def attend(nodes: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        mask = None if mask is None else mask.to(query.device)
+        if mask is not None and own is not sdpa_attention_forward:
+            mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+        return own(module, nodes, keys, values, mask, **options)[0]
+
     if not tree_pass.is_exact:
-        return own(module, query, key, value, mask, **options)[0]
-    if "position_bias" in options:
-        options["position_bias"] = options["position_bias"][:, :, -1:]
-    return torch.cat([own(module, node, key, value, mask, **options)[0] for node in query.split(1, 2)], 1)
+        return attend(query, key, value, tree_pass.cross.mask, **options)
+    rows, bias = list[Tensor](), options.get("position_bias")
+    for row, (tokens, mask) in enumerate(tree_pass.cross.alone):
+        one = slice(row, row + 1)
+        keys, values = key[one, :, :tokens], value[one, :, :tokens]
+        if bias is not None:
+            options["position_bias"] = bias[one if len(bias) > 1 else slice(1), :, -1:, :tokens]
+        rows.append(torch.cat([attend(node, keys, values, mask, **options) for node in query[one].split(1, 2)], 1))
+    return torch.cat(rows)
 
 
 def turns_by_kernel(module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]) -> Turns | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from threading import get_ident
 from typing import Any, Literal
 
@@ -19,20 +19,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.models.cache import CACHE
+from lookahead.models.encoded_rows import Encoded, EncodedRows
 from lookahead.models.product_bits import Bits
 from lookahead.models.target import Target, input_device, position_limit
-from lookahead.models.tree_pass import Cross, TreePass
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """What the decoder attends to, and where it keeps its keys and values."""
-
-    outputs: Any  # of the encoder, one row per input
-    mask: Tensor | None  # int64 `[rows, tokens]`, the attention mask of the inputs; None for all tokens
-    past: EncoderDecoderCache  # empty at first; it ends as `model.generate` would leave it
-    is_returned: bool = False  # whether the caller gets the cache, and may use it outside of inference mode
-    tokens: Sequence[IntArray] = ()  # inputs without padding, int32; none if the decoder has another vocabulary
+from lookahead.models.tree_pass import TreePass
 
 
 def empty_cache(model: PreTrainedModel) -> EncoderDecoderCache:
@@ -55,17 +45,17 @@ class DecoderTarget(Target):
 
     Args:
         model: The model.
-        encoded: What the encoder has read, one row per input.
+        encoded: What the encoder has read, one row per input; None if all rows `join`.
         rows: Rows of the batch.
         capacity: Slots per row to begin with.
-        is_bitwise: As for `Target`; for a single row.
+        is_bitwise: As for `Target`; for a single row, or rows that join one at a time.
         packs: Whether linear layers may keep packed copies of their weights.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        encoded: Encoded,
+        encoded: Encoded | None,
         rows: int = 1,
         *,
         capacity: int = 256,
@@ -77,30 +67,44 @@ class DecoderTarget(Target):
         self._takes_positions = "decoder_position_ids" in inspect.signature(type(model).forward).parameters
         self._takes_rows &= self.is_exact  # else all nodes attend to the encoder's output in one call
         self._tables, self._known = _position_tables(model), dict[nn.Module, Tensor]()
-        self._keeps = encoded.is_returned
-        past = EncoderDecoderCache(self.cache, encoded.past.cross_attention_cache)
-        past.is_updated = encoded.past.is_updated
         self._prefix = "decoder_"
-        self._encoded = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask, CACHE: past}
-        self._cross = Cross(self.cache, _seen(encoded.mask))
-        self._places = list(range(rows))  # of the active rows among those of the encoder's output
+        self._rows, self._joining, self._keeps = EncodedRows(self.cache), encoded, False
+        self.reads_alone = encoded is None
+
+    def join(self, encoded: Encoded) -> None:
+        """Let the rows of the next prompts attend to what the encoder has read for them."""
+        self._joining = encoded
+
+    def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
+        """As for `Target`; of rows that join, the passes compute keys and values of what is encoded."""
+        with self._joined():
+            return super().prefill(prompts, first)
+
+    def score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64] | None = None) -> Tensor:
+        """As for `Target`."""
+        with self._joined():
+            return super().score(trees, scored)
+
+    def _joined(self) -> AbstractContextManager[None]:
+        encoded, self._joining = self._joining, None
+        if encoded is None:
+            return nullcontext()
+        self._keeps = encoded.is_returned
+        return self._rows.joining(encoded)
 
     def retire(self, row: int) -> int:
         """Remove a finished row from the passes; returns the row that took its place."""
-        last = self._places.pop()
-        if row < len(self._places):
-            self._places[row] = last
-        return super().retire(row)
+        last = super().retire(row)
+        if self._joining is None:
+            self._rows.retire(row)
+        else:  # before the first pass
+            kept = [last if each == row else each for each in range(last)]
+            outputs, mask = _rows_of(self._joining.outputs, self._joining.mask, torch.tensor(kept, dtype=torch.int64))
+            self._joining = replace(self._joining, outputs=outputs, mask=mask)
+        return last
 
     def _forward(self, tree_pass: TreePass, bits: Bits) -> Tensor:
-        outputs, mask = self._encoded["encoder_outputs"], self._encoded["attention_mask"]
-        if self._places != list(range(len(outputs[0]))):
-            kept = torch.tensor(self._places, device=self._device)
-            self._encoded[CACHE].cross_attention_cache.batch_select_indices(kept)
-            outputs, mask = _rows_of(outputs, mask, kept)
-            self._encoded |= {"encoder_outputs": outputs, "attention_mask": mask}
-            self._cross, self._places = self._cross._replace(mask=_seen(mask)), list(range(len(kept)))
-        tree_pass.cross = self._cross
+        self._encoded, tree_pass.cross = self._rows.of_pass()
         # `serving` runs in inference mode. A cache that is returned must be usable outside of it.
         with torch.inference_mode(not self._keeps), torch.no_grad(), self._placed(tree_pass.positions) as found:
             logits = super()._forward(tree_pass, bits)
@@ -122,9 +126,11 @@ class DecoderTarget(Target):
             if get_ident() != thread or vectors.shape[-2] != width:
                 return vectors
             found.append(module)
-            new = vectors.reshape(-1, width, vectors.shape[-1])[0]
-            past, known = slots.kv_length - width, self._known.get(module, new[:0])
-            self._known[module] = known = torch.cat([known[:past], new, known[past + width :]])
+            new, end = vectors.reshape(-1, width, vectors.shape[-1])[0], slots.kv_length
+            known = self._known.get(module, new[:0])
+            if len(known) < end:  # it doubles, so that a step copies no text
+                self._known[module] = known = torch.cat([known, new.new_empty(end, new.shape[1])])
+            known[end - width : end] = new
             return known[positions.to(known.device)]
 
         def by_distance(_module: nn.Module, _inputs: Any, biases: Tensor) -> Tensor:  # `[nodes, keys, heads]`
@@ -232,11 +238,6 @@ class ChainTarget(Target):
         self.is_cold |= self._linears.has_packed
         logits: Tensor = output.logits
         return logits
-
-
-def _seen(mask: Tensor | None) -> Tensor | None:
-    """The mask of inputs `[rows, tokens]` as attention takes it, bool `[rows, 1, 1, tokens]`; None for all tokens."""
-    return None if mask is None or bool(mask.all()) else mask[:, None, None].bool()
 
 
 def _rows_of(outputs: Any, mask: Tensor | None, rows: Tensor) -> tuple[Any, Tensor | None]:

@@ -135,6 +135,7 @@ class Target:
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_exact = is_bitwise and self._is_half and self._scope is not None and not (is_fixed or compiles)
         self.is_bitwise = self.is_exact  # whether the newest prefill, and passes after it, have the bits of `generate`
+        self.reads_alone = self.is_exact  # whether prompts must be read one at a time: so they keep their bits
         is_alone = self.is_exact and not is_together
         self._bits: Bits = "alone" if is_alone else "any" if rows == 1 and not is_together else "together"
         # A single node need not attend by torch either.
@@ -172,6 +173,9 @@ class Target:
                     yield
             finally:
                 self._is_served = False
+
+    def join(self, encoded: Any) -> None:
+        """Say what an encoder has read for the rows of the next prompts; without one there is nothing to say."""
 
     def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
         """Read prompts into the cache. The last token of each is the first root, and is not committed yet.

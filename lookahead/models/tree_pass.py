@@ -38,6 +38,7 @@ class Cross(NamedTuple):
 
     own: TreeCache
     mask: Tensor | None  # bool `[rows, 1, 1, tokens]`; None for all tokens
+    alone: Sequence[tuple[int, Tensor | None]] = ()  # by row, without what pads it: tokens, and their mask as above
 
 
 class TreePass:
