@@ -99,8 +99,9 @@ def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
         searches.append(self)
         return prefill(self, *args, **kwargs)
 
-    def adopt(past: Any, cache: Any, skipped: Any) -> None:
-        hf_outputs.adopt(past, cache, skipped)
+    def adopt(past: Any, cache: Any, skipped: Any, **options: Any) -> None:
+        at_prefill.append(held(past))
+        hf_outputs.adopt(past, cache, skipped, **options)
         at_prefill.append(held(past) + held(cache))
 
     def figures(out: Any) -> dict[str, int]:

@@ -139,7 +139,10 @@ def test_a_long_prompt_in_bf16_is_read_once_where_its_products_allow_it(
     options: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 20, "eos_token_id": None, "output_logits": True}
     expected, read = found(model, **options), []
     model.register_forward_pre_hook(lambda _, args, inputs: read.append(inputs["input_ids"].shape), with_kwargs=True)
+    pasts, own = list[Any](), beams.adopt
+    monkeypatch.setattr(beams, "adopt", lambda past, *rest, **more: (pasts.append(past), own(past, *rest, **more)))
     got = found(model, **options, custom_generate=lookahead.decode)
+    assert [layer.keys.numel() for past in pasts for layer in past.layers] == [0, 0]  # not held twice
     assert [each[0] for each in read if each[1] == ids.shape[1]] == [1 if is_alike else 3]
     assert got.sequences.tolist() == expected.sequences.tolist()
     assert all(torch.equal(*pair) for pair in zip(got.logits, expected.logits, strict=True))

@@ -235,7 +235,7 @@ class BeamLoop(PlainLoop):
             input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of the head as there are beams
         logits: Tensor = model._prefill(input_ids, config, inputs).logits
         with torch.inference_mode():
-            adopt(past, target.cache, np.zeros(1, np.int64))
+            adopt(past, target.cache, np.zeros(1, np.int64), drops=True)
         target.cache.slots.lengths[0] -= 1  # the last token is the root of the tree
         return logits[:1, -1]
 

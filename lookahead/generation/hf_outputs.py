@@ -107,19 +107,26 @@ def collect(
     return outputs, reasons
 
 
-def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> None:
-    """Copy the keys and values of a transformers cache, left-padded by int64 `[batch]`, into an empty tree cache."""
+def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64], *, drops: bool = False) -> None:
+    """Copy the keys and values of a transformers cache, left-padded by int64 `[batch]`, into an empty tree cache.
+
+    `drops` takes those of each layer out of the cache as soon as they are copied, so that none but one are held twice.
+    """
     width = past.get_seq_length()
-    for row, pad in enumerate(padding.tolist()):
-        states: list[RowStates | None] = []
+
+    def states(row: int, pad: int) -> Iterator[RowStates | None]:
         for layer in cast(Any, past.layers):
             if getattr(layer, "keys", None) is None:  # it reads those of another layer
-                states.append(None)
+                yield None
                 continue
             held = layer.keys.shape[2]  # a sliding window holds fewer than all
             begin = max(0, pad - (width - held))
-            states.append((layer.keys[row, :, begin:], layer.values[row, :, begin:]))
-        cache.adopt(row, states, max(0, width - pad))
+            yield layer.keys[row, :, begin:], layer.values[row, :, begin:]
+            if drops and row == len(padding) - 1:
+                layer.keys = layer.values = layer.keys.new_empty(0)
+
+    for row, pad in enumerate(padding.tolist()):
+        cache.adopt(row, states(row, pad), max(0, width - pad))
 
 
 def return_cache(engine: Engine | PlainLoop, past: object) -> None:

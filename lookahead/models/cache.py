@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import Any, cast
@@ -252,18 +252,18 @@ class TreeCache(Cache):
         states = [buffer[row, slots].transpose(0, 1).clone() for buffer in self.buffers()]
         return list(zip(states[::2], states[1::2], strict=True))
 
-    def adopt(self, row: int, states: Sequence[RowStates | None], length: int) -> None:
+    def adopt(self, row: int, states: Iterable[RowStates | None], length: int) -> None:
         """Fill an empty row with the KV of its first `length` tokens: by layer keys and values, `[heads, n, dim]`.
 
         A sliding-window layer may hold only the last of them, and fills the slots before `length`. A layer without any,
         None, reads those of another layer.
         """
-        while len(self.layers) < len(states):
-            self.layers.append(self._next_layer())
-        for layer, held in zip(self.layers, states, strict=True):
+        for at, held in enumerate(states):
+            if at == len(self.layers):
+                self.layers.append(self._next_layer())
             if held is None:
                 continue
-            keys, values = held
+            layer, (keys, values) = self.layers[at], held
             if not layer.is_initialized:
                 layer.lazy_initialization(keys[None], values[None])
             for buffer, each in ((layer.keys, keys), (layer.values, values)):
