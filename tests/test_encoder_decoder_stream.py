@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from lookahead.drafting.proposal import Proposal
 from lookahead.errors import LogitsError, PromptError
 from lookahead.models.encoder_decoder import DecoderTarget
 from tests.support.adversarial_proposers import Offer, among_decoys, drafting_by, random_trees
-from tests.support.families import build, cases
+from tests.support.families import ENCODER_DECODERS, build, cases
 from tests.test_encoder_decoder import DRAFTED, FIXED, NEW_TOKENS, READ, WANDERING, generate, model_of
 
 ROWS = [READ, READ[:5], READ[3:14], [44, 17, 44, 17, 44, 90, 6, 8, 44], READ[::-1]]
@@ -130,6 +131,23 @@ def test_an_input_without_numbers_fails_alone(tiny_tokenizer: PreTrainedTokenize
         else:
             result = lookahead.generate(model, tiny_tokenizer, texts[each.index], **options)
             assert each.token_ids == result.token_ids[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_two_streams_of_one_model_at_once_have_the_tokens_of_each(
+    dtype: torch.dtype, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = build(ENCODER_DECODERS["T5"]).to(dtype)
+    expected = alone(model)
+    orders = [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0]]
+
+    def stream(order: list[int]) -> dict[int, list[int]]:
+        inputs = [ROWS[i] for i in order]
+        done = lookahead.stream_many(model, tiny_tokenizer, inputs, rows=2, config=FIXED, **LIMIT, **OPTIONS)
+        return {order[each.index]: each.token_ids for each in done}
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(stream, orders)) == [dict(enumerate(expected))] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*decoded plainly")
