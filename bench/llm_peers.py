@@ -145,7 +145,8 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         runs = {}
         for name, file in files.items():
             for kind, drafts in (("", None), (", prompt lookup", LlamaPromptLookupDecoding(num_pred_tokens=10))):
-                llama = Llama(file, n_ctx=longest, n_threads=1, n_threads_batch=1, draft_model=drafts, verbose=False)
+                own: dict[str, Any] = {"draft_model": drafts, "logits_all": drafts is not None, "verbose": False}
+                llama = Llama(file, n_ctx=longest, n_threads=1, n_threads_batch=1, **own)
                 next(llama.decode(job["prompts"][0][:16]))
                 runs[f"llama.cpp {name}{kind}"] = [
                     timed(llama.decode(ids), lambda llama=llama: llama.passes) for ids in job["prompts"]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import lookahead
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import LogitsError, PromptError
+from lookahead.generation.hf import takes_rows_apart
 from lookahead.models.encoder_decoder import DecoderTarget
 from tests.support.adversarial_proposers import Offer, among_decoys, drafting_by, random_trees
 from tests.support.families import ENCODER_DECODERS, build, cases
@@ -84,6 +85,12 @@ def test_a_row_that_ends_makes_room_for_the_next_input(name: str, tiny_tokenizer
         assert each.token_ids == result.token_ids[0]
         assert each.finish_reason == result.finish_reasons[0]
         assert each.stats.prompt_tokens == result.stats.prompt_tokens
+
+
+def test_inputs_are_read_in_batches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert takes_rows_apart(model_of("Bart"), FIXED)
+    monkeypatch.setattr("lookahead.generation.hf.input_device", lambda model: torch.device("cuda"))
+    assert not takes_rows_apart(model_of("Bart"), FIXED)
 
 
 def test_rows_are_as_many_as_the_cache_has_room_for_with_what_the_encoder_read(

@@ -157,7 +157,7 @@ def stream_many(
     state. `rows`, 1 to 1024, is how many prompts are decoded together; None decides: 16 on a CPU, 32 on a GPU. They are
     decoded one after the other where nothing else is exact: where tokens are sampled, with processors or criteria that
     you give, or sources of drafts of your own, and with models that score no trees; inputs of encoder-decoder models
-    that verify chains are decoded in batches, the next of which is taken when the one before has ended.
+    that verify chains, or are on a GPU, are decoded in batches: the next is taken when the one before has ended.
 
     `cache_tokens` is how many tokens the cache has room for, all rows together; when None 2048 a row on a CPU and 4096
     on a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there is room
