@@ -51,6 +51,7 @@ CAPTIONS = {
     "llm_fp32": Caption("A real model, fp32", f"{_LLM} fp32", _CPU),
     "llm_bf16": Caption("A real model, bf16", f"{_LLM} bf16", _CPU),
     "llm_int8": Caption("A real model, weights of 8 bits", f"{_LLM} bf16 --quantize int8", _CPU),
+    "llm_int8_avx2": Caption("Weights of 8 bits, beside llama.cpp", f"{_LLM} bf16 --quantize int8 --peer ...", _CPU),
     "llm_fp32_avx2": Caption("A real model on a CPU without AVX-512, fp32", f"{_LLM} fp32", _CPU),
     "llm_bf16_avx2": Caption("A real model on a CPU without AVX-512, bf16", f"{_LLM} bf16", _CPU),
     "gpu_decode": Caption(
@@ -124,7 +125,7 @@ CAPTIONS = {
     "beams_families": Caption("Sequences and scores of beam search on every family", "beams --families all"),
     "beams_fp32": Caption("Beam search with a real model, fp32", f"{_BEAMS} fp32", _READ_TOO),
     "beams_bf16": Caption(
-        "Beam search with a real model, bf16", f"{_BEAMS} bf16", f'{_READ_TOO} Fast means `exactness="fast"`.'
+        "Beam search with a real model, bf16", f"{_BEAMS} bf16", f'{_READ_TOO} Fast: exactness "fast".'
     ),
     "beams_encoder_decoder": Caption(
         "Beam search with an encoder-decoder model of BART-base's shape", "beams --encoder-decoder", _READ_TOO
