@@ -124,7 +124,7 @@ CAPTIONS = {
     ),
     "beams_families": Caption("Sequences and scores of beam search on every family", "beams --families all"),
     "beams_fp32": Caption("Beam search with a real model, fp32", f"{_BEAMS} fp32", _READ_TOO),
-    "beams_bf16": Caption("Beam search with a real model, bf16", f"{_BEAMS} bf16", _READ_TOO),
+    "beams_bf16": Caption("Beam search with a real model, bf16 (fast: one mask)", f"{_BEAMS} bf16", _READ_TOO),
     "beams_encoder_decoder": Caption(
         "Beam search with an encoder-decoder model of BART-base's shape", "beams --encoder-decoder", _READ_TOO
     ),
