@@ -20,8 +20,9 @@ _FEW = 3.0  # the first measurements of drafted steps count as they are
 _STALE = 16  # steps with drafts after which the time of a plain step is believed less than theirs
 _MEMORY = 0.98  # share of the measurements of drafted steps that each further one leaves
 _DOUBT = 0.99  # the same for each time that no draft pays: a cost once measured too high is tried again
-# First guess of the cost of a drafted token, as a share of a plain step where each request has one; its weight.
-_TOKEN_COST, _GUESSED = 0.02, 4.0
+# First guess of the cost of a drafted token, as a share of a plain step where each request has one. What a step without
+# drafted tokens takes is known better than the cost of many, and so counts as more measurements.
+_TOKEN_COST, _GUESSED, _GUESSED_FAR = 0.02, 2.0, 0.1
 
 
 class BatchCost:
@@ -67,9 +68,10 @@ class BatchCost:
         plain, most = self.plain.value, 8.0 * rows
         far = plain * (1.0 + _TOKEN_COST * most / rows)
         # Two measurements that were never made, of none and of `most` drafted tokens, are the first guess.
-        guessed = 2.0, most, plain + far, most * most, most * far
-        sums = [old + _GUESSED * new for old, new in zip(self.sums, guessed, strict=True)]
-        weight, tokens, seconds, squares, products = sums
+        weight, tokens, seconds, squares, products = self.sums
+        weight, seconds = weight + _GUESSED + _GUESSED_FAR, seconds + _GUESSED * plain + _GUESSED_FAR * far
+        tokens, squares = tokens + _GUESSED_FAR * most, squares + _GUESSED_FAR * most * most
+        products += _GUESSED_FAR * most * far
         per_token = max(0.0, (weight * products - tokens * seconds) / (weight * squares - tokens * tokens))
         return (seconds - per_token * tokens) / weight, per_token
 
