@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lookahead.drafting.budget import Ema, EnableRule
 
-_MARGIN = 1.05  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
+_MARGIN = 1.25  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
 _PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too
 _RATE = 0.1  # EMA rate of the time of a plain step, after the first ones, which count alike
 _OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
