@@ -125,6 +125,20 @@ def test_a_prompt_goes_to_the_kernel_only_if_any_number_of_rows_has_the_bits_of_
         assert taken == [90] * is_any
 
 
+def test_copies_of_rows_are_not_multiplied_where_torch_multiplies_each_row_alone(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 70)).bfloat16()
+    model.get_output_embeddings = lambda: None
+    monkeypatch.setattr(product_bits, "best_layout", lambda *layer: (Layout(block=512), 32))
+    rows, own = [], product_bits.by_torch
+    monkeypatch.setattr(product_bits, "by_torch", lambda x, *rest: rows.append(len(x)) or own(x, *rest))
+    for is_any, most in ((True, 0), (False, 3 * 77)):
+        monkeypatch.setattr(product_bits, "takes_any_rows", lambda *layer, is_any=is_any: is_any)
+        product_bits._has_bits_of_copies.cache_clear()
+        assert product_bits.has_bits_of_copies(model, 77, 3) or not is_any
+        assert max(rows, default=0) == most
+    product_bits._has_bits_of_copies.cache_clear()
+
+
 @needs_halves
 def test_bits_of_many_rows_that_are_not_those_of_torch_are_found(monkeypatch):
     weight = torch.randn(64, 64).bfloat16()
