@@ -201,14 +201,17 @@ def _attend_across(
 
     if not tree_pass.is_exact:
         return attend(query, key, value, tree_pass.cross.mask, **options)
-    rows, bias = list[Tensor](), options.get("position_bias")
+    rows, heads, width, _ = query.shape
+    out, bias = query.new_zeros(rows, width, heads, value.shape[3]), options.get("position_bias")
+    turns = tree_pass.turns
     for row, (tokens, mask) in enumerate(tree_pass.cross.alone):
-        one = slice(row, row + 1)
+        one, nodes = slice(row, row + 1), slice(len(turns.trees[row]) - turns.scored[row])  # padding attends to nothing
         keys, values = key[one, :, :tokens], value[one, :, :tokens]
         if bias is not None:
             options["position_bias"] = bias[one if len(bias) > 1 else slice(1), :, -1:, :tokens]
-        rows.append(torch.cat([attend(node, keys, values, mask, **options) for node in query[one].split(1, 2)], 1))
-    return torch.cat(rows)
+        alone = [attend(node, keys, values, mask, **options) for node in query[one, :, nodes].split(1, 2)]
+        out[one, nodes] = torch.cat(alone, 1)
+    return out
 
 
 def turns_by_kernel(module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]) -> Turns | None:
