@@ -36,7 +36,7 @@ from bench.command import clock_of, make_engine, parser_of, publish, setting_of,
 from bench.llm_figures import CLOCKS, CONFIGS, GREEDY, LOOKUPS, OURS, Prompt, Run
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
 from bench.prompts import cut, loops
-from lookahead import LookaheadConfig
+from lookahead import Heads, LookaheadConfig
 from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.quantized import QUANTIZED
@@ -45,6 +45,11 @@ from tests.support.pass_recorder import counted_passes
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 STORIES = "stories"
 SUMMARIZE = "Summarize the following story.\n\n"
+FILES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "heads": lambda folder: {"proposers": ("prompt", "outputs", "recycled", Heads(folder))},
+    "memory": lambda file: {"memory": file},
+}
+NAMES = ", ".join((GREEDY, *LOOKUPS, *CONFIGS, "heads DIR", "memory FILE"))
 DEFAULT_METHODS = (GREEDY, *LOOKUPS, OURS, "prompt alone", "recycled alone", "window")
 
 Method = Callable[[torch.Tensor], Run]
@@ -117,10 +122,12 @@ def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[
     for name in dict.fromkeys(arguments.methods.split(",")):
         if name in LOOKUPS:
             methods[name] = of_transformers(model, arguments, prompt_lookup_num_tokens=LOOKUPS[name])
-        elif name in CONFIGS:
-            methods[name] = of_ours(model, arguments, LookaheadConfig(**CONFIGS[name]))
         elif name != GREEDY:
-            sys.exit(f"--methods: {name!r} is none of {', '.join((GREEDY, *LOOKUPS, *CONFIGS))}")
+            kind, _, file = name.partition(" ")
+            options = FILES[kind](file) if kind in FILES else CONFIGS.get(name)
+            if options is None:
+                sys.exit(f"--methods: {name!r} is none of {NAMES}")
+            methods[name] = of_ours(model, arguments, LookaheadConfig(**options))
     return methods
 
 
@@ -236,8 +243,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="prompts beside those measured, to warm up with")
     parser.add_argument("--cold", type=int, default=1, help="prompts of each category for fresh processes")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample, every method from the same seed")
-    names = f"of {', '.join((*LOOKUPS, *CONFIGS))}, with commas between them"
-    parser.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=names)
+    parser.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=f"of {NAMES}, with commas between them")
     parser.add_argument("--peer", action="append", default=[], type=peer_of, help="NAME:PYTHON, NAME:PYTHON:MODEL")
     parser.add_argument("--cold-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -263,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in methods.values():
             run(prompt.ids)
     runs = run_in_turn(methods, prompts)
-    for name in (name for name in CONFIGS if name in runs):
+    for name in (name for name in runs if name not in (GREEDY, *LOOKUPS)):
         llm_figures.check_lossless(runs[name], runs[GREEDY], arguments.dtype, repr(name))
     categories = [prompt.category for prompt in prompts]
     places = [i for i, category in enumerate(categories) if categories[:i].count(category) < arguments.cold]

@@ -10,19 +10,23 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleHead
 from lookahead.heads.guess_tree import GuessTree, independent_heads_tree
-from lookahead.heads.head_files import write_heads
+from lookahead.heads.head_files import fresh_rates, make_drafter, open_heads, write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.layers import layer_config
 from lookahead.models.cache import CACHE
 from lookahead.models.loading import LoadedModel, load
+from lookahead.models.model_state import state_of
+from lookahead.models.product_bits import FEWEST_WEIGHTS
+from lookahead.models.quantized import QuantizedLinear
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.train_heads import Settings, train_heads
 from tests.support.answered_prompts import write_answered
@@ -154,6 +158,43 @@ def test_untrained_heads_change_no_token(looping_llama, ragged, tmp_path):
         config = drafting(Heads(folder))
         got = looping_llama.generate(**options, custom_generate=lookahead.decode, lookahead_config=config)
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_larger_layers_of_heads_have_8_bits_on_a_cpu_and_guess_almost_as_in_full(kind, dtype, tmp_path):
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    make = {
+        "medusa": lambda: MedusaHeads.fresh(model, heads=3),
+        "mtp": lambda: MtpHeads.fresh(model, heads=2),
+        "eagle": lambda: EagleHead(layer_config(model)),
+        "eagle3": lambda: fresh_fused(model, range(512)),
+    }
+    write_heads(make[kind](), tmp_path, model)
+    sources = Heads(tmp_path)
+    expected, got = both(model, drafting(sources), input_ids=torch.arange(9)[None], do_sample=False)
+    assert torch.equal(got, expected)
+
+    rounded = state_of(model).learned.of(sources, lambda: pytest.fail("the heads were not kept"))[1]
+    sizes = {layer.in_features * layer.out_features for layer in rounded.modules() if isinstance(layer, nn.Linear)}
+    assert any(isinstance(layer, QuantizedLinear) for layer in rounded.modules())
+    assert max(sizes, default=0) < FEWEST_WEIGHTS
+    guesses = []
+    with torch.inference_mode():
+        for heads in (rounded, open_heads(tmp_path, model)[1]):
+            drafter = make_drafter(heads, model, fresh_rates(heads))
+            states = [model.get_input_embeddings()(torch.arange(9))] * len(drafter.hidden_layers)
+            drafter.read([0], [torch.arange(1, 10)], [torch.cat(states, -1)])
+            tree = drafter.draft([0], 8)[0]
+            first = tree.parents[1:] == 0
+            guesses.append(dict(zip(tree.tokens[1:][first].tolist(), tree.draft_probs[1:][first], strict=True)))
+    shared = guesses[0].keys() & guesses[1].keys()
+    assert len(shared) >= len(guesses[1]) / 2
+    assert all(guesses[0][token] == pytest.approx(guesses[1][token], rel=0.2) for token in shared)
 
 
 def test_medusa_heads_run_once_a_step_on_one_hidden_state_however_long_the_text_is(

@@ -87,6 +87,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim: int = config.head_dim or config.hidden_size // config.num_attention_heads
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        self.kv_heads: int = kv_heads
         self.q_proj = nn.Linear(reads, heads * self.head_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(reads, kv_heads * self.head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(reads, kv_heads * self.head_dim, bias=config.attention_bias)
@@ -146,8 +147,8 @@ class DraftCache(dict[int, Tensor]):
 
     def padded(self, layer: DraftLayer, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Those of some rows, `[rows, most, 2, kv heads, dim]`; tokens `[rows, 1]`; which are there, `[rows, most]`."""
-        weight, dim = layer.self_attn.k_proj.weight, layer.self_attn.head_dim
-        nothing = weight.new_zeros(0, 2, len(weight) // dim, dim)
+        attention = layer.self_attn
+        nothing = layer.post_attention_layernorm.weight.new_zeros(0, 2, attention.kv_heads, attention.head_dim)
         held = [self.get(row, nothing) for row in rows]
         past = pad_sequence(held, batch_first=True)
         lengths = torch.tensor([[len(each)] for each in held], device=past.device)

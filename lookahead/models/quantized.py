@@ -11,6 +11,7 @@ Source of steps for blocks of both: the formats Q8_0 and Q4_1 of llama.cpp, whos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,6 +69,17 @@ class QuantizedLinear(nn.Module):
         return dtype in _DTYPES and (self.bias is None or self.bias.dtype == dtype)
 
 
+def quantize_linears(module: nn.Module, bits_of: Callable[[nn.Linear], int]) -> int:
+    """Quantize the linear layers of a module in place, each to 8 or 4 bits, and to none for 0; returns how many."""
+    made: dict[nn.Module, QuantizedLinear] = {}  # layers that stand in several places
+    for parent in list(module.modules()):
+        for name, layer in parent._modules.items():
+            if type(layer) is nn.Linear and (bits := bits_of(layer)):
+                made[layer] = made.get(layer) or QuantizedLinear(layer, bits)
+                parent._modules[name] = made[layer]
+    return len(made)
+
+
 class _Config(QuantizationConfigMixin):
     bits: int
 
@@ -101,13 +113,7 @@ class _Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         head, bits = model.get_output_embeddings(), self.quantization_config.bits
-        made: dict[nn.Module, QuantizedLinear] = {}  # layers that stand in several places
-        for module in list(model.modules()):
-            for name, layer in module._modules.items():
-                if type(layer) is nn.Linear:
-                    own = made.get(layer) or QuantizedLinear(layer, 8 if layer is head else bits)
-                    module._modules[name] = made[layer] = own
-        if not made:
+        if not quantize_linears(model, lambda layer: 8 if layer is head else bits):
             raise UnsupportedModelError(f"{type(model).__name__} has no linear layers to quantize")
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False  # the embedding is not quantized

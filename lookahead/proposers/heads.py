@@ -9,14 +9,18 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.heads.head_files import Network, fresh_rates, make_drafter, open_heads
+from lookahead.heads.layers import lm_head
 from lookahead.models.model_state import state_of
+from lookahead.models.product_bits import FEWEST_WEIGHTS
+from lookahead.models.quantized import quantize_linears
 from lookahead.ngram.acceptance import AcceptanceTable
 
 
 class Heads:
     """Drafts from heads that were trained for the model, see `lookahead train`.
 
-    They are read when a model is first decoded with them, and their hit rates stay for later calls.
+    They are read when a model is first decoded with them, and their hit rates stay for later calls. On a CPU their
+    larger layers are rounded to 8 bits, which changes guesses and no token.
 
     Example:
         `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
@@ -41,4 +45,7 @@ class Heads:
 
     def _open(self, model: PreTrainedModel) -> tuple[str, Network, AcceptanceTable]:
         kind, network = open_heads(self._folder, model)
+        if not isinstance(network, PreTrainedModel) and lm_head(model).weight.device.type == "cpu":
+            # A pass over a few guesses waits for the weights, and rounded ones guess as well.
+            quantize_linears(network, lambda layer: 8 if layer.weight.numel() >= FEWEST_WEIGHTS else 0)
         return kind, network, fresh_rates(network)
