@@ -315,6 +315,21 @@ def test_a_memory_built_by_reading_expects_what_the_model_does(command, tiny_lla
         assert find_recycled(table, text[0, :end].tolist())[:2][1][0] == expected[end - 1]
 
 
+def test_without_inputs_a_memory_holds_what_the_model_expects_after_every_token(command, tiny_llama, chat_tokenizer):
+    result = command("memory", "build", "--model", "model", "-o", "m.lkm")
+    assert (result.exit_code, result.stderr) == (0, "101 tokens taken\nm.lkm: 101 contexts\n")
+    stop, every = chat_tokenizer(".", return_tensors="pt")["input_ids"], torch.arange(101)[:, None]
+    with torch.no_grad():
+        expected = tiny_llama(torch.cat((stop.repeat(101, 1), every), 1)).logits[:, -1].topk(8).indices.tolist()
+    table = table_of(read_memory("m.lkm")[1])
+    assert [find_recycled(table, [token])[:2] for token in range(101)] == [(1, each) for each in expected]
+
+    command("memory", "add", "m.lkm", "a.txt", "--model", "model")
+    assert read_memory_header("m.lkm").contexts > 101
+    command("memory", "build", "--model", "model", "-o", "few.lkm", "--max-tokens", "9")
+    assert read_memory_header("few.lkm").contexts == 9
+
+
 def test_a_command_draws_on_a_memory_and_adds_to_it(command):
     plain = command("generate", "The cat", "--model", "model", "--raw")
     first = command("generate", "The cat", "--model", "model", "--raw", "--memory", "m.lkm", "--proposers", "recycled")

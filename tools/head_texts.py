@@ -4,9 +4,11 @@
     lookahead train medusa --model tests/models/summarizer --data copies.jsonl -o heads/medusa
     python -m bench.proposers --heads heads --documents squality_dev.jsonl
     python -m tools.head_texts --write stories.jsonl --model DIR --limit 3000
+    python -m tools.head_texts --write prompts.jsonl --model smollm2 --limit 600
 
 The first command cuts passages out of texts, as prompts that ask for a summary, which the model answers itself. The
-last writes texts that a model which continues any beginning writes from none. `bench.proposers` measures heads.
+last two write what a model writes from nothing: texts, or for a chat model messages of users, which `lookahead train`
+lets it answer. `bench.proposers` measures heads.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ from tools.train_extractor.corpus import read_documents
 
 _PIECE = 120_000  # characters of a document that passages are cut from at a time
 _BATCH, _SAMPLE = 100, 250  # texts that are sampled together, and tokens of each
+_PLACE = "\0"  # of a message in a chat template
 
 
 def write_copies(loaded: LoadedModel, texts: Sequence[Path], file: Path, limit: int) -> None:
@@ -51,17 +55,33 @@ def write_copies(loaded: LoadedModel, texts: Sequence[Path], file: Path, limit: 
 
 
 def write_samples(loaded: LoadedModel, file: Path, limit: int) -> None:
-    """Write JSON lines to train with: what the model writes from nothing, by turns at temperature 1 and at 0.5."""
+    """Write JSON lines to train with: what the model writes from nothing, by turns at temperature 1 and at 0.5.
+
+    A chat model writes messages of users instead, at temperature 1: prompts that it then answers itself.
+
+    Source of such prompts: Xu et al. 2024, "Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs
+        with Nothing".
+    """
     torch.manual_seed(0)
-    texts: list[str] = []
-    while len(texts) < limit:
-        begin = torch.full((min(_BATCH, limit - len(texts)), 1), loaded.tokenizer.bos_token_id)
-        temperature = 0.5 if len(texts) // _BATCH % 2 else 1.0
+    tokenizer, lines = loaded.tokenizer, list[dict[str, str]]()
+    before, after = "", ""
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": _PLACE}]
+        rendered: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        before, after = rendered.split(_PLACE)
+    ids: Any = tokenizer(before, add_special_tokens=False)["input_ids"] if before else [tokenizer.bos_token_id]
+    while len(lines) < limit:
+        begin = torch.tensor(ids).repeat(min(_BATCH, limit - len(lines)), 1)
+        temperature = 0.5 if len(lines) // _BATCH % 2 and not before else 1.0
         options = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": _SAMPLE}
         rows = loaded.model.generate(begin, attention_mask=torch.ones_like(begin), **options)  # type: ignore[operator]
-        texts += loaded.tokenizer.batch_decode(rows, skip_special_tokens=True)
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    print(f"{len(texts)} examples written to {file}")
+        texts = tokenizer.batch_decode(rows[:, begin.shape[1] :], skip_special_tokens=True)
+        if before:
+            lines += [{"prompt": f"{before}{text.strip()}{after}"} for text in texts if text.strip()]
+        else:
+            lines += [{"text": text} for text in texts]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    print(f"{len(lines)} examples written to {file}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

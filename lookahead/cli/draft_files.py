@@ -58,6 +58,9 @@ class PoolAddOptions(FileOptions, SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBuildOptions(SourceOptions, OutputOptions, ModelOptions):
+    inputs: list[str] = option(
+        (), f"{INPUTS} (default: the vocabulary)", argument=True, metavar="INPUTS...", show_default=False
+    )
     max_contexts: int = option(1 << 18, "Most contexts that it may hold, 40 bytes each.", min=1024, max=1 << 26)
 
 
@@ -156,13 +159,16 @@ def pool_verify(options: VerifyOptions) -> None:
 
 
 def memory_build(options: MemoryBuildOptions) -> None:
-    """Make a memory of texts: the model reads them, and what it expects after each context is kept.
+    """Make a memory of texts, or of the vocabulary: what the model expects after each context is kept.
 
-    Nothing is generated. Where there are more contexts than fit, those read last
-    are kept. Decoding with --memory starts from them and adds its own.
+    The model reads and generates nothing. Without texts it reads every token of
+    its vocabulary alone, which takes minutes and helps with any prompt. Where
+    there are more contexts than fit, those read last are kept. Decoding with
+    --memory starts from them and adds its own.
 
     For example:
 
+      lookahead memory build --model ./my-model -o my-model.lkm
       lookahead memory build corpus.jsonl --model ./my-model -o my-model.lkm
       lookahead memory build 'notes/*.md' --model ./my-model --max-tokens 100000 -o my-model.lkm
       lookahead generate - --model ./my-model --memory my-model.lkm < prompt.txt
@@ -252,7 +258,7 @@ def memory_verify(options: VerifyOptions) -> None:
 
 def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> None:
     """Write what documents give, a memory if a model is loaded, else a pool; inputs and file are checked first."""
-    inputs, _ = find_sources(options.inputs, options.field)
+    inputs = find_sources(options.inputs, options.field)[0] if options.inputs else []
     check_output(output, inputs, overwrite=overwrite)
     display, is_memory = PoolDisplay(count_documents(inputs)), isinstance(options, ModelOptions)
     settings |= {"inputs": inputs, "limit": int(options.max_document_mb * MEGABYTE), "max_tokens": options.max_tokens}

@@ -1,10 +1,11 @@
-"""Memory files of a model: written back after decoding, and made of texts by prefill alone."""
+"""Memory files of a model: written back after decoding, and made of texts or of the vocabulary by prefill alone."""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from lookahead.proposers.file_memory import EMPTY, header_of, merge_into, open_f
 from lookahead.verification.exact import read_scores
 
 _PASS_TOKENS = 512  # of a pass over a text; each begins without what came before
+_ROOT: IntArray = np.zeros(1, np.int32)
+_PASS_ROWS = 256  # of a pass over the vocabulary
 
 
 def open_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> None:
@@ -76,6 +79,26 @@ def learn(table: RecycledTable, model: PreTrainedModel, ids: IntArray) -> None:
         table.store(before, parents, tokens, scores.top[0], scores.probabilities[0])
 
 
+def learn_vocabulary(
+    table: RecycledTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int
+) -> Iterator[int]:
+    """Store the likeliest successors of every token up to a size, each behind a full stop; yields how many so far."""
+    forward, before = cast(Any, model), cast(Any, tokenizer(".", return_tensors="pt"))["input_ids"]
+    with torch.no_grad():
+        past = forward(input_ids=before.to(input_device(model)), use_cache=True).past_key_values
+    for first in range(0, size, _PASS_ROWS):
+        tokens = np.arange(first, min(first + _PASS_ROWS, size), dtype=np.int32)[:, None]
+        cache = copy.deepcopy(past)
+        cache.batch_repeat_interleave(len(tokens))
+        with torch.no_grad():
+            inputs = torch.from_numpy(tokens).long().to(input_device(model))
+            scores = read_scores(forward(input_ids=inputs, past_key_values=cache).logits, with_top=True)
+        assert scores.top is not None and scores.probabilities is not None
+        for i, token in enumerate(tokens):
+            table.store(token, _ROOT, token, scores.top[i], scores.probabilities[i])
+        yield first + len(tokens)
+
+
 def build_memory(
     path: str,
     model: PreTrainedModel,
@@ -90,6 +113,8 @@ def build_memory(
 ) -> MemoryHeader:
     """Make a memory of the documents of all inputs, or add them to one. The model reads them and generates nothing.
 
+    Without inputs it reads its vocabulary, token by token.
+
     With `max_contexts=None` they are added to the file that exists, up to its bound. `limit` is in bytes of a document.
     On an error an existing file is left as it was.
     """
@@ -102,7 +127,11 @@ def build_memory(
     table = table_of(EMPTY, header.max_contexts)
     for ids in read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer):
         learn(table, model, ids)
-    if not totals.documents:
+    if not inputs:
+        size = header.vocabulary if max_tokens is None else min(max_tokens, header.vocabulary)
+        for totals.tokens in learn_vocabulary(table, model, tokenizer, size):
+            observer(totals, None)
+    elif not totals.documents:
         raise PoolError(f"{path}: no document to learn from, {totals.rejected} could not be used")
     new, _ = records_of(table, header.vocabulary)
     if adds:

@@ -90,7 +90,8 @@ class PoolTotals:
     def __str__(self) -> str:
         skipped = f", {self.rejected:,} skipped" if self.rejected else ""
         full = "; the pool has its most tokens, and the rest was not read" if self.is_full else ""
-        return f"{self.tokens:,} tokens of {count(self.documents, 'document')} taken{skipped}{full}"
+        of = f" of {count(self.documents, 'document')}" if self.documents else ""
+        return f"{self.tokens:,} tokens{of} taken{skipped}{full}"
 
 
 # Is told of every document, with the reject if it was left out, and when all of them are read.
