@@ -5,32 +5,32 @@
     python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "token recycling,suffix tree"
     python -m bench.ablation --prompts spec_bench.jsonl --sources retrieval --datastore novels.jsonl
 
-Every prompt is decoded greedily with at most `--nodes` draft nodes a step and no cost model, so that figures do not
-depend on the machine. `window W N G` is the lookahead branch with these sizes. Rules of others, each alone: `prompt
-lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decoding) draft chains as long as the nodes
-allow, `token recycling` a static tree of as many nodes (80 in the paper), `suffix tree` (SuffixDecoding, by the package
-`arctic-inference`) and `retrieval` (REST, from the texts of `--datastore`) the likeliest nodes of theirs. With
-`--memory shared` each combination remembers the prompts before; with `request` none, and with a memory file what that
-holds. "Before loops" counts the tokens up to the place where 16 of an output repeat, which flatters n-grams. In fp32 a
-token that is not that of `model.generate` ends the run.
+Every prompt is decoded with at most `--nodes` draft nodes a step and no cost model, so that figures do not depend on
+the machine. `window W N G` is the lookahead branch with these sizes, and `heads DIR` are trained heads. Rules of
+others, each alone: `prompt lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decoding) draft
+chains as long as the nodes allow, `token recycling` a static tree of as many nodes (80 in the paper), `suffix tree`
+(SuffixDecoding, by the package `arctic-inference`) and `retrieval` (REST, from `--datastore`) the likeliest nodes of
+theirs. With `--memory shared` each combination remembers the prompts before; with `request` none, and with a memory
+file what that holds. "Before loops" counts the tokens up to the place where 16 of an output repeat, which flatters
+n-grams. In fp32 a token that is not that of `model.generate` ends the run.
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedModel
 
 from bench import baselines
 from bench.baselines import ChainRule, Datastore
 from bench.command import make_engine, parser_of, publish, setting_of, use_one_thread
-from bench.llm import add_prompt_options, read_prompts
+from bench.llm import add_prompt_options, read_prompts, sampling
 from bench.llm_figures import Prompt
 from bench.prompts import loop_start, read_tokens
 from lookahead import Heads, LookaheadConfig
@@ -100,23 +100,23 @@ def config_of(name: str, nodes: int, memory: Any, store: Datastore | None = None
     return LookaheadConfig(draft="fixed", max_nodes=nodes, min_probability=0.0, memory=memory, **options)
 
 
-def decode(model: PreTrainedModel, category: str, ids: torch.Tensor, tokens: int, config: LookaheadConfig) -> Decoded:
-    """Decode one prompt greedily, noting what each pass gave."""
-    engine = make_engine(model, ids, config, max_new_tokens=tokens)
+def decode(model: PreTrainedModel, prompt: Prompt, options: Namespace, config: LookaheadConfig) -> Decoded:
+    """Decode one prompt, noting what each pass gave."""
+    engine = make_engine(model, prompt.ids, config, **sampling(options))
     emitted = [output.tokens.tolist() for step in engine.run() for output in step]
     flat = [token for each in emitted for token in each]
-    return Decoded(category, flat, [len(each) for each in emitted], engine.stats[0].drafted_tokens)
+    return Decoded(prompt.category, flat, [len(each) for each in emitted], engine.stats[0].drafted_tokens)
 
 
 def decode_all(
-    model: PreTrainedModel, prompts: Sequence[Prompt], tokens: int, config: LookaheadConfig
+    model: PreTrainedModel, prompts: Sequence[Prompt], options: Namespace, config: LookaheadConfig
 ) -> list[Decoded]:
     """Decode prompts one after the other, each with what a memory file holds, if the configuration has one."""
     learned, outputs = LearnedState(), []
     for each in prompts:
         learned.of(ProposerState, ProposerState).files.clear()  # so that the file is read again
         with use_learned(model, learned):
-            outputs.append(decode(model, each.category, each.ids, tokens, config))
+            outputs.append(decode(model, each, options, config))
     return outputs
 
 
@@ -144,22 +144,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sources", default=SOURCES, help=f"combinations (default {SOURCES})")
     parser.add_argument("--datastore", type=Path, help="texts for `retrieval`: one a line, or JSON lines")
     parser.add_argument("--datastore-field", default="text", help="field of the JSON lines (default text)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sample, from the same seed for every source")
     options = parser.parse_args(argv)
     if "retrieval" in options.sources.split(",") and options.datastore is None:
         parser.error("--sources retrieval needs --datastore")
     use_one_thread()
     model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
-    store = None
-    if options.datastore is not None:
-        store = Datastore(read_tokens(options.datastore, options.datastore_field, tokenizer))
+    store = options.datastore and Datastore(read_tokens(options.datastore, options.datastore_field, tokenizer))
     prompts, _ = read_prompts(tokenizer, options)
     plain = LookaheadConfig(proposers=())
-    expected = [decode(model, each.category, each.ids, options.max_new_tokens, plain).tokens for each in prompts]
+    expected = [decode(model, each, options, plain).tokens for each in prompts]
     results: dict[str, Any] = {}
     budgets = list(map(int, options.nodes.split(",")))
     for name, nodes in product(options.sources.split(","), budgets):
         config = config_of(name, nodes, options.memory, store)
-        outputs = decode_all(model, prompts, options.max_new_tokens, config)
+        outputs = decode_all(model, prompts, options, config)
         differing = [i for i, output in enumerate(outputs) if output.tokens != expected[i]]
         if differing and options.dtype == "fp32":
             print(f"outputs of {name} differ from those without drafts: {differing}")
@@ -167,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = name if len(budgets) == 1 else f"{name} @ {nodes}"
         results[key] = figures(outputs) | {"identical": len(prompts) - len(differing)}
         print(key, results[key], flush=True)
-    setting = setting_of(options, "max_new_tokens", "memory")
+    setting = setting_of(options, "max_new_tokens", "memory", "temperature")
     publish({**setting, "prompts": len(prompts), "nodes": budgets, "sources": results}, options.output)
     return 0
 

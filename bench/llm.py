@@ -45,10 +45,6 @@ from tests.support.pass_recorder import counted_passes
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 STORIES = "stories"
 SUMMARIZE = "Summarize the following story.\n\n"
-FILES: dict[str, Callable[[str], dict[str, Any]]] = {
-    "heads": lambda folder: {"proposers": ("prompt", "outputs", "recycled", Heads(folder))},
-    "memory": lambda file: {"memory": file},
-}
 NAMES = ", ".join((GREEDY, *LOOKUPS, *CONFIGS, "heads DIR", "memory FILE"))
 DEFAULT_METHODS = (GREEDY, *LOOKUPS, OURS, "prompt alone", "recycled alone", "window")
 
@@ -69,7 +65,7 @@ class FirstToken(StoppingCriteria):
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of `model.generate` that all methods share."""
+    """The options of `model.generate` that all methods share; sampling begins from the same seed."""
     if not arguments.temperature:
         return {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     torch.manual_seed(0)
@@ -124,10 +120,10 @@ def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[
             methods[name] = of_transformers(model, arguments, prompt_lookup_num_tokens=LOOKUPS[name])
         elif name != GREEDY:
             kind, _, file = name.partition(" ")
-            options = FILES[kind](file) if kind in FILES else CONFIGS.get(name)
-            if options is None:
+            files = {"heads": {"proposers": ("prompt", "outputs", "recycled", Heads(file))}, "memory": {"memory": file}}
+            if (chosen := CONFIGS.get(name, files.get(kind))) is None:
                 sys.exit(f"--methods: {name!r} is none of {NAMES}")
-            methods[name] = of_ours(model, arguments, LookaheadConfig(**options))
+            methods[name] = of_ours(model, arguments, LookaheadConfig(**chosen))
     return methods
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,7 +66,10 @@ def test_proposers_for_vllm_are_replayed_on_recorded_outputs(tmp_path: Path, cap
 def test_an_ablation_starts_every_prompt_from_what_its_memory_file_holds(tiny_llama, tmp_path: Path):
     prompt = Prompt("", torch.randint(0, 100, (1, 30), generator=torch.Generator().manual_seed(0)))
     passes = {
-        str(memory): [len(output.steps) for output in decode_all(tiny_llama, [prompt] * 2, 48, config)]
+        str(memory): [
+            len(output.steps)
+            for output in decode_all(tiny_llama, [prompt] * 2, Namespace(max_new_tokens=48, temperature=0.0), config)
+        ]
         for memory in ("shared", tmp_path / "none.lkm")
         for config in [config_of("prompt+outputs+recycled", 7, str(memory))]
     }
@@ -77,15 +81,17 @@ has_suffix_trees = pytest.mark.skipif(find_spec("arctic_inference") is None, rea
 RULE_NAMES = ("prompt lookup", "longest suffix", "first occurrence", "token recycling", "retrieval")
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", [*RULE_NAMES, pytest.param("suffix tree", marks=has_suffix_trees)])
-def test_rules_of_others_draft_for_a_model_within_the_nodes_and_change_no_token(tiny_llama, name):
+def test_rules_of_others_draft_for_a_model_within_the_nodes_and_change_no_token(tiny_llama, name, temperature):
     ids = torch.randint(0, 100, (1, 300), generator=torch.Generator().manual_seed(0))
-    plain = decode(tiny_llama, "", ids, 24, LookaheadConfig(proposers=()))
+    prompt, options = Prompt("", ids), Namespace(max_new_tokens=24, temperature=temperature)
+    plain = decode(tiny_llama, prompt, options, LookaheadConfig(proposers=()))
     store = Datastore(torch.randint(0, 100, (9, 300), generator=torch.Generator().manual_seed(1)).tolist())
     for memory in ("request", "shared"):
         config = config_of(name, 7, memory, store)
         for _ in range(2):
-            drafted = decode(tiny_llama, "", ids, 24, config)
+            drafted = decode(tiny_llama, prompt, options, config)
             assert drafted.tokens == plain.tokens
             assert 0 < drafted.drafted <= 7 * (len(drafted.steps) - 1)
 
