@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead import Heads, LookaheadConfig
+from lookahead.drafting.budget import Ema, PassTimes
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleHead
 from lookahead.heads.guess_tree import GuessTree, independent_heads_tree
@@ -195,6 +196,24 @@ def test_larger_layers_of_heads_have_8_bits_on_a_cpu_and_guess_almost_as_in_full
     shared = guesses[0].keys() & guesses[1].keys()
     assert len(shared) >= len(guesses[1]) / 2
     assert all(guesses[0][token] == pytest.approx(guesses[1][token], rel=0.2) for token in shared)
+
+
+@pytest.mark.parametrize(
+    ("target_s", "draft_s", "levels"), [(1.0, 1e-3, 6), (1e-3, 1.0, 1), (0.0, 0.0, 1), (None, None, 6)]
+)
+def test_heads_run_again_only_where_the_tokens_gained_are_worth_the_time(
+    looping_llama, kind, trained, target_s, draft_s, levels
+):
+    heads, times = open_heads(trained, looping_llama)[1], None
+    if target_s is not None:
+        times = PassTimes(Ema(0.0, value=draft_s, count=1), Ema(0.0, value=target_s, count=1))
+    drafter = make_drafter(heads, looping_llama, fresh_rates(heads), times=times)
+    states = [looping_llama.get_input_embeddings()(torch.arange(9))] * len(drafter.hidden_layers)
+    with torch.inference_mode():
+        drafter.read([0], [torch.arange(1, 10)], [torch.cat(states, -1)])
+        drafter._guess = lambda logits, most: (torch.full((*logits.shape[:-1], 2), 0.5), logits.topk(2).indices)
+        depths = drafter.draft([0], 24)[0].kinds[1:, 0]
+    assert depths.max() + 1 == (levels if kind.startswith("eagle") else 3)
 
 
 def test_medusa_heads_run_once_a_step_on_one_hidden_state_however_long_the_text_is(

@@ -27,6 +27,7 @@ _WINDOW_SHARE = 1 / 3  # of that, for a node of the window
 _HYSTERESIS = 1.03  # speedup over the current choice that another one must promise
 _REVIEW_EVERY = 16  # steps between two choices of a size
 _SLOW = 1 / 64  # EMA rate of the branch
+_PASS_RATE = 0.2  # EMA rate of the times of passes
 _FORGET = 1 / 512  # rate at which a low worth of the branch recovers while it is off
 
 
@@ -63,6 +64,21 @@ class Ema:
         self.count += 1
         self.value += max(self.rate, 1.0 / self.count) * (observation - self.value)
         return observation
+
+
+@dataclass(slots=True)
+class PassTimes:
+    """Seconds measured for one number of rows; 0 where nothing was measured yet."""
+
+    draft: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # one pass of what drafts, over new nodes
+    target: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # from the end of drafting to the end of the step
+
+    def pays(self, tokens: float, gain: float, spent: float) -> bool:
+        """Whether a further pass, expected to add `gain` to `tokens`, raises the tokens per second.
+
+        The first draft stays small, as no step of the target was timed yet. `spent` are the seconds of drafting.
+        """
+        return self.target.value > 0.0 and gain * (self.target.value + spent) > tokens * self.draft.value
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Feedback, Proposal
 from lookahead.heads.layers import DraftCache, lm_head, take
 from lookahead.ngram.acceptance import AcceptanceTable
@@ -91,7 +93,13 @@ class HeadDrafter(BatchProposer):
     """Lets heads read what was decoded, offers what they guess, and counts what was right."""
 
     def __init__(
-        self, heads: Any, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, name: str = "heads"
+        self,
+        heads: Any,
+        model: PreTrainedModel,
+        rates: AcceptanceTable,
+        warp: Warp | None,
+        name: str = "heads",
+        times: PassTimes | None = None,  # by which passes are chosen; None: as many as the heads have
     ) -> None:
         self.sources = (name,)
         self._heads, self._model, self._rates = heads, model, rates
@@ -101,6 +109,8 @@ class HeadDrafter(BatchProposer):
         self._device = lm_head(model).weight.device
         self._rows: dict[int, _HeadsRow] = {}
         self._last: dict[int, Tensor] = {}  # by row, the state that its next guesses are made from
+        self._times = times
+        self._done: float | None = None  # when the drafts of this step were done
         self._caches = [DraftCache() for _ in range(getattr(heads, "cached_layers", 0))]
 
     @abstractmethod
@@ -128,6 +138,7 @@ class HeadDrafter(BatchProposer):
             if unread:
                 self.read(unread, tokens, states)
             trees = self.draft(rows, max_nodes)
+        self._done = time.perf_counter()
         for row, tree in zip(rows, trees, strict=True):
             self._rows[row].tree = tree
             offer = Proposal(*tree.best(self._rows[row].root, self._rates, max_nodes))
@@ -135,6 +146,9 @@ class HeadDrafter(BatchProposer):
         return offers
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        if self._times is not None and self._done is not None:
+            self._times.target.add(time.perf_counter() - self._done)
+        self._done = None
         state, tokens = self._rows[row], feedback.tokens
         if (tree := state.tree) is not None:
             self._rates.learn(tree.parents, tree.tokens, tree.kinds, tree.draft_probs, tokens)
@@ -177,12 +191,15 @@ class GrowingDrafter(HeadDrafter):
         """The guesses after each row, from the output there, `[rows, 1, size]`.
 
         There are `root_width` after the root, and further ones after `width` guesses of each level up to the `depth`.
+        Where passes are timed, it ends before a level that would take longer than the tokens it gains save.
+
         `run` takes a level, tokens there `[rows, n]`, the outputs `[rows, n, size]` and the places `[rows, n]` that
         they follow, and gives the outputs at the tokens.
         """
         path_probs = out.new_ones(len(out), 1, 1, dtype=torch.float32)
         nodes = torch.zeros(len(out), 1, dtype=torch.int32, device=out.device)  # 0 is the root
-        levels, count = [], 1
+        levels, count, expected = [], 1, 1.0  # expected tokens of a row
+        begin = time.perf_counter()
         for level in range(depth):
             probs, tokens = self._guesses(out, WIDTH if level else root_width)
             ranks = torch.arange(tokens.shape[-1], device=out.device).expand_as(tokens)
@@ -192,9 +209,19 @@ class GrowingDrafter(HeadDrafter):
             best = (path_probs * probs).flatten(1).topk(min(width, probs[0].numel()))
             if level + 1 == depth or float(best.values.max()) < MIN_PATH_PROB:
                 break
+            if self._times is not None:
+                reached, found_here, chosen = torch.stack(
+                    (path_probs.sum(), (path_probs * probs).sum(), best.values.sum())
+                ).tolist()
+                expected += found_here / len(out)
+                gain, now = chosen / len(out) * found_here / max(reached, 1e-9), time.perf_counter()
+                if not self._times.pays(expected, gain, now - begin):
+                    break
             path_probs, parents = best.values[..., None], best.indices // tokens.shape[-1]
             nodes, count = best.indices.int() + count, count + probs[0].numel()
             out = run(level, tokens.flatten(1).gather(1, best.indices), take(out, parents), parents)
+            if self._times is not None:
+                self._times.draft.add(time.perf_counter() - now)
         rows = torch.cat(levels, 1).cpu().numpy()  # one copy from the device
         guesses = (np.ascontiguousarray(row.T) for row in rows)
         return [GuessTree.of(each[0], each[1], each[2:4].T, each[4].view(np.float32)) for each in guesses]

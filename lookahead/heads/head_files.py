@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from lookahead.drafting.budget import PassTimes
 from lookahead.errors import HeadsError, LookaheadError, one_line
 from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import HeadDrafter, Warp
@@ -102,10 +103,15 @@ def fresh_rates(heads: Network) -> AcceptanceTable:
 
 
 def make_drafter(
-    heads: Network, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None = None, name: str = "heads"
+    heads: Network,
+    model: PreTrainedModel,
+    rates: AcceptanceTable,
+    warp: Warp | None = None,
+    name: str = "heads",
+    times: PassTimes | None = None,
 ) -> HeadDrafter:
-    """The proposer of one call; `warp` is that of a `Call`."""
-    return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)(heads, model, rates, warp, name)
+    """The proposer of one call; `warp` is that of a `Call`, and `times` those by which passes are chosen."""
+    return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)(heads, model, rates, warp, name, times)
 
 
 def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import check_whole
-from lookahead.drafting.budget import Ema
+from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
@@ -29,22 +29,6 @@ from lookahead.utils.fingerprints import tokenizer_fingerprint
 _SHAPE = 8, 4  # children of a node, nodes that a pass scores
 _DRAWN_SHAPE = 3, 2
 _COST_ROUNDS = 5  # passes timed of a draft model that is larger than its target
-_EMA_RATE = 0.2  # weight of a new measurement of time
-
-
-@dataclass(slots=True)
-class PassTimes:
-    """Seconds measured for one number of rows; 0 where nothing was measured yet."""
-
-    draft: Ema = field(default_factory=lambda: Ema(_EMA_RATE))  # one pass of the draft model over new nodes
-    target: Ema = field(default_factory=lambda: Ema(_EMA_RATE))  # from the end of drafting to the end of the step
-
-    def pays(self, tokens: float, gain: float, spent: float) -> bool:
-        """Whether a further pass, expected to add `gain` to `tokens`, raises the tokens per second.
-
-        The first draft stays small, as no step of the target was timed yet. `spent` are the seconds of drafting.
-        """
-        return self.target.value > 0.0 and gain * (self.target.value + spent) > tokens * self.draft.value
 
 
 @dataclass(slots=True)

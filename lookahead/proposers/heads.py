@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from functools import partial
 
 from transformers import PreTrainedModel
 
+from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.heads.head_files import Network, fresh_rates, make_drafter, open_heads
 from lookahead.heads.layers import lm_head
@@ -40,12 +42,13 @@ class Heads:
 
     def __call__(self, call: Call) -> Proposer:
         """The proposer of one call."""
-        kind, network, rates = state_of(call.model).learned.of(self, partial(self._open, call.model))
-        return make_drafter(network, call.model, rates, call.warp, self._name or kind)
+        kind, network, rates, times = state_of(call.model).learned.of(self, partial(self._open, call.model))
+        own = times[(call.rows - 1).bit_length()] if call.is_timed else None
+        return make_drafter(network, call.model, rates, call.warp, self._name or kind, own)
 
-    def _open(self, model: PreTrainedModel) -> tuple[str, Network, AcceptanceTable]:
+    def _open(self, model: PreTrainedModel) -> tuple[str, Network, AcceptanceTable, defaultdict[int, PassTimes]]:
         kind, network = open_heads(self._folder, model)
         if not isinstance(network, PreTrainedModel) and lm_head(model).weight.device.type == "cpu":
             # A pass over a few guesses waits for the weights, and rounded ones guess as well.
             quantize_linears(network, lambda layer: 8 if layer.weight.numel() >= FEWEST_WEIGHTS else 0)
-        return kind, network, fresh_rates(network)
+        return kind, network, fresh_rates(network), defaultdict(PassTimes)
