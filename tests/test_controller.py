@@ -220,6 +220,19 @@ def test_a_copy_is_noticed_at_once_though_drafts_were_wrong_before_whatever_a_st
     assert machine.drafted >= before + 8
 
 
+@pytest.mark.parametrize("look", [0.002, 0.015, 0.03])
+def test_a_loop_is_noticed_within_a_few_steps_after_drafts_that_lost_the_budget(look: float) -> None:
+    machine = Machine(node_cost=0.1, look=look)
+    for _ in range(4):
+        machine.step([], 0)
+    rule = machine.controller.rule
+    rule.record(1, drafted=True, tokens=1.0, forward=2.0 + START, usual=2.0 + START, proposing=look)
+    assert not rule.verifies(1, 1.1)
+    for _ in range(20):
+        machine.step([0.95] * 16, 16)
+    assert machine.drafted >= 15
+
+
 @pytest.mark.parametrize("seconds", [0.005, 0.05, 0.5])
 def test_long_matches_that_are_always_wrong_lose_a_few_plain_steps_and_the_share(seconds: float) -> None:
     machine = step_of(seconds)

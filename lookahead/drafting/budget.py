@@ -88,6 +88,7 @@ class _BatchState:
     budget: Budget = field(default_factory=lambda: Budget(START, CAP, REFILL))
     proposing: Ema = field(default_factory=lambda: Ema(0.2, clip=2.0, value=0.05, count=5))  # cost of proposals
     since_plain: float = math.inf  # drafted steps since the last plain one
+    unasked: int = 0  # steps since the proposers were asked last
     probe_after: int = _FIRST_PROBE  # drafted steps before the next plain one
 
 
@@ -98,8 +99,8 @@ class EnableRule:
       out what it lost; 1% of all time is paid in. It starts with 2, and every later output with 1 to 4. A draft is
       verified while the budget holds what it may lose; a long match may overdraw it by 2. So the time lost stays below
       1% and a few plain steps per output, for any costs and any drafts.
-    - Proposers are asked while the budget holds the cost of that, or 1. Where it is below 1% of a plain step, as with
-      every large model, they are always asked, so that no long match is missed.
+    - Proposers are asked while the budget holds the cost of that, or 1. With less they are asked as often as takes 1%
+      of the time, which is always with every large model, so that no long match is missed.
     - While all steps draft, one in 128 is plain, so that the plain speed stays known.
     """
 
@@ -116,7 +117,8 @@ class EnableRule:
         """Whether the proposers are asked before the next step."""
         state = self._state(rows)
         cost = state.proposing.value
-        return state.since_plain < state.probe_after and (cost <= REFILL or state.budget.balance >= min(1.0, cost))
+        is_due = cost <= REFILL * max(1, state.unasked) or state.budget.balance >= min(1.0, cost)
+        return state.since_plain < state.probe_after and is_due
 
     def proposing_cost(self, rows: int) -> float:
         """Cost of asking the proposers, in plain steps."""
@@ -131,6 +133,7 @@ class EnableRule:
         """Count a step without proposals; returns whether it is a probe: the first one, or the first after drafts."""
         state = self._state(rows)
         is_probe = state.since_plain > 0
+        state.unasked += 1
         state.budget.settle(0.0, 1.0)
         if 0 < state.since_plain < math.inf:
             state.probe_after = min(_PROBE_EVERY, _PROBE_GROWTH * state.probe_after)
@@ -146,6 +149,7 @@ class EnableRule:
         the proposers with their learning, and `usual` the average of a step of such trees.
         """
         state = self._state(rows)
+        state.unasked = 0
         proposing = state.proposing.add(proposing)
         took = min(forward, _OUTLIER * usual) + proposing
         state.budget.settle(tokens - took if drafted else -proposing, took)
