@@ -44,7 +44,7 @@ NOT_RUN = {
     ("docs/install.md", "pip install torch"),
     ("docs/measurements.md", "python -m bench.llm"),
     ("docs/beams.md", "python -m bench.beams"),
-    ("docs/heads.md", "lookahead train eagle3"),
+    ("docs/heads.md", "python -m tools.head_texts"),
     ("docs/measurements.md", "python -m bench.never_slower"),
     ("docs/pools.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
