@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
 import lookahead
@@ -328,6 +329,16 @@ def test_without_inputs_a_memory_holds_what_the_model_expects_after_every_token(
     assert read_memory_header("m.lkm").contexts > 101
     command("memory", "build", "--model", "model", "-o", "few.lkm", "--max-tokens", "9")
     assert read_memory_header("few.lkm").contexts == 9
+
+
+def test_a_model_that_is_decoded_without_drafts_gets_no_memory_of_its_vocabulary(command, chat_tokenizer):
+    config = MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=1, state_size=4)
+    MambaForCausalLM(config).save_pretrained("mamba")
+    chat_tokenizer.save_pretrained("mamba")
+    result = command("memory", "build", "--model", "mamba", "-o", "m.lkm")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "m.lkm: of no use, this model is decoded without drafts: its state is sequential" in result.stderr
+    assert not Path("m.lkm").exists()
 
 
 def test_a_command_draws_on_a_memory_and_adds_to_it(command):

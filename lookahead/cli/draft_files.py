@@ -162,9 +162,9 @@ def memory_build(options: MemoryBuildOptions) -> None:
     """Make a memory of texts, or of the vocabulary: what the model expects after each context is kept.
 
     The model reads and generates nothing. Without texts it reads every token of
-    its vocabulary alone, which takes minutes and helps with any prompt. Where
-    there are more contexts than fit, those read last are kept. Decoding with
-    --memory starts from them and adds its own.
+    its vocabulary, which takes a pass of as many tokens. Where there are more
+    contexts than fit, those read last are kept. Decoding with --memory starts
+    from them and adds its own.
 
     For example:
 

@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.documents.inputs import Input
 from lookahead.errors import PoolError
+from lookahead.models.cache import CACHE
 from lookahead.models.model_state import state_of
-from lookahead.models.support import validate_causal_lm
+from lookahead.models.support import support_of, validate_causal_lm
 from lookahead.models.target import input_device
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.memory_file import MemoryHeader, merge_records, read_memory, records_of, table_of, write_memory
@@ -84,15 +85,16 @@ def learn_vocabulary(
 ) -> Iterator[int]:
     """Store the likeliest successors of every token up to a size, each behind a full stop; yields how many so far."""
     forward, before = cast(Any, model), cast(Any, tokenizer(".", return_tensors="pt"))["input_ids"]
+    past = DynamicCache(config=model.config)
     with torch.no_grad():
-        past = forward(input_ids=before.to(input_device(model)), use_cache=True).past_key_values
+        forward(input_ids=before.to(input_device(model)), use_cache=True, **{CACHE: past})
     for first in range(0, size, _PASS_ROWS):
         tokens = np.arange(first, min(first + _PASS_ROWS, size), dtype=np.int32)[:, None]
         cache = copy.deepcopy(past)
         cache.batch_repeat_interleave(len(tokens))
         with torch.no_grad():
             inputs = torch.from_numpy(tokens).long().to(input_device(model))
-            scores = read_scores(forward(input_ids=inputs, past_key_values=cache).logits, with_top=True)
+            scores = read_scores(forward(input_ids=inputs, use_cache=True, **{CACHE: cache}).logits, with_top=True)
         assert scores.top is not None and scores.probabilities is not None
         for i, token in enumerate(tokens):
             table.store(token, _ROOT, token, scores.top[i], scores.probabilities[i])
@@ -125,14 +127,17 @@ def build_memory(
         with pool_errors(path):
             header, _ = read_memory(path, header)
     table = table_of(EMPTY, header.max_contexts)
-    for ids in read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer):
-        learn(table, model, ids)
-    if not inputs:
+    if inputs:
+        for ids in read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer):
+            learn(table, model, ids)
+        if not totals.documents:
+            raise PoolError(f"{path}: no document to learn from, {totals.rejected} could not be used")
+    else:
+        if (support := support_of(model, shortest=1, max_length=2)).shape == "none":
+            raise PoolError(f"{path}: of no use, this model is decoded without drafts: {support.reason}")
         size = header.vocabulary if max_tokens is None else min(max_tokens, header.vocabulary)
         for totals.tokens in learn_vocabulary(table, model, tokenizer, size):
             observer(totals, None)
-    elif not totals.documents:
-        raise PoolError(f"{path}: no document to learn from, {totals.rejected} could not be used")
     new, _ = records_of(table, header.vocabulary)
     if adds:
         return merge_into(path, header, new)
