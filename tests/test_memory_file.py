@@ -109,12 +109,6 @@ def test_a_damaged_or_hostile_file_is_refused_by_name_and_left_as_it_is(path, ti
     assert path.read_bytes() == before
 
 
-def test_the_memory_of_the_default_model_that_comes_along_is_whole():
-    header, records = read_memory(Path(__file__).parent.parent / "examples" / "smollm2.lkm")
-    assert (header.vocabulary, len(records)) == (49_152, header.contexts)
-    assert header.file_bytes < 3e6
-
-
 def test_a_folder_or_a_pipe_is_no_memory(tmp_path):
     os.mkfifo(tmp_path / "pipe.lkm")
     for place in (tmp_path / "pipe.lkm", tmp_path):

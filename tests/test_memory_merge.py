@@ -74,3 +74,9 @@ def test_what_cannot_be_merged_is_refused_by_name_and_leaves_all_files_as_they_w
     assert (result.exit_code, result.stdout) == (2, "")
     assert complaint in result.stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_memory_of_the_default_model_that_comes_along_is_whole():
+    header, records = read_memory(Path(__file__).parent.parent / "examples" / "smollm2.lkm")
+    assert (header.vocabulary, len(records)) == (49_152, header.contexts)
+    assert header.file_bytes < 3e6
