@@ -30,7 +30,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.models.cache import CACHE
 from lookahead.models.loading import DEFAULT_MODEL
 from lookahead.models.quantized import QUANTIZED, QuantizedLinear
-from lookahead.models.support import is_bitwise
+from lookahead.models.self_check import is_bitwise
 from lookahead.models.target import Target
 
 STEP = "transformers, 1 token"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import sys
 from contextlib import suppress
-from threading import Lock
+from threading import RLock
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 _CHUNK = 1 << 25  # bytes asked of the system at a time; layers of a small model share large pages
 _ALIGNMENT = 1 << 12
 
-_guard = Lock()
+_guard = RLock()
 _newest: tuple[ReferenceType[mmap.mmap], int] | None = None  # the last chunk, while a tensor lives in it, and its use
 
 

@@ -17,6 +17,7 @@ Every message names the field or file, the allowed range where there is one, and
 """
 
 import re
+import traceback
 
 
 class LookaheadError(Exception):
@@ -86,6 +87,19 @@ class ClusterError(LookaheadError, RuntimeError):
 def one_line(error: BaseException) -> str:
     """The message of an error in one line, or the name of its type where it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def named(error: BaseException) -> str:
+    """The type of an error and its message, in one line."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def with_place(error: BaseException) -> str:
+    """`named`, and where the error was raised: the file, the line and the function."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return f"{named(error)}{place}"
 
 
 def count(number: int, one: str, many: str | None = None) -> str:

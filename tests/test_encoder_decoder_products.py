@@ -15,11 +15,11 @@ from torch.nn.functional import linear
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
-from lookahead.models import linears, product_bits
+from lookahead.models import linears, product_bits, product_choice
 from lookahead.models.encoder_decoder import DecoderTarget, encode
-from lookahead.models.linears import faster_ways
 from lookahead.models.product_bits import Layout, Packed
-from lookahead.models.support import is_bitwise, support_of
+from lookahead.models.self_check import is_bitwise
+from lookahead.models.support import support_of
 from tests.support.families import ENCODER_DECODERS, build
 from tests.test_encoder_decoder import BATCH, NEW_TOKENS, ONE, READ, WANDERING, compare, generate
 
@@ -101,5 +101,5 @@ def test_a_product_that_waits_for_other_processes_is_not_taken_for_slow(monkeypa
 
         return Packed(layout, product)
 
-    monkeypatch.setattr(linears, "lay_out", lay_out)
-    assert "onednn" in faster_ways.__wrapped__(torch.float32, 1)
+    monkeypatch.setattr(product_choice, "lay_out", lay_out)
+    assert "onednn" in product_choice.measure(torch.float32, 1)

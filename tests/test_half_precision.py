@@ -28,7 +28,7 @@ import lookahead
 from lookahead import DecodingStats, LookaheadConfig
 from lookahead.generation.hf import prepare
 from lookahead.models import linears, product_bits
-from lookahead.models.support import is_bitwise
+from lookahead.models.self_check import is_bitwise
 from lookahead.models.target import Target
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.families import FAMILIES, build, for_cpus

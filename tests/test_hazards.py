@@ -196,7 +196,10 @@ def test_a_model_that_cannot_run_when_it_is_probed_is_probed_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(model.model, "forward", fail)
-        assert support_of(model, shortest=4, max_length=30).reason == "it cannot run (OSError)"
+        assert (
+            support_of(model, shortest=4, max_length=30).reason
+            == "it cannot run (OSError: the disk of its offloaded weights is away)"
+        )
     assert support_of(model, shortest=4, max_length=30).shape == "trees"
 
 

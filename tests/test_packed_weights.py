@@ -15,10 +15,10 @@ from transformers.pytorch_utils import Conv1D
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig
-from lookahead.models import linears, product_bits
+from lookahead.models import linears, product_bits, product_choice
 from lookahead.models.linears import LinearScope, keeps_bits
 from lookahead.models.product_bits import Kind, Layout, Packed, Rows, by_torch
-from lookahead.models.support import is_bitwise
+from lookahead.models.self_check import is_bitwise
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -296,11 +296,7 @@ def test_where_torch_was_built_without_it_torch_multiplies(name, monkeypatch):
 
     monkeypatch.undo()
     monkeypatch.setattr(torch.ops.mkldnn, name, missing)
-    linears.faster_ways.cache_clear()
-    try:
-        assert "onednn" not in linears.faster_ways(torch.float32, 1)
-    finally:
-        linears.faster_ways.cache_clear()
+    assert "onednn" not in product_choice.measure(torch.float32, 1)
 
 
 def test_a_model_decodes_by_packed_weights_to_the_tokens_of_generate(tiny_llama, multiplied):

@@ -26,7 +26,7 @@ from lookahead.kernels import microkernel, packed_product
 from lookahead.models import fused_layers
 from lookahead.models.linears import LinearScope, packed_weights
 from lookahead.models.quantized import Int4Config, Int8Config, QuantizedLinear, resolve_quantize
-from lookahead.models.support import is_bitwise
+from lookahead.models.self_check import is_bitwise
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build, for_cpus
 

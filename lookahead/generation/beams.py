@@ -35,7 +35,8 @@ from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_bits_of_copies, keeps_bits_beside_others
-from lookahead.models.support import may_keep_bits, support_of, vocabulary_size
+from lookahead.models.self_check import kernels_agree, may_keep_bits
+from lookahead.models.support import support_of, vocabulary_size
 from lookahead.models.target import Target
 from lookahead.proposers.beam_drafter import drafter_for
 from lookahead.verification.stopping import FinishReason, reason_of
@@ -190,10 +191,14 @@ class BeamLoop(PlainLoop):
         model, width = self._model, self._ids.shape[1]
         # In a batch transformers attends to padding under a mask, which changes bits.
         is_alone = len(self._lengths) == 1 and self._lengths[0] == width
+        is_alone = is_alone and not validation.reads_otherwise(self._generation)
         is_exact = is_alone and self._config.exactness == "auto" and has_bits_of_beams(model, self._beams)
         rows, capacity = len(self._lengths), min(self._generation.max_length, width + 256) + DEAD_NODES
         packs = self._config.pack == "auto"
-        target = Target(model, rows=rows, capacity=capacity, is_bitwise=is_exact, is_together=True, packs=packs)
+        target = Target(
+            model, rows=rows, capacity=capacity, is_bitwise=is_exact, is_together=True, packs=packs,
+            has_kernels=is_exact or kernels_agree(model, "trees", packs=packs),
+        )  # fmt: skip
         prompts = self._ids[:: self._beams].cpu().numpy()
         texts = [ids[width - length :] for ids, length in zip(prompts, self._lengths.tolist(), strict=True)]
 

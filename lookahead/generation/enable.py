@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager
 from functools import partial
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from lookahead.generation.hf import decode
 from lookahead.generation.validation import check_config, resolved, serve_stop_strings
 from lookahead.models.support import validate_model
 
-_guard = Lock()  # held while switches are turned
+_guard = RLock()  # held while switches are turned
 
 
 def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:

@@ -30,12 +30,12 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.generation import validation
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
 from lookahead.generation.hf_outputs import adopt, collect, return_cache
-from lookahead.models import support
+from lookahead.models import self_check, support
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoded_rows import Encoded
 from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, empty_cache
-from lookahead.models.model_state import state_of
+from lookahead.models.model_state import outside_passes, state_of, undisturbed
 from lookahead.models.target import Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.pools.pool_files import pool_of
@@ -135,7 +135,9 @@ def prepare(
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)
     held = getattr(past, "self_attention_cache", past)
-    if isinstance(held, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
+    # Transformers attends to the empty slots of a static cache under a mask, and without a cache, or with a prompt that
+    # is read in parts, it multiplies other numbers of rows together: the bits are not those of one token at a time.
+    if isinstance(held, StaticCache) or validation.reads_otherwise(generation_config):
         config = replace(config, exactness="fast")
     lengths = validation.prompt_lengths(model, input_ids, model_kwargs)
     batch_size, longest = input_ids.shape
@@ -143,7 +145,7 @@ def prepare(
     stopping = stopping_rule(stopping_criteria, generation_config)
     lm: Any = model
     sample = partial(lm._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs)
-    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, lookahead_context)
+    plain = PlainLoop(outside_passes()(sample), input_ids, lengths, stopping_criteria, lookahead_context)
     if stopping.max_length <= longest + 1:
         return plain  # a single token: there is nothing to draft
     is_lossy = config.acceptance == "typical"
@@ -178,7 +180,8 @@ def prepare(
     warp = warp_of(logits_processor) if is_sampled else None
     keeps = is_returned or is_continued
     given = (model, config, stopping, lookahead_tokenizer, rows)
-    engine = assemble(*given, shape=shape, warp=warp, encoded=encoded, keep_cache=keeps)
+    with undisturbed(model):
+        engine = assemble(*given, shape=shape, warp=warp, encoded=encoded, keep_cache=keeps)
     if is_continued:
         adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
     return engine
@@ -219,10 +222,11 @@ def assemble(
     proposers, controller = _drafting(config, call, runs_to_limit=not (stopping.custom or stopping.eos_tokens))
     # `generate` attends to padding under a mask.
     is_separate = isolates or (rows == 1 and not batch[0].padding)
-    is_bitwise = is_separate and shape == "trees" and config.exactness == "auto" and support.is_bitwise(model)
+    is_bitwise = is_separate and shape == "trees" and config.exactness == "auto" and self_check.is_bitwise(model)
     # Enough for short outputs; the cache grows with a longer one.
     capacity = min(stopping.max_length, longest + 256) + config.node_budget + 1
     target: Target
+    packs = config.pack == "auto"
     if not model.config.is_encoder_decoder:
         target = Target(
             model,
@@ -234,14 +238,15 @@ def assemble(
             captures=config.cuda_graphs,
             most_nodes=config.node_budget + 1,
             is_bitwise=is_bitwise,
-            packs=config.pack == "auto",
+            packs=packs,
+            # The comparison of bits was made with all kernels.
+            has_kernels=is_bitwise or self_check.kernels_agree(model, shape, packs=packs),
         )
     elif shape == "trees":
-        packs = config.pack == "auto"
         target = DecoderTarget(model, encoded, rows, capacity=capacity, is_bitwise=is_bitwise, packs=packs)
     else:
         assert encoded is not None
-        target, keep_cache = ChainTarget(model, encoded, rows, packs=config.pack == "auto"), False
+        target, keep_cache = ChainTarget(model, encoded, rows, packs=packs), False
     return Engine(target, proposers, controller, config, call, batch, keep_cache=keep_cache, isolates=isolates)
 
 
@@ -290,8 +295,10 @@ def _verified(
         if is_padded or (rows > 1 and (is_returned or not model._can_set_attn_implementation())):
             shape, why = "chains", "the rows of such a batch keep one length"
         # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
-        elif is_half and config.exactness == "auto" and (rows > 1 or not support.is_bitwise(model)):
+        elif is_half and config.exactness == "auto" and (rows > 1 or not self_check.is_bitwise(model)):
             shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
+    elif found.by_node and rows == 1 and not is_padded and config.exactness == "auto" and self_check.is_bitwise(model):
+        shape = "trees"
     acceptance = config.acceptance
     obstacles = {
         f"be decoded speculatively: {why}": shape == "none",

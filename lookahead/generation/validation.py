@@ -235,6 +235,11 @@ def _left_out(what: str, hint: str = "") -> UnsupportedModelError:
     return UnsupportedModelError(f"{what}; leave out custom_generate for it{hint}")
 
 
+def reads_otherwise(config: GenerationConfig) -> bool:
+    """Whether `generate` reads each token with others that a cache holds already, or a prompt in parts."""
+    return config.use_cache is False or config.prefill_chunk_size is not None
+
+
 def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
     """Whether the caller of `model.generate` sees the cache."""
     return bool(config.return_dict_in_generate) or may_be_callers(past, config)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from threading import Lock, local
+from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,14 +20,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from lookahead.kernels import dispatch
 from lookahead.models.cache import TreeCache, TreeLayer
 from lookahead.models.exact_attention import Turns, attend_in_turn, attends_by_kernel, own_attention
-from lookahead.models.model_state import replaced, state_of
+from lookahead.models.model_state import pass_local, replaced, state_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass
 
 ATTENTION_NAME = "lookahead_tree"
 
-_guard = Lock()
+_guard = RLock()
 _views: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of the configuration, which a view keeps
-_thread = local()  # no ContextVar: torch.compile cannot look into one
+_thread = pass_local()  # no ContextVar: torch.compile cannot look into one
 
 
 class AttentionScope:

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from lookahead.drafting.cost_model import NODE_COST, StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
-from lookahead.models.support import is_bitwise, support_of
+from lookahead.models.self_check import is_bitwise
+from lookahead.models.support import support_of
 from lookahead.models.target import Target, input_device, position_limit
 from lookahead.verification.exact import likeliest
 

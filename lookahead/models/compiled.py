@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from threading import Lock, local
+from threading import Lock
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lookahead.models import attention
 from lookahead.models.cache import TreeCache
 from lookahead.models.loading import first_line
-from lookahead.models.model_state import replaced, state_of
+from lookahead.models.model_state import pass_local, replaced, state_of
 
 _BACKEND = "inductor"
 # Largest error of a compiled layer or a replayed pass, relative to the norm of a node's output. The same numbers give
@@ -28,7 +28,7 @@ _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _TOLERANCE_FP32 = 1e-4
 
 _log = logging.getLogger(__name__)
-_thread = local()
+_thread = pass_local()
 
 
 def _run_layer(layer: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:

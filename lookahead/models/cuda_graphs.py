@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from threading import Lock
+from threading import RLock
 from typing import Any
 from weakref import WeakSet, finalize, ref
 
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the host waits for a value
 _COPYING = {_aten._to_copy, _aten.copy_}  # wait only between host and device
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}  # wait only with a mask or indices on the host
-_recording = Lock()  # torch records one graph at a time in a process
+_recording = RLock()  # torch records one graph at a time in a process
 
 
 @dataclass(eq=False)

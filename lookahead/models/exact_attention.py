@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
@@ -78,12 +79,11 @@ def _steps_of(tree: TokenTree, scored: int) -> list[Step]:
 
 def own_attention(module: Any, config: PretrainedConfig) -> Attention:
     """The attention function that a layer of the model calls by itself, for one row at a time."""
-    name = config._attn_implementation
-    if name == "sdpa":
-        return sdpa_attention_forward
-    if name != "eager":
+    name, space = config._attn_implementation, vars(sys.modules[type(module).__module__])
+    if name not in ("sdpa", "eager"):
         raise UnsupportedModelError(f"the attention {name!r} has no form for single rows")
-    own: Attention = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    own: Attention = registry.get(name, space.get("eager_attention_forward"))
     return own
 
 

@@ -7,10 +7,10 @@ attends. The others take a third of its time, nearly all of it in their calls (`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from threading import local
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ from lookahead.models.layer_jobs import (
     norm_of,
 )
 from lookahead.models.linears import packed_weights
-from lookahead.models.model_state import replaced
+from lookahead.models.model_code import arithmetic_flags, code_of, is_intercepted
+from lookahead.models.model_state import pass_local, replaced
 from lookahead.models.quantized import QuantizedLinear
 
 _FAMILIES = {
@@ -56,7 +57,7 @@ _RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 _ROWS = 32  # whose mean squares are compared
 _TOLERANCE = 1e-4  # of float32, relative to the largest output
 
-_thread = local()
+_thread = pass_local()
 _probed: dict[Any, bool] = {}
 
 
@@ -89,7 +90,7 @@ def running(*, as_one: bool = False) -> Iterator[None]:
     With `as_one` the first layer may do the work of all, and return the result of the last.
     """
     outer = getattr(_thread, "most", 0), getattr(_thread, "is_whole", False)
-    is_served = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    is_served = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_intercepted())
     _thread.most = (_MOST if torch.get_num_threads() == 1 else _MOST_SHARED) if is_served else 0
     _thread.is_whole, _thread.done = is_served and as_one, None
     try:
@@ -107,12 +108,17 @@ def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, None, Callable[..., 
     if is_hooked or "forward" in model.__dict__ or any(each._compiled_call_impl is not None for each in modules):
         return []
     layers = [_parts_of(each) for each in modules if _name_of(each) in _FAMILIES]
-    right = [parts for parts in layers if parts is not None and _is_right(parts)]
+    kinds = {type(part) for parts in layers if parts is not None for part in parts.reimplemented}
+    kinds |= {type(each) for each in modules if _name_of(each) in _NORMS}
+    code = code_of(frozenset(kinds))
+    if code.foreign:  # a function of another package has taken the place of one that the kernels stand for
+        return []
+    right = [parts for parts in layers if parts is not None and _is_right(parts, code.number)]
     # The last norm of a model, and those of layers that have something else in them.
     inside = {norm for parts in right for norm in parts.norms}
     norms: list[Any] = [each for each in modules if each not in inside and _is_plain_norm(each)]
     norms = [norm for norm in norms if _keeps_means(norm.weight.dtype, len(norm.weight))]
-    stack = _stack_of(right) if right and len(right) == len(layers) else None
+    stack = _stack_of(right) if right and len(right) == len(layers) and _is_own_loop(modules, right) else None
     return [
         *((parts.layer, None, partial(_layer_forward, parts, stack)) for parts in right),
         *((norm, None, partial(_norm_forward, norm)) for norm in norms),
@@ -126,6 +132,22 @@ def _stack_of(layers: list[LayerParts]) -> _Stack | None:
         return None
     by_window = {parts.options.get("sliding_window"): parts for parts in layers}
     return _Stack(layers, [each for parts in layers for each in parts.linears], list(by_window.values()), {})
+
+
+def _is_own_loop(modules: Sequence[Any], layers: Sequence[LayerParts]) -> bool:
+    """Whether a model of transformers calls the layers one after the other, by its own code and all of them."""
+    module, family = type(layers[0].layer).__module__, _FAMILIES[_name_of(layers[0].layer)]
+    for owner in modules:
+        held = owner._modules.get("layers")
+        if held is not None and len(held) and held[0] is layers[0].layer:
+            return (
+                _name_of(owner) == (module, f"{family}Model")
+                and type(held) is nn.ModuleList
+                and "forward" not in owner.__dict__
+                and all(map(is_, held, (parts.layer for parts in layers)))
+                and not code_of(frozenset((type(owner), type(held)))).foreign
+            )
+    return False
 
 
 def _name_of(module: nn.Module) -> tuple[str, str]:
@@ -288,12 +310,18 @@ def _fused(
     return total.add_(linears[6](gate))
 
 
-def _is_right(parts: LayerParts) -> bool:
-    """Whether a fused layer computes what the layer itself does; compared once per class and sizes."""
+def _is_right(parts: LayerParts, code: int) -> bool:
+    """Whether a fused layer computes what the layer itself does; compared once per class, code and sizes."""
     kind = (
-        type(parts.layer), parts.attention.head_dim, parts.norms[0].weight.dtype, torch.get_num_threads(),
+        type(parts.layer), code, arithmetic_flags(),
+        parts.attention.head_dim, parts.norms[0].weight.dtype, torch.get_num_threads(),
         *((norm.weight.shape, norm.variance_epsilon) for norm in parts.norms),
-        *((type(each), type(each.weight), each.weight.dtype, each.weight.shape) for each in parts.linears),
+        *(
+            (type(each), type(weight), weight.dtype, weight.shape, getattr(parameters.get("bias"), "dtype", None))
+            for each in parts.linears
+            for parameters in (each._parameters,)
+            for weight in (parameters["weight"],)
+        ),
     )  # fmt: skip
     if kind not in _probed:
         _probed[kind] = _computes_the_same(parts) and all(

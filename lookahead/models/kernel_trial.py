@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 
 import torch
 import xxhash
@@ -24,7 +24,7 @@ SELF_TEST = "lookahead.kernels.self_test"  # the module that is run
 PATIENCE_S = 60  # for a process to start, and for each kernel; compiling one takes seconds
 _DRIVER = Path("/proc/driver/nvidia/version")
 
-_guard = Lock()
+_guard = RLock()
 _log = logging.getLogger(__name__)
 
 

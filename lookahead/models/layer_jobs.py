@@ -37,6 +37,12 @@ class LayerParts(NamedTuple):
     known: dict[Any, Any]  # of `packed_weights`
 
     @property
+    def reimplemented(self) -> tuple[Any, ...]:
+        """The modules whose code the jobs stand for; linear layers are those of `lookahead.models.linears`."""
+        mlp = self.layer.mlp
+        return (self.layer, self.attention, mlp, mlp.act_fn, *self.norms)
+
+    @property
     def biases(self) -> list[Tensor | None]:
         """Those of the linear layers."""
         return [each._parameters["bias"] for each in self.linears]

@@ -10,24 +10,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from operator import is_not
-from threading import local
-from time import perf_counter, thread_time
-from timeit import timeit
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from lookahead.kernels import packed_product
 from lookahead.kernels.packed_product import PackedWeight
 from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
-from lookahead.models.model_state import replaced, state_of
+from lookahead.models.model_code import is_intercepted, multiplies_as_shipped
+from lookahead.models.model_state import pass_local, replaced, state_of
 from lookahead.models.product_bits import (
     Bits,
     Kind,
@@ -40,22 +36,17 @@ from lookahead.models.product_bits import (
     rows_of,
     takes_any_rows,
 )
+from lookahead.models.product_choice import LAYOUTS, faster_ways
 from lookahead.models.quantized import QuantizedLinear
 
-_LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
 _UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
 _MOST_ROWS = 128  # of float32 that are multiplied by packed weights; for more of them no weight is packed
-_TRIED = (2048, 2048)  # inputs and outputs of the measured products
-_CACHES = 1 << 26  # bytes that are read before each of them, so that weights come from memory
-_FEW_ROWS = (4, 16)  # of those products
 _MANY_ROWS = (64,)
 _FEWEST_ROWS = 8  # of one product in a larger layer
-_TRIALS = 5
-_GAIN = 0.95  # most time relative to torch to count as faster
 _ONE_ROW = 1.15  # the same for one row by the kernel of this package, which does whole layers at once
 
-_thread = local()
+_thread = pass_local()
 
 
 class PackedLinear:
@@ -119,7 +110,7 @@ class LinearScope:
         self._packs, self._fewest = False, 1
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
         layers = [each for each in product_bits.linear_layers(model) if _is_plain(each)]
-        if "forward" in model.__dict__ or not layers:
+        if "forward" in model.__dict__ or not layers or not multiplies_as_shipped():
             return
         dtype, threads = layers[0].weight.dtype, torch.get_num_threads()
         ways = faster_ways(dtype, threads)
@@ -146,8 +137,8 @@ class LinearScope:
     def running(self, bits: Bits) -> Iterator[None]:
         """Within `serving`, multiply by packed weights on this thread; rows of half precision have these bits."""
         outer, _thread.has_packed = getattr(_thread, "mode", None), False
-        is_autocast = torch.is_autocast_enabled("cpu")  # which chooses the type of products
-        _thread.mode = None if is_autocast else (bits, self._packs, self._fewest)
+        is_left = torch.is_autocast_enabled("cpu") or is_intercepted()  # which choose the type of products, or see them
+        _thread.mode = None if is_left else (bits, self._packs, self._fewest)
         try:
             yield
         finally:
@@ -262,7 +253,7 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Pack
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
-                return lay_out(weight, _LAYOUTS[ways[0]], _MOST_ROWS)
+                return lay_out(weight, LAYOUTS[ways[0]], _MOST_ROWS)
             layout, most = best_layout(weight, bias, bits, ways)
             if not most:
                 return None
@@ -291,31 +282,3 @@ def _keeps_bits_of_rows(layer: nn.Linear | Conv1D) -> bool:
     if weight.numel() < product_bits.FEWEST_WEIGHTS or alone >= _FEWEST_ROWS:
         return True
     return best_layout(weight, layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
-
-
-@cache
-def faster_ways(
-    dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN
-) -> tuple[str, ...]:
-    """How a packed weight is multiplied faster than torch's, by "own" or "onednn", fastest first; measured once."""
-    inputs, outputs = _TRIED
-    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-        x, weight = (
-            torch.linspace(-1, 1, n * inputs, dtype=torch.float32, device="cpu").view(n, inputs).sin()
-            for n in (max(rows), outputs)
-        )
-        x, weight = x.to(dtype), (weight / inputs).to(dtype)
-        products: dict[str, Callable[[Tensor, None], Tensor]] = {"torch": lambda x, _: linear(x, weight)}
-        for way in _LAYOUTS if packed_product.is_supported(weight) else ["onednn"]:
-            with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
-                packed = lay_out(weight, _LAYOUTS[way]).product
-                if torch.allclose(packed(x, None), linear(x, weight), rtol=0.02, atol=1e-3):
-                    products[way] = packed
-        seconds, others = dict[str, float](), torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
-        # Time of other processes does not count. On Windows the clock of a thread is too coarse.
-        clock = thread_time if threads == 1 and os.name == "posix" else perf_counter
-        for way, product in products.items():
-            calls = [partial(product, x[:count], None) for _ in range(_TRIALS) for count in rows]
-            taken = [timeit(call, others.sum, timer=clock, number=1) for call in calls]
-            seconds[way] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
-    return tuple(way for way in sorted(seconds, key=seconds.__getitem__) if seconds[way] < gain * seconds["torch"])

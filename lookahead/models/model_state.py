@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager
-from threading import Lock, RLock
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager, nullcontext
+from threading import RLock, local
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
-
-import torch
 
 from lookahead.drafting.budget import BranchState, EnableRule
 from lookahead.drafting.cost_model import StepCost
+from lookahead.models.model_code import Version, version_of
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class LearnedState:
@@ -51,8 +51,15 @@ class ModelState:
         self.views: tuple[Any, ...] = ()  # the attention views that compiled layers hold
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
+        self.problems: dict[str, str] = {}  # what turned a faster path off, by path
         self._probed: dict[str, tuple[Version, Any]] = {}
-        self._probing = Lock()
+        self._probing = RLock()  # a signal handler may decode while its thread probes
+
+    def note_problem(self, path: str, problem: str) -> None:
+        """Keep what turned a faster path off, and log it once."""
+        if self.problems.get(path) != problem:
+            self.problems[path] = problem
+            _log.warning("%s: %s", path, problem)
 
     def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
         """The result of a probe, cached until a weight or the code of a pass changes; other threads wait for it."""
@@ -61,13 +68,15 @@ class ModelState:
             if known is not None and known[0].number == version.number:
                 value: T = known[1]
                 return value
-            value = probe()
+            with outside_passes():
+                value = probe()
             self._probed[name] = version_of(model), value
             return value
 
 
-_guard = Lock()
+_guard = RLock()
 _states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()
+_locals: list[local] = []
 _uses: Counter[tuple[int, str]] = Counter()  # open blocks by attribute; they keep the module of an id alive
 
 
@@ -82,6 +91,34 @@ def state_of(model: Any) -> ModelState:
         return state
 
 
+def pass_local() -> local:
+    """What a thread knows of the pass that it runs, for one of those who take the place of a model's code in it."""
+    _locals.append(local())
+    return _locals[-1]
+
+
+@contextmanager
+def outside_passes() -> Iterator[None]:
+    """Let models on this thread run their own code until the block ends: a signal handler may run within a pass."""
+    outer = [dict(each.__dict__) for each in _locals]
+    for each in _locals:
+        each.__dict__.clear()
+    try:
+        yield
+    finally:
+        for each, values in zip(_locals, outer, strict=True):
+            each.__dict__.clear()
+            each.__dict__.update(values)
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Use fresh measurements of a model where this thread is just changing them: a signal handler may run meanwhile."""
+    is_changing = state_of(model).learned.lock._is_owned()  # type: ignore[attr-defined] # as `threading.Condition` asks
+    with use_learned(model, LearnedState()) if is_changing else nullcontext():
+        yield
+
+
 @contextmanager
 def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
     """Use other measurements for a model until the block ends."""
@@ -91,46 +128,6 @@ def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
         yield
     finally:
         state.learned = own
-
-
-class Version(NamedTuple):
-    """A number for the weights and the code of a pass, and the references to them that it was made of.
-
-    While these are kept, no other object gets their ids, although the weights and the code may go.
-    """
-
-    number: int
-    references: list[Any]
-
-
-def _reference(value: Any) -> Any:
-    try:
-        return weakref.ref(value)  # the same while one is kept
-    except TypeError:
-        return value
-
-
-def version_of(model: Any) -> Version:
-    """What changes with the weights and with the code of a pass: attention, hooks, `forward`, autocast.
-
-    Every in-place operation increments the version of a tensor.
-    """
-    modules = list(model.modules())
-    weights = [each for module in modules for each in module._parameters.values() if each is not None]
-    # Offloaded weights are other objects after every pass, and inference tensors have no version.
-    weights = [each for each in weights if not each.is_meta and not each.is_inference()]
-    with _guard:  # while another thread decodes, some have a `forward` of ours, which takes the place of none
-        owns = [None if (id(each), "forward") in _uses else each.__dict__.get("forward") for each in modules]
-    codes = *owns, *(module._compiled_call_impl for module in modules)
-    references = [_reference(each) for each in (*weights, *codes)]
-    # Those of the model itself stand around its passes, and ours are there during some passes of other threads.
-    hooked = [each for module in modules[1:] for each in (module._forward_hooks, module._forward_pre_hooks)]
-    named = [(key, str(getattr(hook, "__module__", ""))) for each in hooked for key, hook in list(each.items())]
-    hooks = [key for key, name in named if not name.startswith("lookahead.")]
-    attention = model.config.get_text_config()._attn_implementation
-    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    versions = [each._version for each in weights]
-    return Version(hash((*map(id, references), *versions, *hooks, attention, *autocast)), references)
 
 
 @contextmanager
@@ -153,6 +150,7 @@ def replaced(name: str, values: Collection[tuple[Any, Any, Any]]) -> Iterator[No
                 if _uses[key]:
                     continue
                 del _uses[key]
-                module.__dict__.pop(name, None)
-                if own is not None:
+                if own is None:
+                    module.__dict__.pop(name, None)
+                else:  # in one assignment: another thread may be reading it
                     module.__dict__[name] = own

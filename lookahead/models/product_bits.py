@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from lookahead.kernels import packed_product
 from lookahead.kernels.packed_product import PackedWeight
 from lookahead.models.exact_attention import MAX_ROWS
+from lookahead.models.model_code import arithmetic_flags
 from lookahead.models.quantized import QuantizedLinear
 
 FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
@@ -58,11 +59,13 @@ class Kind(NamedTuple):
     has_bias: bool
     is_transposed: bool
     threads: int
+    flags: tuple[Any, ...] = ()  # torch's settings of arithmetic
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Kind:
         """That of the products with a weight, which a bias is added to."""
-        return cls(weight.dtype, weight.shape, bias is not None, not weight.is_contiguous(), torch.get_num_threads())
+        threads, flags = torch.get_num_threads(), arithmetic_flags()
+        return cls(weight.dtype, weight.shape, bias is not None, not weight.is_contiguous(), threads, flags)
 
 
 class Rows(NamedTuple):
@@ -155,7 +158,7 @@ def rows_of(kind: Kind, layout: Layout) -> Rows:
 def _cancelling(kind: Kind, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows `[rows, inputs]`, a weight and a bias whose sums nearly cancel: the rest shows the order."""
     source = torch.Generator().manual_seed(0)
-    dtype, (outputs, inputs), has_bias, is_transposed, _ = kind
+    dtype, (outputs, inputs), has_bias, is_transposed, *_ = kind
     outputs = min(outputs, _OUTPUTS + outputs % _OUTPUTS)
     few, row = (
         torch.randn(n, inputs, generator=source, dtype=torch.float32, device="cpu").to(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
@@ -12,32 +11,26 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
-from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory
-from lookahead.models.cache import CACHE
-from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, empty_cache, encode
-from lookahead.models.exact_attention import MAX_ROWS
-from lookahead.models.linears import keeps_bits
+from lookahead.drafting.tree import TokenTree
+from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory, named, with_place
+from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, encode
+from lookahead.models.model_code import attention_code, is_shipped
 from lookahead.models.model_state import state_of
-from lookahead.models.product_bits import has_other_products
 from lookahead.models.quantized import QuantizedLinear
 from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits
+TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits
 _TOLERANCE_FP32 = 1e-3
-_SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
-_TRIALS = 8
-_LONGEST = 5  # depth of those trees
 # Ninths of the vocabulary: the first tokens are often special, and the outliers of their activations magnify rounding.
 # In half precision rounding may change the routing to experts, so one correct probe of three is enough.
-_PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
+PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
 
-_TREE = (0, 0, 1, 2, 0)
-_CHAIN = (0, 0, 1, 2, 3)
+TREE = (0, 0, 1, 2, 0)
+CHAIN = (0, 0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +39,7 @@ class Support:
 
     shape: Shape | Literal["none"]
     reason: str = ""  # why it is not trees
+    by_node: bool = False  # whether trees are right too where every node attends alone, by the model's own function
 
 
 class ProbeError(Exception):
@@ -119,17 +113,24 @@ def unsupported_reason(model: PreTrainedModel) -> str:
 
 def _probe(model: PreTrainedModel, config: Any) -> Support:
     """Try trees, then chains."""
+    by_node = False
     # A probe is too short to show the effect of a window or a slope over cache slots.
     if "local" in getattr(config, "attention_layers", ()):
         reason = "its attention windows count slots of the cache"
     elif getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
         reason = "its attention bias depends on cache slots (ALiBi)"
     else:
-        reason = _mismatch_of(model, "trees")
+        attention, masks = attention_code(model, list(model.modules()))
+        users = [each for each in (*masks, *attention) if not is_shipped(each)]
+        if users:
+            reason = f"its attention calls {getattr(users[0], '__qualname__', users[0])}, which is not of transformers"
+            by_node = all(map(is_shipped, masks))
+        else:
+            reason = _mismatch_of(model, "trees")
     if not reason:
         return Support("trees")
     mismatch = _mismatch_of(model, "chains")
-    return Support("none", mismatch) if mismatch else Support("chains", reason)
+    return Support("none", mismatch) if mismatch else Support("chains", reason, by_node)
 
 
 def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
@@ -139,7 +140,7 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
         ProbeError: A pass ran out of memory, or the model cannot run at all.
     """
     vocabulary, raised = min(vocabulary_size(model), decoder_vocabulary(model)), None
-    probes = [[token * vocabulary // 9 for token in probe] for probe in _PROBES]
+    probes = [[token * vocabulary // 9 for token in probe] for probe in PROBES]
     is_tree, agrees = shape == "trees", False
     # Where the attention of a decoder looks at single tokens, a wrong relative bias may not show in every probe.
     needs_all = is_tree and model.config.is_encoder_decoder and model.dtype == torch.float32
@@ -157,16 +158,17 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
     if raised is None:
         ignored = "its attention ignores prepared masks and positions"
         return ignored if is_tree else "it does not read several tokens as it reads one after the other"
+    state_of(model).note_problem(f"{type(model).__name__} verifies no {shape}", with_place(raised))
     try:
-        _own_logits(model, probes[:1], probes[0])
+        own_logits(model, probes[:1], probes[0])
     except Exception as error:
-        raise ProbeError(f"it cannot run ({type(error).__name__})") from error
+        raise ProbeError(f"it cannot run ({named(error)})") from error
     failure = "its attention takes no prepared masks" if is_tree else "it does not continue from a truncated cache"
-    return f"{failure} ({type(raised).__name__})"
+    return f"{failure} ({named(raised)})"
 
 
 @torch.inference_mode()
-def _own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) -> Tensor:
+def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) -> Tensor:
     """The model's logits, in one pass of its own, whose encoder reads `read`; no text sees what pads it behind its end.
 
     `[texts, tokens of the longest, vocab]`.
@@ -186,7 +188,7 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     drafted, pad = list(tokens[2:]), getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     if model.config.is_encoder_decoder and shape == "trees" and pad is not None:
         drafted[0] = pad  # behind padding some decoders count positions anew, which chains are split for
-    tree = TokenTree.from_parents([tokens[2], *drafted], _TREE if shape == "trees" else _CHAIN)
+    tree = TokenTree.from_parents([tokens[2], *drafted], TREE if shape == "trees" else CHAIN)
     path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
     paths: list[list[int]] = []  # tokens from the root to every node
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
@@ -219,91 +221,13 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
         )
     ]
     checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
-    own = _own_logits(model, [ids for ids, _ in checks], tokens)
+    own = own_logits(model, [ids for ids, _ in checks], tokens)
     return all(agree(model, logits, own[row, len(ids) - 1]) for row, (ids, logits) in enumerate(checks))
-
-
-def is_bitwise(model: PreTrainedModel) -> bool:
-    """Whether the logits of a tree can have the bits of decoding token by token: half precision on a CPU.
-
-    The first call for a model compares the nodes of a tree with passes over one token each.
-    """
-    if not may_keep_bits(model):
-        return False
-    name = f"bitwise, {torch.get_num_threads()} threads"
-    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model))
-
-
-def may_keep_bits(model: PreTrainedModel) -> bool:
-    """Whether it is worthwhile to compare the bits of a model's passes: half precision on a CPU, without autocast."""
-    config: Any = model.config.get_text_config()
-    return (
-        model.dtype in _TOLERANCE
-        and input_device(model).type == "cpu"
-        and model._can_set_attn_implementation()
-        and config._attn_implementation in ("sdpa", "eager")
-        # Masks of chunks change the order of summation.
-        and not getattr(config, "attention_chunk_size", None)
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
-@torch.inference_mode()
-def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
-    """Compare trees of `MAX_ROWS` nodes with decoding some of their nodes."""
-    # Linear layers multiply as many rows as keep their bits. Other products take all rows at once, and those of an
-    # expert the rows that chose it.
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    if has_experts or has_other_products(model) or not keeps_bits(model):
-        return False
-    # Products of activations that change few bits show in a small model only after many of them.
-    trials = 1 if model.num_parameters() > _SMALL_MODEL else _TRIALS
-    try:
-        return all(_has_bits_after(model, step) for step in range(7, 7 + trials))
-    except Exception:  # a model's own attention may raise anything here, and masks still serve it
-        return False
-
-
-def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
-    """Compare one tree, behind a prompt of tokens that are `step` apart: every node of a chain, and a branch of it."""
-    vocabulary = decoder_vocabulary(model)
-    prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
-    chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
-    tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
-    caches, inputs = list[Any](), dict[str, Any]()
-    if model.config.is_encoder_decoder:
-        encoded = encode(model, [prompt])
-        caches.append(empty_cache(model))
-        inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
-        target: Target = DecoderTarget(model, encoded, is_bitwise=True)
-    else:
-        caches.append(DynamicCache(config=model.config.get_text_config()))
-        target = Target(model, rows=1, capacity=64, is_bitwise=True)
-    with target.serving():
-        target.prefill([prompt])
-        scores = target.score([tree])[0]
-    _own_pass(model, prompt, caches[0], inputs)
-    caches[0].crop(-1)
-    caches.append(deepcopy(caches[0]))
-    branch = MAX_ROWS - 1
-    for path, cache in zip((range(_LONGEST + 1), [*range(tree.depths[branch]), branch]), caches, strict=True):
-        for node in path:
-            if not torch.equal(_own_pass(model, tree.tokens[node : node + 1], cache, inputs), scores[node]):
-                return False
-    return True
-
-
-def _own_pass(model: Any, tokens: IntArray, cache: Any, inputs: dict[str, Any]) -> Tensor:
-    """The logits after the last of some tokens, `[vocab]`, by the model's own pass behind what its cache holds."""
-    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(input_device(model))
-    inputs = {**inputs, ("decoder_input_ids" if inputs else "input_ids"): ids, CACHE: cache}
-    logits: Tensor = model(use_cache=True, **inputs).logits
-    return logits[0, -1]
 
 
 def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
     """Whether logits, `[vocab]`, are those expected but for rounding."""
-    tolerance = max(_TOLERANCE.get(dtype, _TOLERANCE_FP32) for dtype in (model.dtype, logits.dtype))
+    tolerance = max(TOLERANCE.get(dtype, _TOLERANCE_FP32) for dtype in (model.dtype, logits.dtype))
     return bool((logits - expected).norm() <= tolerance * expected.norm())
 
 

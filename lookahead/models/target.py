@@ -24,6 +24,7 @@ from lookahead.models.cuda_graphs import GraphRunner, KeptGraphs
 from lookahead.models.exact_attention import takes_rows
 from lookahead.models.kernel_trial import try_kernels
 from lookahead.models.linears import LinearScope
+from lookahead.models.model_state import outside_passes
 from lookahead.models.product_bits import Bits
 from lookahead.models.tree_pass import AttentionSpan, TreePass
 
@@ -86,6 +87,7 @@ class Target:
             decoding each row alone, token by token (`lookahead.models.exact_attention`). The prompts of several rows
             must be read one at a time.
         packs: Whether linear layers may keep packed copies of their weights (`lookahead.models.linears`).
+        has_kernels: Whether kernels may stand for linear layers and whole layers of the model.
         is_together: Whether `is_bitwise` means the bits of decoding all nodes of a pass as the rows of a batch.
     """
 
@@ -102,6 +104,7 @@ class Target:
         most_nodes: int = 64,
         is_bitwise: bool = False,
         packs: bool = True,
+        has_kernels: bool = True,
         is_together: bool = False,
     ) -> None:
         self._model = model
@@ -143,7 +146,7 @@ class Target:
         self._takes_rows = is_bf16 and not any(self._windows) and takes_rows(model.config.get_text_config())
         # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
         # processes must compute the same bits.
-        is_apart = compiles or (getattr(model, "_tp_size", None) or 1) > 1
+        is_apart = not has_kernels or compiles or (getattr(model, "_tp_size", None) or 1) > 1
         self._served = nn.Identity() if is_apart else model
         self._linears = LinearScope(self._served, packs=packs)
         self.is_cold = False  # whether the newest pass did work, such as compiling, that later ones do not repeat
@@ -169,7 +172,7 @@ class Target:
             try:
                 scope = nullcontext() if self._scope is None else self._scope.serving()
                 compiled = nullcontext() if self._layers is None else self._layers.serving()
-                with fused_layers.serving(self._served), self._linears.serving(), compiled, scope:
+                with outside_passes(), fused_layers.serving(self._served), self._linears.serving(), compiled, scope:
                     yield
             finally:
                 self._is_served = False

@@ -1,0 +1,273 @@
+"""The code that the passes of a model run: what identifies it, and whether transformers and torch ship it.
+
+A verdict about a model, and a kernel in place of some of its code, hold for that code alone. So both are bound to the
+identity of every function that a pass can reach through a class, a module, a hook or a registry, and to the flags that
+these functions read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import typing
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from torch.nn.modules import module as modules_of_torch
+from transformers import masking_utils
+from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+_PACKAGES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, transformers))
+_DECORATORS = contextlib.__file__, functools.__file__, typing.__file__  # files of wrappers that both packages use
+_PRIMITIVE = frozenset((bool, int, float, str, type(None)))
+_DATA = _PRIMITIVE | {dict, list, set, frozenset, tuple, ModuleType}
+_COMPILED = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType
+_FUNCTIONS = FunctionType, BuiltinFunctionType, torch.Tensor
+_SHARED: tuple[Any, ...] = (torch.nn.functional, sdpa_attention, masking_utils)  # every model's layers call these
+_LINEARS = frozenset((nn.Linear, Conv1D))
+_USUAL_FLAGS = True, True
+
+
+class Code(NamedTuple):
+    """The functions that modules of some classes can call."""
+
+    number: int  # the same while no function is replaced
+    foreign: tuple[Any, ...]  # functions and other callables that neither transformers nor torch ships
+    held: list[Any]  # keeps the ids that the number was made of
+
+
+_known: dict[frozenset[type], Code] = {}
+
+
+def code_of(classes: frozenset[type]) -> Code:
+    """The code of modules of some classes: their methods, inherited ones too, and the globals of their files."""
+    bases = list(dict.fromkeys(base for kind in classes for base in kind.__mro__ if base is not object))
+    own: list[Mapping[str, Any]] = [*map(vars, bases), *map(vars, _SHARED)]
+    spaces = own + [vars(module) if _is_shipped_in(module) else _called(kind) for kind, module in _files_of(classes)]
+    values = [value for space in spaces for value in list(space.values()) if type(value) not in _DATA]
+    held = values + [value.__code__ for value in values if type(value) is FunctionType]
+    number = hash(tuple(map(id, held)))
+    known = _known.get(classes)
+    if known is None or known.number != number:
+        called = [*own, *(_called(kind) for kind, _ in _files_of(classes))]
+        found = [each for space in called for value in list(space.values()) for each in _callables_in(value)]
+        known = _known[classes] = Code(number, tuple(each for each in found if not is_shipped(each)), held)
+    return known
+
+
+def _files_of(classes: Iterable[type]) -> Iterator[tuple[type, ModuleType]]:
+    for kind in classes:
+        if kind.__module__ in sys.modules:
+            yield kind, sys.modules[kind.__module__]
+
+
+def _is_shipped_in(module: ModuleType) -> bool:
+    """Whether a file is of torch or transformers; a user's may be a notebook, whose globals come and go."""
+    return module.__name__.partition(".")[0] in ("torch", "transformers")
+
+
+def _called(kind: type) -> dict[str, Any]:
+    """The globals of a class's file that its methods name, and those that these name."""
+    space, found = vars(sys.modules[kind.__module__]), dict[str, Any]()
+    waiting = [each for value in list(vars(kind).values()) for each in _callables_in(value)]
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        for name in getattr(getattr(function, "__code__", None), "co_names", ()):
+            value = space.get(name)
+            if name not in found and callable(value) and not isinstance(value, type):
+                found[name] = value
+                waiting.append(value)
+    return found
+
+
+def _callables_in(value: Any) -> Iterator[Any]:
+    """What a class attribute or a global calls; nothing for classes, which count by their own attributes."""
+    if isinstance(value, property):
+        yield from filter(None, (value.fget, value.fset))
+    elif isinstance(value, staticmethod | classmethod):
+        yield value.__func__
+    elif callable(value) and not isinstance(value, type):
+        yield value
+
+
+def is_shipped(function: Any) -> bool:
+    """Whether a callable and all that it wraps stand in files of transformers or torch, or are compiled code."""
+    while function is not None:
+        if isinstance(function, functools.partial | MethodType):
+            function = function.func if isinstance(function, functools.partial) else function.__func__
+        elif type(function) is FunctionType:
+            file = function.__code__.co_filename
+            if not file.startswith(_PACKAGES) and file not in _DECORATORS:
+                return False
+            function = getattr(function, "__wrapped__", None)
+        elif hasattr(function, "__wrapped__"):  # a cache of functools
+            function = function.__wrapped__
+        else:
+            package = type(function).__module__.partition(".")[0]
+            return isinstance(function, _COMPILED) or package in ("torch", "transformers", "typing")
+    return True
+
+
+def multiplies_as_shipped() -> bool:
+    """Whether linear layers multiply by torch's own code, and in the precision of their type."""
+    return arithmetic_flags() == _USUAL_FLAGS and not code_of(_LINEARS).foreign
+
+
+def is_intercepted() -> bool:
+    """Whether a mode of torch on this thread sees, and may change, every call of an operator.
+
+    The number of modes is private to torch (since 2.0 under these names). A default device is a mode that changes no
+    number.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    count = torch._C._len_torch_function_stack()
+    modes = [torch._C._get_function_stack_at(at) for at in range(count)]
+    return any(type(mode).__name__ != "DeviceContext" for mode in modes)
+
+
+def arithmetic_flags() -> tuple[Any, ...]:
+    """Torch's global settings that change the sums of a product on a CPU."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
+    precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
+    return precision in ("highest", "none", "ieee"), torch.backends.mkldnn.enabled
+
+
+class AttentionCode(NamedTuple):
+    """The functions by which the layers of a model attend."""
+
+    attention: list[Callable[..., Any]]
+    masks: list[Callable[..., Any]]
+
+
+def attention_code(model: Any, modules: Iterable[nn.Module]) -> AttentionCode:
+    """The attention and mask functions that the modules of a model call, by its configuration."""
+    name = model.config.get_text_config()._attn_implementation or "eager"
+    found: list[Any] = []
+    masks: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(name)]
+    for file in {type(each).__module__ for each in modules if "layer_idx" in each.__dict__}:
+        space = vars(sys.modules[file]) if file in sys.modules else {}
+        registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        found.append(registry.get(name, space.get("eager_attention_forward")))
+        masks += [value for key, value in list(space.items()) if key.startswith("create_") and key.endswith("_mask")]
+    return AttentionCode(*([each for each in functions if each is not None] for functions in (found, masks)))
+
+
+class Version(NamedTuple):
+    """A number for the weights and the code of a pass, and the references to them that it was made of.
+
+    While these are kept, no other object gets their ids, although the weights and the code may go.
+    """
+
+    number: int
+    references: list[Any]
+
+
+def version_of(model: Any) -> Version:
+    """What changes with the weights of a model, and with the code and the flags of its passes.
+
+    The code is that of its classes and their files, its hooks and those of torch, registered attention, a `forward` of
+    a module's own. The flags are the plain values in its configuration and in its attention layers, those that hooks
+    and a user's functions read, autocast, and torch's settings of arithmetic. Every in-place operation increments the
+    version of a tensor.
+    """
+    modules = list(model.modules())
+    weights = [each for module in modules for each in module._parameters.values() if each is not None]
+    # Offloaded weights are other objects after every pass, and inference tensors have no version.
+    weights = [each for each in weights if not each.is_meta and not each.is_inference()]
+    owns = [each for module in modules if (each := module.__dict__.get("forward")) is not None and not is_ours(each)]
+    compiled = [each for module in modules if (each := module._compiled_call_impl) is not None]
+    hooks = [each for each in _hooks_of(modules) if not is_ours(each)]
+    attention = [each for functions in attention_code(model, modules) for each in functions]
+    code = code_of(frozenset(map(type, modules)))
+    users = [each for each in (*owns, *hooks, *attention, *code.foreign) if not is_shipped(each)]
+    configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
+    flags = [
+        [_plain(value) for each in configs for value in list(vars(each).values())],
+        [
+            [value for value in list(each.__dict__.values()) if type(value) in _PRIMITIVE]
+            for each in modules
+            if "layer_idx" in each.__dict__ or "is_causal" in each.__dict__
+        ],
+        [*map(_switches_of, users)],
+        [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        arithmetic_flags(),
+    ]
+    references = [_reference(each) for each in (*weights, *owns, *compiled, *map(_code_in, hooks), *attention)]
+    versions = [each._version for each in weights]
+    return Version(hash((code.number, *map(id, references), *versions, repr(flags))), [*references, code])
+
+
+def _hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """The functions that run around the calls of modules: their own hooks, and torch's for all modules."""
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks:
+            yield from list(module._forward_hooks.values())
+            yield from list(module._forward_pre_hooks.values())
+    yield from list(modules_of_torch._global_forward_hooks.values())
+    yield from list(modules_of_torch._global_forward_pre_hooks.values())
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a hook or a `forward` is one of this package, which stands there during a pass of any thread."""
+    function = getattr(function, "func", function)
+    return str(getattr(function, "__module__", "")).startswith("lookahead.")
+
+
+def _reference(value: Any) -> Any:
+    try:
+        return weakref.ref(value)  # the same while one is kept
+    except TypeError:
+        return value
+
+
+def _code_in(hook: Any) -> Any:
+    """What stands for a hook: one that is defined anew around every call of `generate` keeps its code."""
+    hook = getattr(hook, "func", hook)
+    hook = getattr(hook, "__func__", hook)
+    return getattr(hook, "__code__", type(hook))
+
+
+def _plain(value: Any) -> Any:
+    """A value of a configuration that can be compared."""
+    return value if type(value) in _PRIMITIVE or isinstance(value, dict | list | tuple) else id(value)
+
+
+def _switches_of(function: Any) -> list[Any]:
+    """What a user's function reads that decides how it treats a pass, as far as it shows.
+
+    Texts and truth values, the functions that it calls, and whether numbers are zero: a strength of 0 is how such code
+    is switched off, while another strength, and a counter, change nothing but what it adds.
+    """
+    given = (*getattr(function, "args", ()), *getattr(function, "keywords", {}).values())  # of a partial
+    function = getattr(function, "func", function)
+    owner = getattr(function, "__self__", None if isinstance(function, _FUNCTIONS) else function)
+    function = getattr(function, "__func__", function)
+    values = [*given, *([] if isinstance(owner, type) else getattr(owner, "__dict__", {}).values())]
+    if type(function) is FunctionType:
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                values.append(cell.cell_contents)
+        values += [function.__globals__.get(name) for name in function.__code__.co_names]
+        values += function.__defaults__ or ()
+    codes = [id(each.__code__) for each in values if type(each) is FunctionType]
+    plain = [each for each in values if type(each) in _PRIMITIVE]
+    return codes + [bool(each) if type(each) in (int, float) else each for each in plain]

@@ -1,0 +1,112 @@
+"""Which product is faster than torch's on this CPU: measured once for a machine, and kept in the cache folder.
+
+The choice decides in which order a product adds, so every process must make the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from time import perf_counter, thread_time
+from timeit import timeit
+
+import torch
+import xxhash
+from filelock import FileLock, Timeout
+from platformdirs import user_cache_path
+from torch import Tensor
+from torch.nn.functional import linear
+
+from lookahead.kernels import packed_product
+from lookahead.models.product_bits import Layout, lay_out
+from lookahead.utils.atomic import read_json, write_atomically
+
+LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
+_TRIED = (2048, 2048)  # inputs and outputs of the measured products
+_CACHES = 1 << 26  # bytes that are read before each of them, so that weights come from memory
+_FEW_ROWS = (4, 16)  # of those products
+_TRIALS = 5
+_GAIN = 0.95  # most time relative to torch to count as faster
+_LOCK_S = 30  # to wait for another process, which measures for less than a second
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def faster_ways(
+    dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN
+) -> tuple[str, ...]:
+    """How a packed weight is multiplied faster than torch's, by "own" or "onednn", fastest first.
+
+    It is measured once for a CPU, its number of threads, torch's version and the kernels. Where the cache folder cannot
+    be written, every process measures, and the last bits of float32 may differ from one process to the next.
+    """
+    case = f"{dtype}, {threads} threads, rows {rows}, gain {gain}"
+    path = user_cache_path("lookahead", appauthor=False) / "products" / f"{_machine()}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock", timeout=_LOCK_S):
+            known = _read(path)
+            if case not in known:
+                known[case] = measure(dtype, threads, rows, gain)
+                write_atomically(path, json.dumps({"choices": known}, indent=1))
+            return known[case]
+    except (OSError, Timeout) as error:
+        _log.info("which products are faster is not kept: %s", error)
+        return measure(dtype, threads, rows, gain)
+
+
+def _read(path: Path) -> dict[str, tuple[str, ...]]:
+    """The choices of a file by case; none where there is no such file, or it holds something else."""
+    try:
+        return {
+            str(case): tuple(way for way in ways if way in LAYOUTS) for case, ways in read_json(path)["choices"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _machine() -> str:
+    """16 hexadecimal digits for the CPU, torch and the kernels."""
+    cpu = platform.processor()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        cpu = next(line for line in lines if line.startswith(("model name", "CPU part")))
+    sources = sorted(Path(str(packed_product.__file__)).parent.glob("*.py"))
+    digest = xxhash.xxh3_64(f"{cpu} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def measure(
+    dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN
+) -> tuple[str, ...]:
+    """The ways by their time in products of some numbers of rows, those that take less than `gain` of torch's."""
+    inputs, outputs = _TRIED
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        x, weight = (
+            torch.linspace(-1, 1, n * inputs, dtype=torch.float32, device="cpu").view(n, inputs).sin()
+            for n in (max(rows), outputs)
+        )
+        x, weight = x.to(dtype), (weight / inputs).to(dtype)
+        products: dict[str, Callable[[Tensor, None], Tensor]] = {"torch": lambda x, _: linear(x, weight)}
+        for way in LAYOUTS if packed_product.is_supported(weight) else ["onednn"]:
+            with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
+                packed = lay_out(weight, LAYOUTS[way]).product
+                if torch.allclose(packed(x, None), linear(x, weight), rtol=0.02, atol=1e-3):
+                    products[way] = packed
+        seconds, others = dict[str, float](), torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
+        # Time of other processes does not count. On Windows the clock of a thread is too coarse.
+        clock = thread_time if threads == 1 and os.name == "posix" else perf_counter
+        for way, product in products.items():
+            calls = [partial(product, x[:count], None) for _ in range(_TRIALS) for count in rows]
+            taken = [timeit(call, others.sum, timer=clock, number=1) for call in calls]
+            seconds[way] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
+    return tuple(way for way in sorted(seconds, key=seconds.__getitem__) if seconds[way] < gain * seconds["torch"])

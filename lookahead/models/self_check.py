@@ -1,0 +1,146 @@
+"""Comparisons of passes with the model's own code: whether its kernels agree, and whether bits are the same."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.errors import is_out_of_memory, with_place
+from lookahead.models.cache import CACHE
+from lookahead.models.encoder_decoder import DecoderTarget, empty_cache, encode
+from lookahead.models.exact_attention import MAX_ROWS
+from lookahead.models.linears import keeps_bits
+from lookahead.models.model_state import state_of
+from lookahead.models.product_bits import has_other_products
+from lookahead.models.support import CHAIN, PROBES, TOLERANCE, TREE, agree, decoder_vocabulary, own_logits
+from lookahead.models.target import Shape, Target, input_device
+
+_SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
+_TRIALS = 8
+_LONGEST = 5  # depth of those trees
+
+
+def kernels_agree(model: PreTrainedModel, shape: Shape, *, packs: bool) -> bool:
+    """Whether the kernels that serve the passes of one prompt compute what the model's own code does, but for rounding.
+
+    The first call for a model compares them: packed weights, fused layers, and all layers in one call. Where they do
+    not agree, the log says so, and the model's own code is to run.
+    """
+    name = f"kernels for {shape}, packed: {packs}, {torch.get_num_threads()} threads"
+    return state_of(model).probed(name, model, partial(_kernels_agree, model, shape, packs))
+
+
+@torch.inference_mode()
+def _kernels_agree(model: PreTrainedModel, shape: Shape, packs: bool) -> bool:
+    vocabulary = decoder_vocabulary(model)
+    first, *drafted = (token * vocabulary // 9 for token in PROBES[0])
+    tree = TokenTree.from_parents(drafted, TREE if shape == "trees" else CHAIN)
+    target = Target(model, rows=1, capacity=64, shape=shape, packs=packs)
+    problem = "other logits than by the model's own code"
+    try:
+        with target.serving():
+            target.prefill([np.array([first, drafted[0]], np.int32)])
+            logits = target.score([tree])[0, -2]
+        path = [first, *(drafted[node] for node in _path_to(tree, len(drafted) - 2))]
+        if agree(model, logits, own_logits(model, [path], path)[0, -1]):
+            return True
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        problem = with_place(error)
+    state_of(model).note_problem(f"{type(model).__name__} is decoded without kernels", problem)
+    return False
+
+
+def _path_to(tree: TokenTree, node: int) -> list[int]:
+    """The nodes from the root to a node."""
+    path = [node]
+    while path[0]:
+        path.insert(0, int(tree.parents[path[0]]))
+    return path
+
+
+def is_bitwise(model: PreTrainedModel) -> bool:
+    """Whether the logits of a tree can have the bits of decoding token by token: half precision on a CPU.
+
+    The first call for a model compares the nodes of a tree with passes over one token each.
+    """
+    if not may_keep_bits(model):
+        return False
+    name = f"bitwise, {torch.get_num_threads()} threads"
+    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model))
+
+
+def may_keep_bits(model: PreTrainedModel) -> bool:
+    """Whether it is worthwhile to compare the bits of a model's passes: half precision on a CPU, without autocast."""
+    config: Any = model.config.get_text_config()
+    return (
+        model.dtype in TOLERANCE
+        and input_device(model).type == "cpu"
+        and model._can_set_attn_implementation()
+        and config._attn_implementation in ("sdpa", "eager")
+        # Masks of chunks change the order of summation.
+        and not getattr(config, "attention_chunk_size", None)
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+@torch.inference_mode()
+def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
+    """Compare trees of `MAX_ROWS` nodes with decoding some of their nodes."""
+    # Linear layers multiply as many rows as keep their bits. Other products take all rows at once, and those of an
+    # expert the rows that chose it.
+    has_experts = any("experts" in name for name, _ in model.named_modules())
+    if has_experts or has_other_products(model) or not keeps_bits(model):
+        return False
+    # Products of activations that change few bits show in a small model only after many of them.
+    trials = 1 if model.num_parameters() > _SMALL_MODEL else _TRIALS
+    try:
+        return all(_has_bits_after(model, step) for step in range(7, 7 + trials))
+    except Exception as error:  # a model's own attention may raise anything here, and masks still serve it
+        state_of(model).note_problem(f"{type(model).__name__} is not decoded bit for bit", with_place(error))
+        return False
+
+
+def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
+    """Compare one tree, behind a prompt of tokens that are `step` apart: every node of a chain, and a branch of it."""
+    vocabulary = decoder_vocabulary(model)
+    prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
+    chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
+    tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
+    caches, inputs = list[Any](), dict[str, Any]()
+    if model.config.is_encoder_decoder:
+        encoded = encode(model, [prompt])
+        caches.append(empty_cache(model))
+        inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
+        target: Target = DecoderTarget(model, encoded, is_bitwise=True)
+    else:
+        caches.append(DynamicCache(config=model.config.get_text_config()))
+        target = Target(model, rows=1, capacity=64, is_bitwise=True)
+    with target.serving():
+        target.prefill([prompt])
+        scores = target.score([tree])[0]
+    _own_pass(model, prompt, caches[0], inputs)
+    caches[0].crop(-1)
+    caches.append(deepcopy(caches[0]))
+    branch = MAX_ROWS - 1
+    for path, cache in zip((range(_LONGEST + 1), [*range(tree.depths[branch]), branch]), caches, strict=True):
+        for node in path:
+            if not torch.equal(_own_pass(model, tree.tokens[node : node + 1], cache, inputs), scores[node]):
+                return False
+    return True
+
+
+def _own_pass(model: Any, tokens: IntArray, cache: Any, inputs: dict[str, Any]) -> Tensor:
+    """The logits after the last of some tokens, `[vocab]`, by the model's own pass behind what its cache holds."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(input_device(model))
+    inputs = {**inputs, ("decoder_input_ids" if inputs else "input_ids"): ids, CACHE: cache}
+    logits: Tensor = model(use_cache=True, **inputs).logits
+    return logits[0, -1]

@@ -1,0 +1,172 @@
+"""Whatever a user changes of a model's code, hooks and flags, the tokens are those of `model.generate`."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead
+from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.models import layer_jobs, support
+from tests.support.adversarial_proposers import drafting_by, random_trees
+from tests.support.changed_code import CHANGES, PLACES, Switched
+from tests.support.small_layers import HALF, MODELS, SINGLE, made
+
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}  # worth packing
+DRAFTED = LookaheadConfig(draft="fixed")
+IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9]])
+FAMILIES = [name for name in MODELS if "window" not in name]
+
+
+def tokens(model: Any, **options: Any) -> list[int]:
+    with warnings.catch_warnings(), drafting_by(random_trees(101)):
+        warnings.simplefilter("ignore")  # it may be decoded plainly
+        found: list[int] = model.generate(IDS, max_new_tokens=8, do_sample=False, **options)[0].tolist()
+    return found
+
+
+def ours(model: Any, **options: Any) -> list[int]:
+    options["custom_generate"] = lookahead.decode
+    try:
+        return tokens(model, lookahead_config=DRAFTED, **options)
+    except UnsupportedModelError:  # drafts were asked for, and cannot be served
+        return tokens(model, **options)
+
+
+@cache
+def used(name: str, dtype: torch.dtype) -> Any:
+    """A model that was decoded from as it is."""
+    model = made(name, dtype, **WIDE)
+    assert ours(model) == tokens(model)
+    return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unchanged() -> Iterator[None]:
+    """After all changes were undone, a model has the tokens that it had."""
+    before = {(name, dtype): ours(used(name, dtype)) for name, dtype in (("llama", HALF), ("qwen3", SINGLE))}
+    yield
+    assert all(ours(used(*which)) == tokens(used(*which)) == said for which, said in before.items())
+    used.cache_clear()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_changed_after_a_first_use_is_what_runs(change, dtype, name):
+    model = used(name, dtype)
+    with CHANGES[change](model):
+        assert ours(model) == tokens(model)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_what_was_changed_before_a_first_use_is_what_runs(change, dtype):
+    model = made("llama", dtype, **WIDE)
+    with CHANGES[change](model):
+        assert ours(model) == tokens(model)
+    assert ours(model) == tokens(model)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+@pytest.mark.parametrize("place", ["an MLP", "its body"])
+def test_a_hook_that_is_switched_on_after_a_first_use_is_heard(place, dtype):
+    model, hook = made("llama", dtype, **WIDE), Switched()
+    PLACES[place](model).register_forward_hook(hook)
+    assert ours(model) == tokens(model)
+    hook.strength = 40
+    assert ours(model) == tokens(model)
+
+
+def test_a_hook_that_is_registered_anew_around_every_call_is_not_compared_anew(monkeypatch):
+    model, probed = made("llama", SINGLE), []
+    probe = support._probe
+    monkeypatch.setattr(support, "_probe", lambda *arguments: (probed.append(1), probe(*arguments))[1])
+    for vector in (torch.ones(72), torch.zeros(72)):
+        handle = model.model.layers[0].register_forward_hook(lambda module, args, out, by=vector: out + by)
+        assert ours(model) == tokens(model)
+        handle.remove()
+    assert len(probed) == 1
+
+
+def test_kernels_that_compute_something_else_serve_no_pass_and_the_log_says_so(monkeypatch, caplog):
+    run = layer_jobs.LayerTable.run
+    monkeypatch.setattr(layer_jobs.LayerTable, "run", lambda *arguments: run(*arguments).neg())
+    for dtype in (HALF, SINGLE):
+        model = made("llama", dtype, **WIDE)
+        assert ours(model) == tokens(model)
+        assert ours(model) == tokens(model)
+    named = [each for each in caplog.messages if "LlamaForCausalLM is decoded without kernels" in each]
+    assert len(named) == 2  # once for every model
+
+
+def test_an_error_that_turns_a_faster_path_off_is_logged_once_with_its_place(caplog):
+    def picky(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("position_ids") is not None and len(kwargs["position_ids"].unique()) < 2:
+            return forward(self, *args, **kwargs)
+        if kwargs["position_ids"].numel() > 3:
+            raise TypeError("only three tokens at a time")
+        return forward(self, *args, **kwargs)
+
+    model = made("llama", SINGLE)
+    forward = type(model.model.layers[0]).forward
+    model.model.layers[0].forward = MethodType(picky, model.model.layers[0])
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="only three tokens at a time"):
+            model.generate(IDS[:, :3], max_new_tokens=4, custom_generate=lookahead.decode)
+    told = [each for each in caplog.records if "only three tokens at a time" in each.getMessage()]
+    assert {each.levelname for each in told} == {"WARNING"}
+    assert len({each.getMessage() for each in told}) == len(told) > 0
+    assert all("in picky)" in each.getMessage() and __file__ in each.getMessage() for each in told)
+
+
+OTHERWISE: list[dict[str, Any]] = [
+    {"use_cache": False}, {"cache_implementation": "static"}, {"prefill_chunk_size": 4},
+    {"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2, "use_cache": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OTHERWISE, ids=str)
+def test_what_generate_computes_otherwise_is_not_promised_bit_for_bit(options, tiny_tokenizer):
+    model = made("llama", HALF)
+    plain = lookahead.generate(model, tiny_tokenizer, IDS, max_new_tokens=8)
+    assert plain.stats.exactness == "bitwise"
+    result = lookahead.generate(model, tiny_tokenizer, IDS, max_new_tokens=8, seed=1, **options)
+    assert result.stats.exactness == "rounding"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs a signal of one's own")
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_a_signal_handler_may_decode_wherever_it_interrupts(dtype):
+    model = made("llama", dtype)
+    expected, calls = tokens(model), []
+
+    def handle(*_: Any) -> None:
+        calls.append(ours(model))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    seen = [0]
+    try:
+        for at in (1, 2, 5, 9, 14, 20, 26):
+
+            def hook(module: Any, args: Any, at: int = at) -> None:
+                seen[0] += 1
+                if seen[0] == at:
+                    signal.raise_signal(signal.SIGUSR1)
+
+            seen[0] = 0
+            handle_of_hook = model.model.embed_tokens.register_forward_pre_hook(hook)
+            assert ours(model) == expected
+            handle_of_hook.remove()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert calls and all(each == expected for each in calls)
