@@ -281,3 +281,11 @@ def test_products_that_a_hook_keeps_are_not_overwritten(name):
     product.register_forward_hook(keep)
     model.generate(ids, max_new_tokens=6, do_sample=False, custom_generate=lookahead.decode)
     assert kept and all(torch.equal(*pair) for pair in zip(kept, copies, strict=True))
+
+
+@on_x86
+def test_a_layer_with_biases_is_compared_although_one_of_its_sizes_was_without(fused):
+    for options in ({}, {"attention_bias": True}, {"mlp_bias": True}):
+        before = len(fused_layers._probed)
+        assert served(made("llama", **options))
+        assert len(fused_layers._probed) == before + bool(options)

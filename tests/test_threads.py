@@ -257,3 +257,29 @@ def test_what_is_learned_of_a_model_is_for_one_thread_at_a_time(looping_llama: L
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         runs = [pool.submit(ours, model, lookahead_config=config) for _ in range(2)]
         assert all(torch.equal(run.result(), expected) for run in runs)
+
+
+class Attributes(dict[str, Any]):
+    """The attributes of a module; notes which of them were taken away, however briefly."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.gone: list[str] = []
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.gone.append(name)
+        return super().pop(name, *default)
+
+    def __delitem__(self, name: str) -> None:
+        self.gone.append(name)
+        super().__delitem__(name)
+
+
+def test_a_module_is_never_without_its_configuration(tiny_llama):
+    model = copy.deepcopy(tiny_llama)
+    modules = [each for each in model.modules() if "config" in vars(each)]
+    for each in modules:
+        each.__dict__ = Attributes(vars(each))
+    expected = model.generate(IDS, **OPTIONS, max_new_tokens=20)
+    assert torch.equal(ours(model, max_new_tokens=20), expected)
+    assert len(modules) > 2 and not any("config" in vars(each).gone for each in modules)
