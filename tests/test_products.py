@@ -149,3 +149,18 @@ def test_bits_of_many_rows_that_are_not_those_of_torch_are_found(monkeypatch):
         assert not product_bits.takes_any_rows(Kind.of(weight, None), Layout(block=512))
     finally:
         product_bits.takes_any_rows.cache_clear()
+
+
+@pytest.mark.parametrize("outputs", [16, 32, 48, 100])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_rows_that_count_as_those_alone_have_these_bits_whatever_is_multiplied(outputs, has_bias):
+    source = torch.Generator().manual_seed(1)
+    weight, bias = (
+        torch.randn(outputs, 32, generator=source).to(torch.bfloat16),
+        torch.randn(outputs, generator=source).to(torch.bfloat16),
+    )
+    added = bias if has_bias else None
+    rows = product_bits.rows_of(Kind.of(weight, added), Layout()).alone
+    for _ in range(200):
+        x = torch.randn(rows, 32, generator=source).to(torch.bfloat16)
+        assert torch.equal(linear(x, weight, added), torch.cat([linear(each, weight, added) for each in x.split(1)]))

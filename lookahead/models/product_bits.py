@@ -142,7 +142,13 @@ def takes_any_rows(kind: Kind, layout: Layout) -> bool:
 @torch.inference_mode()
 def rows_of(kind: Kind, layout: Layout) -> Rows:
     """Most rows whose bits do not change in a product with a weight of this kind that is laid out so."""
-    x, weight, bias = _cancelling(kind, MAX_ROWS)
+    trials = range(max(1, _DIFFERENT // kind.shape[0]))  # of few outputs, few show another order
+    found = [_rows_of(kind, layout, seed) for seed in trials]
+    return Rows(min(each.alone for each in found), min(each.together for each in found))
+
+
+def _rows_of(kind: Kind, layout: Layout, seed: int) -> Rows:
+    x, weight, bias = _cancelling(kind, MAX_ROWS, seed)
     alone = torch.cat([by_torch(each, weight, bias) for each in x.split(1)])
     other = None if layout == Layout() else lay_out(weight, layout)
     most = {"alone": 0, "together": 0}
@@ -155,21 +161,26 @@ def rows_of(kind: Kind, layout: Layout) -> Rows:
     return Rows(**most)
 
 
-def _cancelling(kind: Kind, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows `[rows, inputs]`, a weight and a bias whose sums nearly cancel: the rest shows the order."""
-    source = torch.Generator().manual_seed(0)
+def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows `[rows, inputs]`, a weight and a bias whose sums nearly cancel: the rest shows the order.
+
+    A bias is one of the numbers of a sum, so rows that it is added to are not scaled.
+    """
+    source = torch.Generator().manual_seed(seed)
     dtype, (outputs, inputs), has_bias, is_transposed, *_ = kind
     outputs = min(outputs, _OUTPUTS + outputs % _OUTPUTS)
     few, row = (
         torch.randn(n, inputs, generator=source, dtype=torch.float32, device="cpu").to(dtype)
         for n in (min(outputs, _DIFFERENT), 1)
     )
+    added = torch.randn(len(few), generator=source, dtype=torch.float32, device="cpu").to(dtype) * has_bias
     for place in {inputs // n for n in range(2, 2 + _CANCELLING)}:
         row[0, place], few[:, place] = 1, 0
-        few[:, place] = -(few.double() @ row[0].double()).to(dtype)
-    weight = few.repeat(-(-outputs // len(few)), 1)[:outputs]
-    x = row * (2.0 ** (torch.arange(rows, device="cpu") % 8)).to(dtype)[:, None]
-    bias = linear(row, weight)[0] if has_bias else None
+        few[:, place] = -(few.double() @ row[0].double() + added.double()).to(dtype)
+    copies = -(-outputs // len(few))
+    weight, bias = few.repeat(copies, 1)[:outputs], added.repeat(copies)[:outputs] if has_bias else None
+    scales = 2.0 ** (torch.arange(rows, device="cpu") % 8) if not has_bias else torch.ones(rows, device="cpu")
+    x = row * scales.to(dtype)[:, None]
     return x, weight.T.contiguous().T if is_transposed else weight, bias
 
 
