@@ -2,6 +2,9 @@
 
     python -m bench.fuzz --runs 10000
 
+Each run is two generations: one under random settings, and one of a model whose code, hooks or flags a user changed,
+with its text as a stream.
+
 Every case is drawn from its own number, so that a failing one can be run alone (`--first N --runs 1`).
 """
 
@@ -14,19 +17,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import lookahead
 from bench.command import parser_of, publish, use_one_thread
 from lookahead import LookaheadConfig
 from lookahead.models.support import vocabulary_size
 from tests.support.adversarial_proposers import drafting_by, random_trees
+from tests.support.changed_code import CHANGES
 from tests.support.families import FAMILIES, build
+from tests.support.small_layers import MODELS as LAYERED
+from tests.support.small_layers import made
 from tests.support.stateful import DoneTracker, Grammar, calls_of
+from tests.support.text_tokenizers import TOKENIZERS
 
 # A full attention, a windowed one, sinks and prepared masks: what differs in how a tree is attended to.
 MODELS = ("Llama", "Gemma2", "GptOss", "GPTJ")
@@ -139,13 +146,89 @@ def check_case(number: int) -> str:
     return "" if got == expected else f"{got} instead of {expected}"
 
 
+class Broken(LogitsProcessor):
+    """A user's processor whose numbers go wrong at some step."""
+
+    def __init__(self, value: float, at: int, tokens: Sequence[int]) -> None:
+        self.value, self.at, self.tokens = value, at, list(tokens)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if input_ids.shape[1] >= self.at:
+            scores = cast(torch.FloatTensor, scores.clone())
+            scores[:, self.tokens or slice(None)] = self.value
+        return scores
+
+
+@cache
+def changeable(name: str, dtype: torch.dtype) -> Any:
+    """A model whose layers are packed and fused, and that was decoded from as it is."""
+    model = made(name, dtype, hidden_size=512, intermediate_size=1024, num_attention_heads=8, head_dim=64)
+    model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3, custom_generate=lookahead.decode)
+    return model
+
+
+@cache
+def tokenizer_of(name: str) -> Any:
+    return TOKENIZERS[name]()
+
+
+def check_changed(number: int) -> str:
+    """What went wrong with one prompt of a model whose code, hooks or flags a user changed, or an empty string.
+
+    Where bits may be rounded, and the stats say so, tokens are not compared.
+    """
+    rng = np.random.default_rng([number, 5])
+    name, dtype = str(rng.choice([*LAYERED])), (torch.bfloat16, torch.float32)[int(rng.integers(2))]
+    model = changeable(name, dtype)
+    if rng.random() < 0.2:
+        model = deepcopy(model)  # not used before
+    change = str(rng.choice([*CHANGES])) if rng.random() < 0.6 else ""
+    ids = torch.tensor(rng.choice(rng.integers(3, 101, 9), (1, int(rng.integers(2, 24)))))
+    call: dict[str, Any] = {"max_new_tokens": int(rng.integers(2, 14)), "do_sample": bool(rng.random() < 0.3)}
+    broken = rng.integers(0, 101, int(rng.integers(3))).tolist()
+    ways: list[dict[str, Any]] = [
+        {"use_cache": False}, {"cache_implementation": "static"}, {"prefill_chunk_size": int(rng.integers(1, 9))},
+        {"num_return_sequences": 2, "do_sample": True}, {"output_scores": True, "return_dict_in_generate": True},
+        {"logits_processor": [Broken(float(rng.choice([np.nan, np.inf, -np.inf])), ids.shape[1] + 2, broken)]},
+    ]  # fmt: skip
+    if rng.random() < 0.6:
+        call |= ways[int(rng.integers(len(ways)))]
+    with CHANGES[change](model) if change else nullcontext():
+        expected = outcome_of(model, number, {"input_ids": ids, **deepcopy(call)})
+        got = outcome_of(model, number, {"input_ids": ids, **deepcopy(call), "custom_generate": lookahead.decode})
+        are_errors = isinstance(expected, str) and isinstance(got, str)
+        complaint = "" if got == expected or are_errors or dtype == torch.bfloat16 else f"{got} instead of {expected}"
+        if not complaint and not call.keys() & {"num_return_sequences", "output_scores"}:
+            complaint = check_text(model, number, ids, call, expected, rng)
+    return f"{name}, {dtype}, {change or 'unchanged'}, {call}: {complaint}" if complaint else ""
+
+
+def check_text(
+    model: Any, number: int, ids: torch.Tensor, call: dict[str, Any], expected: Any, rng: np.random.Generator
+) -> str:
+    """The same with the text of the tokens, at once and as a stream."""
+    tokenizer = tokenizer_of(str(rng.choice([*TOKENIZERS])))
+    try:
+        result = lookahead.generate(model, tokenizer, ids, seed=number, **deepcopy(call))
+        stream = lookahead.stream(model, tokenizer, ids, seed=number, **deepcopy(call))
+        pieces = "".join(stream)
+    except Exception as error:
+        return "" if isinstance(expected, str) else f"{type(error).__name__}: {error}"
+    said = [ids[0].tolist() + result.token_ids[0]]
+    if result.stats.exactness == "bitwise" and (isinstance(expected, str) or said != expected[0]):
+        return f"said to be bitwise: {said} instead of {expected}"
+    whole = tokenizer.decode(stream.token_ids, skip_special_tokens=True)
+    return "" if pieces == whole else f"streamed {pieces!r} instead of {whole!r}"
+
+
 def outcome_of(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> tuple[list[list[int]], list[Any]] | str:
     """The tokens of a call and what its objects saw, or what it says of settings that contradict each other."""
     torch.manual_seed(seed)
     try:
-        tokens: list[list[int]] = model.generate(**call).tolist()
+        found = model.generate(**call)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    tokens: list[list[int]] = getattr(found, "sequences", found).tolist()
     return tokens, calls_of(call)
 
 
@@ -158,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", UserWarning)
     failures: list[int] = []
     for number in range(arguments.first, arguments.first + arguments.runs):
-        complaint = check_case(number)
+        complaint = check_case(number) or check_changed(number)
         if complaint:
             failures.append(number)
             print(f"case {number}: {complaint}")
