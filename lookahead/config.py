@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT, BranchSize
 from lookahead.errors import ConfigError
 
 if TYPE_CHECKING:
     from lookahead.drafting.proposal import ProposerFactory
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 ACCEPTANCES = ("exact", "rejection", "typical")
@@ -21,9 +24,11 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "acceptance": ACCEPTANCES,
     "exactness": ("auto", "fast"),
     "pack": ("auto", False),
-    **dict.fromkeys(("pool_from_prompt", "compile", "cuda_graphs"), (True, False)),
+    **dict.fromkeys(("pool_from_prompt", "cuda_graphs"), (True, False)),
 }
-PASSES = ("plain", "compiled", "graphs", "compiled graphs", "fast")
+
+REMOVED = {"compile": "packed passes are faster on every CPU measured"}
+"""Options of the release before, and why they went; the next release need not know them."""
 
 # The choices of `window="auto"`: the published settings for models of 34B, 7B and 1B, and a smaller one.
 _AUTO_SIZES = tuple(BranchSize(*size) for size in ((5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)))
@@ -77,11 +82,8 @@ class LookaheadConfig:
         pool_from_prompt: Whether the n-gram pool of the lookahead branch is filled from the prompt too.
         pack: `"auto"` keeps a second copy of the linear weights, packed for passes of few tokens on a CPU, where it is
             faster and takes at most a quarter of the machine's memory. `False` keeps none.
-        compile: Whether decoder layers are compiled by `torch.compile` for passes over drafts: once for all layers of a
-            kind, on first use, which takes seconds, or less with PyTorch's cache on disk. A model whose layers cannot
-            be compiled runs as it is; the log says why.
-        cuda_graphs: Whether those passes, compiled ones too, are recorded as CUDA graphs on first use; on a GPU only.
-            They and the KV cache that they use stay with the model for later calls.
+        cuda_graphs: Whether passes over drafts are recorded as CUDA graphs on first use; on a GPU only. They and the KV
+            cache that they use stay with the model for later calls.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -108,7 +110,6 @@ class LookaheadConfig:
     guesses: int | None = None
     pool_from_prompt: bool = True
     pack: Literal["auto", False] = "auto"
-    compile: bool = False
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -194,10 +195,30 @@ class LookaheadConfig:
 
     @property
     def passes(self) -> str:
-        """How the model is run, one of `PASSES`. Step costs are kept for each separately."""
-        if self.exactness == "fast" and not (self.compile or self.cuda_graphs):
-            return "fast"
-        return PASSES[self.compile + 2 * self.cuda_graphs]
+        """How the model is run: plain, graphs or fast. Step costs are kept for each separately."""
+        return "graphs" if self.cuda_graphs else "fast" if self.exactness == "fast" else "plain"
+
+
+def refuse_removed(options: Iterable[str], where: str = "") -> None:
+    """Raise ConfigError for the name of an option that was removed; `where` it was found begins the message."""
+    for name in options:
+        if name in REMOVED:
+            raise ConfigError(f"{where}{name} was removed: {REMOVED[name]}; leave it out")
+
+
+def refuses_removed(function: F) -> F:
+    """Let a function refuse removed options by name, as `refuse_removed` does."""
+
+    @wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        refuse_removed(options)
+        return function(*args, **options)
+
+    return cast(F, checked)
+
+
+# The signature, which `wraps` keeps, names no removed option.
+LookaheadConfig.__init__ = refuses_removed(LookaheadConfig.__init__)  # type: ignore[method-assign]
 
 
 def _path_of(value: Any) -> str | None:

@@ -230,7 +230,6 @@ def assemble(
             capacity=capacity,
             shape=shape,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
-            compiles=config.compile,
             captures=config.cuda_graphs,
             most_nodes=config.node_budget + 1,
             is_bitwise=is_bitwise,

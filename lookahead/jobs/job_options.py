@@ -15,7 +15,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import LookaheadConfig, refuse_removed
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError
@@ -111,7 +111,6 @@ class DraftingOptions:
         None, "G, most n-grams of the window that a step verifies. (default: 7, or chosen by auto)"
     )
     exactness: str = option("auto", "auto, or fast: quicker drafts in bf16, whose rounding may change a token.")
-    compile: bool = option(False, "Compile the model while it runs; pays for long or many outputs.")
     cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
 
     def config(self) -> LookaheadConfig | None:
@@ -126,7 +125,7 @@ class DraftingOptions:
         columns: Any = int(self.window) if self.window is not None and self.window.isdecimal() else self.window
         config = LookaheadConfig(
             proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
-            guesses=self.guesses, exactness=cast(Any, self.exactness), compile=self.compile,
+            guesses=self.guesses, exactness=cast(Any, self.exactness),
             cuda_graphs=self.cuda_graphs, memory="shared" if self.memory is None else self.memory,
         )  # fmt: skip
         return None if config == LookaheadConfig() else config
@@ -273,6 +272,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"job {path}: not valid TOML: {error}") from error
     names, values = _names(), dict[str, Any]()
+    refuse_removed((name.replace("-", "_") for name in table), f"job {path}: ")
     for name, value in table.items():
         option = names.get(name.replace("_", "-"))
         if option is None:
