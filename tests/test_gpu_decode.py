@@ -17,7 +17,6 @@ from bench.decoding_rates import PLAIN, Output, Trace, dictating, run
 from bench.gpu_steps import BACK_TO_BACK
 from bench.targets import GPU_DECODE, KERNEL
 from lookahead import LookaheadConfig
-from lookahead.kernels import dispatch as choice
 from tests.support.pass_recorder import Recording
 
 SUMMARIZER = Path(__file__).resolve().parent / "models" / "summarizer"
@@ -183,7 +182,6 @@ def test_a_graph_is_timed_in_replays_that_change_no_token(monkeypatch: pytest.Mo
         return Counted(run)
 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(choice, "attention_for", lambda *_: None)
     model = gpu_decode.make_model("tiny", "fp32", CPU, 0)
     ids = torch.arange(40, 70)[None]
     engine = make_engine(model, ids, PLAIN, max_new_tokens=12)

@@ -245,7 +245,6 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
         target = Target(wide_llama, rows=2, capacity=64)
         with target.serving():
             logits.append(target.prefill(prompts))
-        monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)
         monkeypatch.setattr(dispatch, "takes_flash", lambda *_: True)
         monkeypatch.setattr(TreePass, "mask", None)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)

@@ -115,7 +115,6 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     monkeypatch.setattr(dispatch, "_LEAST_PREFIX", 3)
     monkeypatch.setattr(dispatch, "_LEAST_SHARE", 0)
     monkeypatch.setattr(dispatch, "takes_flash", lambda *_: True)
-    monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)
     return told
 
 

@@ -130,8 +130,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention of the thread's running `TreePass`, with the signature of transformers' attention functions.
 
-    Trees, and on a CPU prompts in float32, go to a kernel where one supports them. Otherwise the query heads that share
-    a KV head are packed into query rows, so that torch's attention reads keys and values once. The pass makes the mask.
+    Trees go to a kernel where one supports them. Otherwise the query heads that share a KV head are packed into query
+    rows, so that torch's attention reads keys and values once. The pass makes the mask.
     The window or chunk of the layer applies where the arguments have none.
     """
     tree_pass: TreePass = _thread.tree_pass
@@ -155,10 +155,7 @@ def tree_attention(
         ), None  # fmt: skip
     if position_bias is not None:
         return dispatch.masked_attention(query, key, value, tree_pass.biased_mask(position_bias), scaling), None
-    # A prompt's chain is a tree too. The GPU kernel is built for few queries. In half precision a prompt is read as
-    # `generate` reads it: rounding differences in all of its KV could change tokens.
-    is_cpu_prompt = tree_pass.is_prefill and query.device.type == "cpu" and query.dtype == torch.float32
-    if not is_compiling and (tree_pass.scores_trees or is_cpu_prompt):
+    if tree_pass.scores_trees and not is_compiling:
         kernel = _kernel_of(tree_pass, query, key, value, told, scaling, softcap, s_aux)
         if kernel is not None:
             return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux), None
