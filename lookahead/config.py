@@ -29,10 +29,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
 
 REMOVED = {"compile": "packed passes are faster on every CPU measured"}
 """Options of the release before, and why they went; the next release need not know them."""
-
-# The choices of `window="auto"`: the published settings for models of 34B, 7B and 1B, and a smaller one.
-_AUTO_SIZES = tuple(BranchSize(*size) for size in ((5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)))
-_FIXED_SIZE = BranchSize(7, 5, 7)
+_DEFAULT_SIZE = BranchSize(7, 5, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +69,11 @@ class LookaheadConfig:
             call with an empty memory; only hit rates and costs are kept. The path of a memory file, `*.lkm`, keeps them
             as `"shared"` does, apart from other calls, and starts from the contexts in the file if it exists;
             `lookahead.save_memory` writes them back.
-        window: Columns W of the Jacobi window, 1 to 64, or `"auto"`: the lookahead branch runs only while it was
-            measured to pay, with W, N and G that suit the measured step costs (with `draft="fixed"`, which measures no
-            costs, it always runs with 7, 5 and 7). A window adds `"jacobi"` to the proposers. With `"jacobi"` there,
-            `None` means `"auto"`.
-        ngram_size: N, the length of the n-grams that the window produces, 2 to 16. `None` decides: 5, or what suits
-            the window that `"auto"` chose.
-        guesses: G, the most n-grams of the pool verified in a step, 0 to 64. `None` decides: 7, or likewise.
+        window: Columns W of the Jacobi window, 1 to 64: the lookahead branch always runs. `"auto"`: 7 columns, and the
+            branch runs only while measured costs say that it pays (always with `draft="fixed"`, which measures none).
+            A window adds `"jacobi"` to the proposers. With `"jacobi"` there, `None` means `"auto"`.
+        ngram_size: N, the length of the n-grams that the window produces, 2 to 16. `None` means 5.
+        guesses: G, the most n-grams of the pool verified in a step, 0 to 64. `None` means 7.
         pool_from_prompt: Whether the n-gram pool of the lookahead branch is filled from the prompt too.
         pack: `"auto"` keeps a second copy of the linear weights, packed for passes of few tokens on a CPU, where it is
             faster and takes at most a quarter of the machine's memory. `False` keeps none.
@@ -159,29 +154,23 @@ class LookaheadConfig:
             raise ConfigError(f"min_probability must be from 0 to 1, got {least!r}")
         if self.window not in (None, "auto"):
             check_whole("window", self.window, 1, 64, instead="auto or ")
-        if "jacobi" in proposers and not self.branch_sizes:
+        size, most = self.branch_size, self.max_nodes or MAX_NODES_LIMIT
+        if size is not None and size.window_nodes > most:
             raise ConfigError(
                 f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
-                f"{self._all_sizes()[0].window_nodes}, got {self.max_nodes}"
+                f"{size.window_nodes}, got {self.max_nodes}"
             )
 
     @property
     def decides_branch(self) -> bool:
-        """Whether measured costs decide if the lookahead branch runs, and its sizes."""
+        """Whether measured costs decide if the lookahead branch runs."""
         return "jacobi" in self.proposers and self.window in (None, "auto") and self.draft == "auto"
 
     @property
-    def branch_sizes(self) -> tuple[BranchSize, ...]:
-        """Possible sizes of the lookahead branch, smallest first: one unless costs decide, none without the branch."""
-        if "jacobi" not in self.proposers:
-            return ()
-        most = MAX_NODES_LIMIT if self.max_nodes is None else self.max_nodes
-        return tuple(size for size in self._all_sizes() if size.window_nodes <= most)
-
-    def _all_sizes(self) -> tuple[BranchSize, ...]:
-        """Sizes of the lookahead branch without the limit of `max_nodes`."""
+    def branch_size(self) -> BranchSize | None:
+        """The size of the lookahead branch; None without it."""
         given = {name: getattr(self, name) for name in BranchSize._fields if getattr(self, name) not in (None, "auto")}
-        return tuple(size._replace(**given) for size in (_AUTO_SIZES if self.decides_branch else (_FIXED_SIZE,)))
+        return _DEFAULT_SIZE._replace(**given) if "jacobi" in self.proposers else None
 
     @property
     def node_budget(self) -> int:
@@ -189,8 +178,8 @@ class LookaheadConfig:
         if self.max_nodes is not None:
             return self.max_nodes
         budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else 64 - self.cuda_graphs
-        if "jacobi" in self.proposers and not self.decides_branch:
-            budget += self.branch_sizes[0].nodes
+        if self.branch_size is not None and not self.decides_branch:
+            budget += self.branch_size.nodes
         return min(budget, MAX_NODES_LIMIT)
 
     @property

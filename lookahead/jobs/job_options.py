@@ -103,13 +103,9 @@ class DraftingOptions:
     )
     heads: str | None = option(None, "Draft with heads too: from 'lookahead train', or native.", metavar="DIR")
     max_nodes: int | None = option(None, "Most draft tokens a step verifies. (default: by the proposers)")
-    window: str | None = option(
-        None, "Draft from a Jacobi window of W columns too; auto: only while it pays, W chosen by cost."
-    )
-    ngram_size: int | None = option(None, "N, length of the window's n-grams. (default: 5, or chosen by auto)")
-    guesses: int | None = option(
-        None, "G, most n-grams of the window that a step verifies. (default: 7, or chosen by auto)"
-    )
+    window: str | None = option(None, "Draft from a Jacobi window of W columns too; auto: of 7, only while it pays.")
+    ngram_size: int | None = option(None, "N, length of the window's n-grams. (default: 5)")
+    guesses: int | None = option(None, "G, most n-grams of the window that a step verifies. (default: 7)")
     exactness: str = option("auto", "auto, or fast: quicker drafts in bf16, whose rounding may change a token.")
     cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
 

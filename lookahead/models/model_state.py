@@ -26,8 +26,8 @@ class LearnedState:
         # Step costs and savings of drafting, by how the model is run (`LookaheadConfig.passes`).
         self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
         self.rules: defaultdict[str, EnableRule] = defaultdict(EnableRule)
-        # Savings of the lookahead branch, by the other proposers.
-        self.branch: defaultdict[tuple[str, ...], dict[int, BranchState]] = defaultdict(dict)
+        # Savings of the lookahead branch, by its size and the other proposers.
+        self.branch: defaultdict[Hashable, dict[int, BranchState]] = defaultdict(dict)
         self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def of(self, owner: object, make: Callable[[], T]) -> T:
