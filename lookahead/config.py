@@ -15,7 +15,7 @@ from lookahead.errors import ConfigError
 if TYPE_CHECKING:
     from lookahead.drafting.proposal import ProposerFactory
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 ACCEPTANCES = ("exact", "rejection", "typical")
@@ -28,7 +28,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
 }
 
 REMOVED = {"compile": "packed passes are faster on every CPU measured"}
-"""Options of the release before, and why they went; the next release need not know them."""
+"""Options of the release before and why they were removed; each is refused by name for one release."""
 _DEFAULT_SIZE = BranchSize(7, 5, 7)
 
 
@@ -195,7 +195,7 @@ def refuse_removed(options: Iterable[str], where: str = "") -> None:
             raise ConfigError(f"{where}{name} was removed: {REMOVED[name]}; leave it out")
 
 
-def refuses_removed(function: F) -> F:
+def refuses_removed(function: _F) -> _F:
     """Let a function refuse removed options by name, as `refuse_removed` does."""
 
     @wraps(function)
@@ -203,7 +203,7 @@ def refuses_removed(function: F) -> F:
         refuse_removed(options)
         return function(*args, **options)
 
-    return cast(F, checked)
+    return cast(_F, checked)
 
 
 # The signature, which `wraps` keeps, names no removed option.

@@ -299,13 +299,13 @@ def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool, s
 )
 def test_the_size_is_what_is_given_and_elsewhere_7_5_and_7(given, size, draft) -> None:
     assert LookaheadConfig(**given, draft=draft).branch_size == size
-    assert AUTO.node_budget == LookaheadConfig().node_budget == 64
 
 
 def test_a_window_adds_the_branch_and_the_branch_alone_is_left_to_costs() -> None:
     assert AUTO.proposers == (*LookaheadConfig().proposers, "jacobi")
     alone = LookaheadConfig(proposers=("jacobi",))
     assert AUTO.decides_branch and alone.decides_branch
+    assert AUTO.node_budget == LookaheadConfig().node_budget == 64
     assert not LookaheadConfig(window=3).decides_branch
     assert not replace(alone, draft="fixed").decides_branch and not LookaheadConfig(ngram_size=3).decides_branch
 
