@@ -5,10 +5,10 @@
     python -m bench.beams --encoder-decoder
 
 With `--families` tiny models of many architectures search with 2, 4 and 8 beams, for one prompt and three ragged ones,
-with the options of beam search and without drafts; where sequences or beam indices differ, or scores by more than 1e-5,
-the command fails. Otherwise one model searches on one core, transformers and lookahead in turn on every prompt, and
-their order rotates; in fp32, and in bf16 where rows keep their bits, a difference ends the run. `undrafted` is
-lookahead without drafts. The keys and values of a search are the most that its caches hold at a time.
+with the options of beam search; where sequences or beam indices differ, or scores by more than 1e-5, the command fails.
+Otherwise one model searches on one core, transformers and lookahead in turn on every prompt, and their order rotates;
+in fp32, and in bf16 where rows keep their bits, a difference ends the run. `fast` is lookahead with
+`exactness="fast"`. The keys and values of a search are the most that its caches hold at a time.
 `--encoder-decoder` takes a model of BART-base's shape with random weights and inputs of 700 tokens.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -57,7 +57,7 @@ Outcome = tuple[list[list[int]], list[list[int]], torch.Tensor]
 def outcome(model: PreTrainedModel, ours: bool, **options: Any) -> Outcome:
     """Sequences, beam indices and scores of one search."""
     torch.manual_seed(3)
-    given = {"custom_generate": lookahead.decode, "lookahead_config": LookaheadConfig(proposers=())} if ours else {}
+    given = {"custom_generate": lookahead.decode, "lookahead_config": LookaheadConfig()} if ours else {}
     out = model.generate(**options, **given, return_dict_in_generate=True, output_scores=True)
     return out.sequences.tolist(), out.beam_indices.tolist(), out.sequences_scores
 
@@ -90,7 +90,7 @@ def held(cache: Any) -> int:
 
 @contextmanager
 def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
-    """Watch a search; the function tells the bytes of its keys and values, and its passes, from what it returned."""
+    """Watch a search; the function tells the bytes of its keys and values from what it returned."""
     searches: list[BeamModel] = []
     at_prefill: list[int] = []
     prefill = BeamModel._prefill
@@ -107,16 +107,14 @@ def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
     def figures(out: Any) -> dict[str, int]:
         if not searches:
             return {"kv_bytes": held(out[CACHE])} if isinstance(out.get(CACHE), DynamicCache) else {}
-        search = searches[-1]
-        passes = {"steps": sum(search.served), "passes": len(search.served), "drafted": search.drafted}
-        return {"kv_bytes": max([*at_prefill, held(search._target.cache)]), **passes}
+        return {"kv_bytes": max([*at_prefill, held(searches[-1]._target.cache)])}
 
     with mock.patch.object(BeamModel, "_prefill", read), mock.patch.object(beams, "adopt", adopt):
         yield figures
 
 
 def search(model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
-    """One timed search; what it returned, and its seconds by clock, with the bytes and passes that can be counted."""
+    """One timed search; what it returned, and its seconds by clock, with the bytes that can be counted."""
     with watched() as figures:
         begin = read_clocks()
         out = model.generate(
@@ -150,14 +148,10 @@ def compare(
     return rows
 
 
-def counts(rows: Sequence[Mapping[str, Any]], theirs: str, name: str) -> dict[str, float]:
-    """Keys and values beside those of transformers, the largest share of a prompt; steps a pass, nodes beside tips."""
+def kv_share(rows: Sequence[Mapping[str, Any]], theirs: str, name: str) -> dict[str, float]:
+    """Keys and values as a share of those of transformers, the largest of any prompt."""
     shares = [row[name]["kv_bytes"] / row[theirs]["kv_bytes"] for row in rows if "kv_bytes" in row[name]]
-    found = {"kv_share": round(max(shares), 3)} if shares else {}
-    if passes := sum(row[name].get("passes", 0) for row in rows):
-        for key, digits in (("steps", 3), ("drafted", 2)):
-            found[f"{key}_a_pass"] = round(sum(row[name][key] for row in rows) / passes, digits)
-    return found
+    return {"kv_share": round(max(shares), 3)} if shares else {}
 
 
 def summary(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str, Any]:
@@ -167,7 +161,7 @@ def summary(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str,
         name: {
             **{f"speedup_{clock}": round(total[ways[0]][clock] / total[name][clock], 3) for clock in ("cpu", "wall")},
             "cpu_s": round(total[name]["cpu"], 2),
-            **counts(rows, ways[0], name),
+            **kv_share(rows, ways[0], name),
             "identical": sum(row[name]["identical"] for row in rows),
             "score_difference": max((row[name]["score_difference"] or 0.0 for row in rows), default=0.0),
         }
@@ -228,14 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = {"num_beams": arguments.num_beams, "max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     ways: dict[str, dict[str, Any]] = {"transformers": shared}
     configs: dict[str, LookaheadConfig | None] = {"lookahead": None}
-    if not arguments.encoder_decoder:
-        exactness: Literal["auto", "fast"] = "auto" if arguments.dtype == "fp32" else "fast"
-        configs["undrafted"] = LookaheadConfig(exactness=exactness, proposers=())
-        if exactness == "fast":
-            configs["fast"] = LookaheadConfig(exactness="fast")
+    if not arguments.encoder_decoder and arguments.dtype != "fp32":
+        configs["fast"] = LookaheadConfig(exactness="fast")
     for way, config in configs.items():
         ways[way] = {**shared, "custom_generate": lookahead.decode, "lookahead_config": config}
-    for way in ways.values():  # probes, packed weights and compiled code come first
+    for way in ways.values():  # probes and packed weights come first
         search(model, prompts[0][:, :40], {**way, "max_new_tokens": 16})
     is_exact = arguments.dtype == "fp32" or has_bits_of_beams(model, arguments.num_beams)
     rows = compare(model, prompts, ways, must_agree="lookahead" if is_exact else "")

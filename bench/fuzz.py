@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from tests.support.text_tokenizers import TOKENIZERS
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import lookahead
@@ -33,7 +34,6 @@ from tests.support.families import FAMILIES, build
 from tests.support.small_layers import MODELS as LAYERED
 from tests.support.small_layers import made
 from tests.support.stateful import DoneTracker, Grammar, calls_of
-from tests.support.text_tokenizers import TOKENIZERS
 
 # A full attention, a windowed one, sinks and prepared masks: what differs in how a tree is attended to.
 MODELS = ("Llama", "Gemma2", "GptOss", "GPTJ")

@@ -4,9 +4,9 @@
 
 A step of Llama-3-8B in bf16 reads all weights, keys and values once, or multiplies, whichever takes longer, at shares
 of the rated speeds. Beside that it launches kernels: one by one ("eager") each takes the host `--launch-us` and the
-device a gap, and the slower of both counts; in a recorded graph ("graphs") the gap is shorter; "compiled" is a graph of
-fewer kernels. Every step takes the host `--host-us` more. Printed are milliseconds per token of a row, plain and with
-drafts of so many nodes, of which as many are accepted as `bench.replay` recorded.
+device a gap, and the slower of both counts; in a recorded graph ("graphs") the gap is shorter. Every step takes the
+host `--host-us` more. Printed are milliseconds per token of a row, plain and with drafts of so many nodes, of which as
+many are accepted as `bench.replay` recorded.
 
 `--passes` compares the same model with what `bench.passes` measured of SmolLM2-135M on a CPU, where nothing is
 launched; errors are the modelled time over the measured one, less 1.
@@ -40,11 +40,11 @@ GPUS = {
     "B200": (8e12, 2250e12, 180e9),
 }
 # Kernels of a layer: those of a step of transformers' Llama-3-8B, whose 1,169 operations beside views were counted on
-# the meta device. Compiled, assumed: 7 products, 2 of attention, 2 norms, rotation, activation, 2 writes to the cache.
-KERNELS = {"eager": 36.5, "graphs": 36.5, "compiled": 15}
+# the meta device.
+KERNELS = 36.5
 # Source: A. Gray 2019, "Getting Started with CUDA Graphs", NVIDIA's technical blog: on a V100 kernels of 2.9 us took
 # 3.8 us each launched one after the other, and 3.4 us each in a graph.
-GAP_US = {"eager": 0.9, "graphs": 0.5, "compiled": 0.5}
+GAP_US = {"eager": 0.9, "graphs": 0.5}
 ASSUMED = {
     "bandwidth_share": 0.85,  # the goal of `weight_read_share` in bench.targets
     "flops_share": 0.7,  # a guess
@@ -73,7 +73,7 @@ def attention_ms(shape: dict[str, Any], nodes: int, reach: int, bandwidth: float
 
 def step_ms(way: str, work_ms: float, arguments: argparse.Namespace) -> float:
     """Milliseconds of a step whose kernels work for `work_ms`."""
-    kernels = 1e-3 * KERNELS[way] * SHAPES["llama3-8b"]["num_hidden_layers"]
+    kernels = 1e-3 * KERNELS * SHAPES["llama3-8b"]["num_hidden_layers"]
     launches_ms = kernels * arguments.launch_us if way == "eager" else 0.0
     return 1e-3 * arguments.host_us + max(launches_ms, work_ms + kernels * GAP_US[way])
 
@@ -90,8 +90,8 @@ def simulate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if size + rows * context * kv_bytes(shape) > memory:
             continue
         rates = bandwidth * arguments.bandwidth_share, flops * arguments.flops_share
-        result: dict[str, Any] = {"gpu": name, "rows": rows, "context": context} | {way: {} for way in KERNELS}
-        for way, (drafts, (nodes, tokens)) in product(KERNELS, accepted.items()):
+        result: dict[str, Any] = {"gpu": name, "rows": rows, "context": context} | {way: {} for way in GAP_US}
+        for way, (drafts, (nodes, tokens)) in product(GAP_US, accepted.items()):
             attention = attention_ms(shape, nodes, rows * (context + nodes), *rates)
             work_ms = perfect_ms(model, rows * nodes, *rates) + attention
             result[way][drafts] = round(step_ms(way, work_ms, arguments) / tokens, 2)
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("a model, not measured; ms per token of a row")
     print("gpu        rows  context  way          plain", *(f" {nodes} nodes" for nodes in NODES))
     results = simulate(arguments)
-    for each, way in product(results, KERNELS):
+    for each, way in product(results, GAP_US):
         cells = "".join(f"{ms:10.2f}" for ms in each[way].values())
         print(f"{each['gpu']:10} {each['rows']:4} {each['context']:8}  {way:8}{cells}")
     report = {"is_measured": False, "device": "none: a model", "model": "llama3-8b", "dtype": "bf16"}

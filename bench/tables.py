@@ -93,8 +93,6 @@ CAPTIONS = {
     "passes_bf16_2_threads": Caption(
         "The same with two threads", "passes --dtype bf16 --threads 2", "Milliseconds of the wall clock."
     ),
-    "compiled_fp32": Caption("Compiled passes, fp32", "compiled --dtype fp32"),
-    "compiled_bf16": Caption("Compiled passes, bf16", "compiled --dtype bf16"),
     "replay_spec_bench_summaries": Caption("Recorded outputs: Spec-Bench summaries", _REPLAY, _NO_MODEL),
     "replay_vicuna": Caption("Recorded outputs: chat, Vicuna 7B", _REPLAY, _NO_MODEL),
     "replay_llama3": Caption("Recorded outputs: chat, Llama-3-8B-Instruct", _REPLAY, _NO_MODEL),

@@ -13,9 +13,6 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from lookahead.kernels import cpu_attention
-from lookahead.kernels.microkernel import LANES, ROWS
-
 MAX_NODES = 256
 MAX_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -107,32 +104,17 @@ def attention_for(
     """The tree attention kernel for tensors like these, or None where torch's own attention is used.
 
     It takes tensors as `lookahead.kernels.tree_attention` does, with these shapes and strides, and does not check them.
-    On a GPU kernels that were not tested are noted in `wanted`, and do not serve until they were.
+    Kernels that were not tested are noted in `wanted`, and do not serve until they were.
 
     Args:
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
         options: "scaling", "window", "chunk", "softcap" and "sinks" of the call; unused ones are None or left out.
-        is_eager: Whether the host launches every kernel by itself, with no graph or compiled code. Such a pass takes
+        is_eager: Whether the host launches every kernel by itself, with no graph. Such a pass takes
             the kernel only where the test found that it is no slower than torch's attention.
         later: Options that later calls will have, so that their variant is tested with this one.
     """
-    if query.device.type == "cpu":
-        # Torch's attention is faster with fewer queries than a register has lanes, with several threads (the kernel
-        # uses one), and without registers of 512 bits.
-        pays = (
-            torch.backends.cpu.get_cpu_capability() == "AVX512"
-            and query.shape[1] // keys.shape[2] * query.shape[2] >= LANES
-            and torch.get_num_threads() == 1
-            and query.dtype in (torch.bfloat16, torch.float32)
-        )
-        for slots in (keys, values):
-            (_, _, kv_heads, dim), (of_row, of_slot, *rest) = slots.shape, slots.stride()
-            is_slice = (of_slot, *rest) == (kv_heads * dim, dim, 1) and of_row % of_slot == 0
-            pays = pays and slots.dtype == query.dtype and dim % ROWS == 0 and is_slice
-        bound: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "window", "chunk")}
-        return partial(cpu_attention.tree_attention, **bound) if pays else None
     if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
         return None
     from lookahead.kernels.tree_attention import bind

@@ -15,13 +15,11 @@ from llvmlite import ir
 from numba import types
 from numba.core.cgutils import unpack_tuple
 
-from lookahead.kernels.scalars import jit_part, to_intrinsic
+from lookahead.kernels.scalars import to_intrinsic
 
 FEATURES = llvm.get_host_cpu_features()
 LANES = 16 if FEATURES.get("avx512f") else 8  # float32 of a vector register
 ROWS = LANES // 2  # of a tile: with 2 registers each its sums fill half of them, and a product waits for no earlier one
-COLUMNS = 128  # most of a matrix of columns
-STRIDE = COLUMNS + LANES  # elements from one of its rows to the next; no power of two, so that rows share no cache set
 
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
@@ -332,23 +330,3 @@ def transpose(context: Any, source: Any, out: Any) -> Any:
         return target.get_dummy_value()
 
     return types.void(source, out), emit
-
-
-_one, _two = tile_of(1), tile_of(2)
-
-
-@jit_part
-def multiply(left, row_step, inner_step, right, out, rows, inner, columns):
-    """Store the product of two matrices of float32.
-
-    Element (r, k) of the left one stands at r * row_step + k * inner_step; rows of the right one, and of the product,
-    are `STRIDE` elements apart. Rows are rounded up to a multiple of `ROWS`, columns, at most 128, to one of `LANES`.
-    Every sum has `inner` terms, at least 1.
-    """
-    for column in range(0, columns, 2 * LANES):
-        for row in range(0, rows, ROWS):
-            at, to = row * row_step, row * STRIDE + column
-            if columns - column > LANES:
-                _two((left, at, row_step, inner_step), (right, column, STRIDE), (out, to, STRIDE), ROWS, inner)
-            else:
-                _one((left, at, row_step, inner_step), (right, column, STRIDE), (out, to, STRIDE), ROWS, inner)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT, BranchSize
 from lookahead.errors import ConfigError
 
 if TYPE_CHECKING:
     from lookahead.drafting.proposal import ProposerFactory
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 ACCEPTANCES = ("exact", "rejection", "typical")
@@ -21,13 +24,12 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "acceptance": ACCEPTANCES,
     "exactness": ("auto", "fast"),
     "pack": ("auto", False),
-    **dict.fromkeys(("pool_from_prompt", "compile", "cuda_graphs"), (True, False)),
+    **dict.fromkeys(("pool_from_prompt", "cuda_graphs"), (True, False)),
 }
-PASSES = ("plain", "compiled", "graphs", "compiled graphs", "fast")
 
-# The choices of `window="auto"`: the published settings for models of 34B, 7B and 1B, and a smaller one.
-_AUTO_SIZES = tuple(BranchSize(*size) for size in ((5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)))
-_FIXED_SIZE = BranchSize(7, 5, 7)
+REMOVED = {"compile": "packed passes are faster on every CPU measured"}
+"""Options of the release before and why they were removed; each is refused by name for one release."""
+_DEFAULT_SIZE = BranchSize(7, 5, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,21 +69,16 @@ class LookaheadConfig:
             call with an empty memory; only hit rates and costs are kept. The path of a memory file, `*.lkm`, keeps them
             as `"shared"` does, apart from other calls, and starts from the contexts in the file if it exists;
             `lookahead.save_memory` writes them back.
-        window: Columns W of the Jacobi window, 1 to 64, or `"auto"`: the lookahead branch runs only while it was
-            measured to pay, with W, N and G that suit the measured step costs (with `draft="fixed"`, which measures no
-            costs, it always runs with 7, 5 and 7). A window adds `"jacobi"` to the proposers. With `"jacobi"` there,
-            `None` means `"auto"`.
-        ngram_size: N, the length of the n-grams that the window produces, 2 to 16. `None` decides: 5, or what suits
-            the window that `"auto"` chose.
-        guesses: G, the most n-grams of the pool verified in a step, 0 to 64. `None` decides: 7, or likewise.
+        window: Columns W of the Jacobi window, 1 to 64: the lookahead branch always runs. `"auto"`: 7 columns, and the
+            branch runs only while measured costs say that it pays (always with `draft="fixed"`, which measures none).
+            A window adds `"jacobi"` to the proposers. With `"jacobi"` there, `None` means `"auto"`.
+        ngram_size: N, the length of the n-grams that the window produces, 2 to 16. `None` means 5.
+        guesses: G, the most n-grams of the pool verified in a step, 0 to 64. `None` means 7.
         pool_from_prompt: Whether the n-gram pool of the lookahead branch is filled from the prompt too.
         pack: `"auto"` keeps a second copy of the linear weights, packed for passes of few tokens on a CPU, where it is
             faster and takes at most a quarter of the machine's memory. `False` keeps none.
-        compile: Whether decoder layers are compiled by `torch.compile` for passes over drafts: once for all layers of a
-            kind, on first use, which takes seconds, or less with PyTorch's cache on disk. A model whose layers cannot
-            be compiled runs as it is; the log says why.
-        cuda_graphs: Whether those passes, compiled ones too, are recorded as CUDA graphs on first use; on a GPU only.
-            They and the KV cache that they use stay with the model for later calls.
+        cuda_graphs: Whether passes over drafts are recorded as CUDA graphs on first use; on a GPU only. They and the KV
+            cache that they use stay with the model for later calls.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -108,7 +105,6 @@ class LookaheadConfig:
     guesses: int | None = None
     pool_from_prompt: bool = True
     pack: Literal["auto", False] = "auto"
-    compile: bool = False
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -158,29 +154,23 @@ class LookaheadConfig:
             raise ConfigError(f"min_probability must be from 0 to 1, got {least!r}")
         if self.window not in (None, "auto"):
             check_whole("window", self.window, 1, 64, instead="auto or ")
-        if "jacobi" in proposers and not self.branch_sizes:
+        size, most = self.branch_size, self.max_nodes or MAX_NODES_LIMIT
+        if size is not None and size.window_nodes > most:
             raise ConfigError(
                 f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
-                f"{self._all_sizes()[0].window_nodes}, got {self.max_nodes}"
+                f"{size.window_nodes}, got {self.max_nodes}"
             )
 
     @property
     def decides_branch(self) -> bool:
-        """Whether measured costs decide if the lookahead branch runs, and its sizes."""
+        """Whether measured costs decide if the lookahead branch runs."""
         return "jacobi" in self.proposers and self.window in (None, "auto") and self.draft == "auto"
 
     @property
-    def branch_sizes(self) -> tuple[BranchSize, ...]:
-        """Possible sizes of the lookahead branch, smallest first: one unless costs decide, none without the branch."""
-        if "jacobi" not in self.proposers:
-            return ()
-        most = MAX_NODES_LIMIT if self.max_nodes is None else self.max_nodes
-        return tuple(size for size in self._all_sizes() if size.window_nodes <= most)
-
-    def _all_sizes(self) -> tuple[BranchSize, ...]:
-        """Sizes of the lookahead branch without the limit of `max_nodes`."""
+    def branch_size(self) -> BranchSize | None:
+        """The size of the lookahead branch; None without it."""
         given = {name: getattr(self, name) for name in BranchSize._fields if getattr(self, name) not in (None, "auto")}
-        return tuple(size._replace(**given) for size in (_AUTO_SIZES if self.decides_branch else (_FIXED_SIZE,)))
+        return _DEFAULT_SIZE._replace(**given) if "jacobi" in self.proposers else None
 
     @property
     def node_budget(self) -> int:
@@ -188,16 +178,36 @@ class LookaheadConfig:
         if self.max_nodes is not None:
             return self.max_nodes
         budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else 64 - self.cuda_graphs
-        if "jacobi" in self.proposers and not self.decides_branch:
-            budget += self.branch_sizes[0].nodes
+        if self.branch_size is not None and not self.decides_branch:
+            budget += self.branch_size.nodes
         return min(budget, MAX_NODES_LIMIT)
 
     @property
     def passes(self) -> str:
-        """How the model is run, one of `PASSES`. Step costs are kept for each separately."""
-        if self.exactness == "fast" and not (self.compile or self.cuda_graphs):
-            return "fast"
-        return PASSES[self.compile + 2 * self.cuda_graphs]
+        """How the model is run: plain, graphs or fast. Step costs are kept for each separately."""
+        return "graphs" if self.cuda_graphs else "fast" if self.exactness == "fast" else "plain"
+
+
+def refuse_removed(options: Iterable[str], where: str = "") -> None:
+    """Raise ConfigError for the name of an option that was removed; `where` it was found begins the message."""
+    for name in options:
+        if name in REMOVED:
+            raise ConfigError(f"{where}{name} was removed: {REMOVED[name]}; leave it out")
+
+
+def refuses_removed(function: _F) -> _F:
+    """Let a function refuse removed options by name, as `refuse_removed` does."""
+
+    @wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        refuse_removed(options)
+        return function(*args, **options)
+
+    return cast(_F, checked)
+
+
+# The signature, which `wraps` keeps, names no removed option.
+LookaheadConfig.__init__ = refuses_removed(LookaheadConfig.__init__)  # type: ignore[method-assign]
 
 
 def _path_of(value: Any) -> str | None:

@@ -207,8 +207,7 @@ def model_folder(
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lets passes be recorded on the CPU, and lists what was."""
-    from lookahead.kernels import dispatch as choice
-    from lookahead.models import compiled, cuda_graphs
+    from lookahead.models import cuda_graphs
     from lookahead.models.model_state import ModelState
     from tests.support.pass_recorder import Recording
 
@@ -222,10 +221,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(cuda_graphs, "graph_shortcoming", lambda *_: None)
     monkeypatch.setattr(cuda_graphs, "CudaGraphs", lambda *_, **__: capture)
-    for module in (compiled, cuda_graphs):
-        monkeypatch.setattr(module, "state_of", lambda model: states.setdefault(model, ModelState()))
-    # The attention of the CPU's own kernel is no operation of torch, so that no recording would hold it.
-    monkeypatch.setattr(choice, "attention_for", lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "state_of", lambda model: states.setdefault(model, ModelState()))
     return made
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils import prune
@@ -34,8 +35,7 @@ TREES = [family for family in FAMILIES.values() if family.decoded == "trees"]
 @pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
 @pytest.mark.parametrize("family", cases([*TREES, *ENCODER_DECODERS.values()], by_feature=True))
 def test_every_family_finds_the_sequences_of_transformers(family: Family, inputs: dict[str, Any]) -> None:
-    # The sizes of drafts follow measured time, and rounding follows the sizes: drafts have tests of their own.
-    assert_same(build(family), LookaheadConfig(proposers=()), **inputs)
+    assert_same(build(family), **inputs)
 
 
 @pytest.mark.covering(2)
@@ -59,6 +59,28 @@ def test_trees_that_lose_dead_nodes_often_go_on_as_before(
     monkeypatch.setattr(beam_tree.BeamTree, "drop_dead", lambda self: dropped.append(drop(self)) or dropped[-1])
     assert_same(tiny_llama, **inputs, max_new_tokens=60, eos_token_id=None, do_sample=True)
     assert sum(len(kept) - live for kept, live in dropped) > 20, "nothing was ever shared by all beams"
+
+
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+def test_the_slots_of_a_search_are_little_more_than_its_trees_hold(
+    inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
+) -> None:
+    sizes: list[tuple[int, int]] = []
+    score = beam_tree.BeamModel._score
+
+    def scored(search: beam_tree.BeamModel) -> None:
+        score(search)
+        slots = search._target.cache.slots
+        sizes.append((slots.capacity, max(slots.lengths + [len(tree) for tree in search._trees])))
+
+    monkeypatch.setattr(beam_tree.BeamModel, "_score", scored)
+    assert_same(tiny_llama, **inputs, num_beams=8, max_new_tokens=60, eos_token_id=None)
+    begun = inputs["input_ids"].shape[1] + 60 + beam_tree.DEAD_NODES
+    assert sizes[-1][0] > begun, "the slots never grew"
+    assert all(
+        needed <= capacity < max(begun + 1, most + beam_tree.DEAD_NODES + 1)
+        for (capacity, needed), most in zip(sizes, np.maximum.accumulate([needed for _, needed in sizes]), strict=True)
+    )
 
 
 def test_a_stateful_processor_sees_the_calls_of_transformers(tiny_llama: PreTrainedModel) -> None:
@@ -155,7 +177,6 @@ def test_products_in_half_precision_run_over_the_rows_of_transformers(monkeypatc
     monkeypatch.setattr(beams, "has_bits_of_beams", lambda *_: True)
     monkeypatch.setattr(beams, "has_bits_of_copies", lambda *_: True)
     options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None, "custom_generate": lookahead.decode}
-    options["lookahead_config"] = LookaheadConfig(proposers=())
     heads: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0][..., 0].numel()))
     found(model, input_ids=ids, **options)  # the first call probes the model
@@ -279,6 +300,9 @@ def test_the_api_returns_texts_reasons_and_counters(tiny_llama: PreTrainedModel,
         assert reason == ("stop" if said[-1] in (5, 9) else "length")
     assert [stats.emitted_tokens for stats in got.row_stats] == [len(said) for said in got.token_ids]
     assert got.stats.prompt_tokens == 9
+    for stats in got.row_stats:
+        assert stats.target_forwards == stats.acceptance_histogram[1] == stats.emitted_tokens - 1
+        assert stats.drafted_tokens == stats.accepted_tokens == 0
     stream = lookahead.stream(tiny_llama, tiny_tokenizer, prompts[0], **options)
     alone = lookahead.generate(tiny_llama, tiny_tokenizer, prompts[0], **options)
     assert "".join(stream) == alone.texts[0] and stream.token_ids == alone.token_ids[0]

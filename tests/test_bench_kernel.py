@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: without a GPU it says so, and a CPU's own kernel shows that all of it runs."""
+"""The benchmark of the kernels: without a GPU it says so, and references show on a CPU that all of it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY += ["--dim", "16", "--layers", "2", "--replays", "2"]
 METHODS = ["kernel", "sdpa", "flash, merged", "flex", "flex, mask inside"]
 
 
-def test_the_kernel_of_a_cpu_takes_the_benchmark_from_its_check_to_its_figures(
+def test_references_on_a_cpu_take_the_benchmark_from_its_check_to_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     output = tmp_path / "kernel.json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
@@ -29,7 +29,7 @@ from tests.support.default_run import examples
 from tests.support.simulated_devices import decode, on_device
 
 AUTO = LookaheadConfig(window="auto")
-SIZES = AUTO.branch_sizes
+SIZE = BranchSize(7, 5, 7)
 BUDGET = 32
 NOTHING = np.zeros(0, np.int32)
 Cost = Callable[[int], float]
@@ -57,9 +57,9 @@ class Others:
 OTHERS, BRANCH = 1, 2  # the bits of their nodes
 
 
-def controller_of(sizes: Sequence[BranchSize] = SIZES, node_budget: int = BUDGET) -> tuple[Controller, LookaheadBranch]:
-    branch = LookaheadBranch(sizes)
-    proposers: Any = [Others(), JacobiProposer(branch)]
+def controller_of(size: BranchSize | None = SIZE, node_budget: int = BUDGET) -> tuple[Controller, LookaheadBranch]:
+    branch = LookaheadBranch(size)
+    proposers: Any = [Others(), JacobiProposer(size or SIZE, branch)]
     return Controller(StepCost(), EnableRule(), branch, proposers, node_budget=node_budget), branch
 
 
@@ -80,32 +80,31 @@ class Machine:
     own_nodes: int = 1
     own_tokens: float = 1.0
     host: float = 0.01
-    branch_sizes: Sequence[BranchSize] = SIZES
+    size: BranchSize | None = SIZE
     seconds: float = 0.0
     without_branch: float = 0.0  # what the same tokens would have taken
-    sizes: list[BranchSize | None] = field(default_factory=list)
+    on: list[bool] = field(default_factory=list)
     longest: float = 0.0
 
     def __post_init__(self) -> None:
-        self.controller, self.branch = controller_of(self.branch_sizes)
+        self.controller, self.branch = controller_of(self.size)
 
-    def step(self, added: float | Callable[[BranchSize], float]) -> None:
+    def step(self, added: float) -> None:
         """One step; a branch that is on adds so many tokens to it."""
         plan = self.controller.plan([900], 100)
-        size = plan.branch
         nodes, tokens, host = (self.own_nodes, self.own_tokens, self.host) if plan.drafts else (1, 1.0, 0.0)
         own_nodes, own_tokens = nodes, tokens
-        if size is not None:
-            nodes += size.window_nodes + size.guesses
+        if plan.has_branch:
+            nodes += SIZE.window_nodes + SIZE.guesses
             assert nodes < len(plan.costs)
-            tokens, host = tokens + (added(size) if callable(added) else added), 2 * self.host
+            tokens, host = tokens + added, 2 * self.host
             self.branch.host_s = self.host
         took = self.step_cost(nodes)
         self.controller.record(plan, record_of(own_nodes, nodes, own_tokens, tokens, host, took + host))
         self.seconds += took + host
         own = self.step_cost(self.own_nodes) + self.host
         self.without_branch += tokens * own / self.own_tokens if self.own_tokens > 1 else tokens
-        self.sizes.append(size)
+        self.on.append(plan.has_branch)
         self.longest = max(self.longest, took + host)
 
     @property
@@ -115,7 +114,7 @@ class Machine:
 
     def share_on(self, last: int) -> float:
         """Of the last steps, those with the branch."""
-        return sum(size is not None for size in self.sizes[-last:]) / last
+        return sum(self.on[-last:]) / last
 
 
 # Whether it runs
@@ -156,7 +155,7 @@ def test_where_it_never_adds_anything_it_costs_no_more_than_its_share(node_cost:
 @settings(max_examples=examples(30))
 def test_whatever_steps_cost_and_the_branch_adds_the_time_lost_is_bounded(node_cost, width, host, own, pattern) -> None:
     machine = Machine(flat_to(width, node_cost), *own, host=host)
-    without = Machine(flat_to(width, node_cost), *own, host=host, branch_sizes=())
+    without = Machine(flat_to(width, node_cost), *own, host=host, size=None)
     for _, added in zip(range(800), cycle(pattern), strict=False):
         machine.step(added)
         without.step(0.0)
@@ -182,24 +181,15 @@ def test_while_it_runs_some_steps_are_plain_so_that_their_cost_stays_known() -> 
     machine = Machine(flat_to(256), host=0.005)
     for _ in range(2000):
         machine.step(1.0)
-    assert 2000 / 64 / 4 < machine.sizes[100:].count(None) < 2 * 2000 / 64
-
-
-def test_the_size_follows_the_width_that_is_free() -> None:
-    narrow, wide = Machine(flat_to(16)), Machine(flat_to(512))
-    for _ in range(1000):
-        for machine in (narrow, wide):
-            machine.step(lambda size: float(np.log2(size.window_nodes + 2)) / 4)
-    assert narrow.sizes[-1] == SIZES[0]
-    assert wide.sizes[-1] == SIZES[-1]
+    assert 2000 / 64 / 4 < machine.on[100:].count(False) < 2 * 2000 / 64
 
 
 def test_numbers_of_rows_are_judged_for_themselves() -> None:
     machine = Machine(flat_to(256))
     for _ in range(300):
         machine.step(1.0)
-    assert machine.controller.plan([900], 100).branch is not None
-    assert machine.controller.plan([900] * 4, 100).branch is None
+    assert machine.controller.plan([900], 100).has_branch
+    assert not machine.controller.plan([900] * 4, 100).has_branch
 
 
 def test_a_branch_on_trial_takes_nothing_from_other_sources() -> None:
@@ -211,8 +201,8 @@ def test_a_branch_on_trial_takes_nothing_from_other_sources() -> None:
     for _ in range(300):
         plan = controller.plan([900], 100)
         proposed += plan.drafts
-        branch.size = SIZES[1]  # as if it had been chosen
-        controller.record(plan._replace(branch=SIZES[1]), record_of(2, 40, 2, 2, 0.01, dear(40) + 0.01))
+        branch.is_on = True  # as if it had been chosen
+        controller.record(plan._replace(has_branch=True), record_of(2, 40, 2, 2, 0.01, dear(40) + 0.01))
     assert proposed > 280, "each of its steps costs as much as eight without it"
 
 
@@ -243,11 +233,11 @@ def test_a_step_without_it_lacks_the_tokens_and_nodes_that_it_alone_offered() ->
 
 
 def test_while_it_is_off_nothing_is_made_or_drafted() -> None:
-    proposer = JacobiProposer(LookaheadBranch(SIZES))
+    proposer = JacobiProposer(SIZE, LookaheadBranch(SIZE))
     proposer.start(0, ids(1, 2, 1))
     assert proposer.propose(0, 100) is None
     proposer.observe(0, Feedback(ids(2), ids(0), NOTHING), NOTHING)
-    assert proposer._rows[0].size is None
+    assert not proposer._rows[0].has_window
     proposer.finish(0)
 
 
@@ -262,12 +252,12 @@ def test_where_it_is_the_only_source_a_step_without_it_is_plain() -> None:
 @pytest.mark.parametrize("steps_off", [1, 3])
 @pytest.mark.parametrize("from_prompt", [False, True])
 def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool, steps_off: int) -> None:
-    branch = LookaheadBranch(SIZES)
-    auto = JacobiProposer(branch, pool_from_prompt=from_prompt)
-    fixed = JacobiProposer(SIZES[1], pool_from_prompt=from_prompt)
+    branch = LookaheadBranch(SIZE)
+    auto = JacobiProposer(SIZE, branch, pool_from_prompt=from_prompt)
+    fixed = JacobiProposer(SIZE, pool_from_prompt=from_prompt)
 
     def step(emitted: np.ndarray) -> None:
-        proposals = [each.propose(0, SIZES[1].nodes) for each in (auto, fixed)]
+        proposals = [each.propose(0, SIZE.nodes) for each in (auto, fixed)]
         for ours, theirs in zip(*([p.tokens, p.parents, p.probabilities] for p in proposals), strict=True):
             assert np.array_equal(ours, theirs)
         argmax = np.arange(len(proposals[0].tokens), dtype=np.int32)
@@ -278,8 +268,8 @@ def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool, s
         each.start(0, ids(1, 2, 3, 1, 2))
     for i in range(12):
         turn = i % (3 + steps_off)
-        branch.size = SIZES[1] if turn < 3 else None
-        if branch.size is not None:
+        branch.is_on = turn < 3
+        if branch.is_on:
             step(ids(i, i + 1))
         else:
             assert auto.propose(0, 90) is None
@@ -289,35 +279,35 @@ def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool, s
                 fixed.observe(0, Feedback(ids(*missed), ids(0), NOTHING), NOTHING)
 
 
-def test_a_row_served_at_another_size_begins_anew() -> None:
-    branch = LookaheadBranch(SIZES)
-    auto = JacobiProposer(branch)
-    auto.start(0, ids(1, 2, 3, 1))
-    for size in (SIZES[0], SIZES[2], SIZES[0]):
-        branch.size = size
-        proposal = auto.propose(0, 400)
-        assert proposal.required == size.window, "its first level alone"
-        auto.observe(0, Feedback(ids(2), ids(0), np.zeros(len(proposal.tokens), np.int32)), NOTHING)
-
-
 # The option
 
 
-def test_auto_leaves_all_three_sizes_open_or_those_that_are_not_given() -> None:
-    assert [tuple(size) for size in SIZES] == [(5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)]
-    given = replace(AUTO, ngram_size=4, guesses=3)
-    assert [tuple(size) for size in given.branch_sizes] == [(w, 4, 3) for w in (5, 7, 15, 20)]
-    assert [size.window for size in replace(AUTO, max_nodes=40).branch_sizes] == [5, 7]
-    assert AUTO.node_budget == LookaheadConfig().node_budget == 64
+@pytest.mark.parametrize("draft", ["auto", "fixed"])
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ({"window": "auto"}, (7, 5, 7)),
+        ({"window": "auto", "ngram_size": 4, "guesses": 0}, (7, 4, 0)),
+        ({"proposers": ("jacobi",)}, (7, 5, 7)),
+        ({"proposers": ("prompt", "jacobi"), "guesses": 3}, (7, 5, 3)),
+        ({"window": 15}, (15, 5, 7)),
+        ({"window": 20, "ngram_size": 7, "guesses": 20}, (20, 7, 20)),
+        ({"ngram_size": 3}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_the_size_is_what_is_given_and_elsewhere_7_5_and_7(given, size, draft) -> None:
+    assert LookaheadConfig(**given, draft=draft).branch_size == size
 
 
 def test_a_window_adds_the_branch_and_the_branch_alone_is_left_to_costs() -> None:
     assert AUTO.proposers == (*LookaheadConfig().proposers, "jacobi")
-    assert LookaheadConfig(window=3).branch_sizes == ((3, 5, 7),)
+    alone = LookaheadConfig(proposers=("jacobi",))
+    assert AUTO.decides_branch and alone.decides_branch
+    assert AUTO.node_budget == LookaheadConfig().node_budget == 64
     assert not LookaheadConfig(window=3).decides_branch
-    assert LookaheadConfig(proposers=("jacobi",)).branch_sizes == SIZES
-    assert LookaheadConfig(proposers=("jacobi",), draft="fixed").branch_sizes == ((7, 5, 7),)
-    assert LookaheadConfig(ngram_size=3).branch_sizes == ()
+    assert not replace(alone, draft="fixed").decides_branch and not LookaheadConfig(ngram_size=3).decides_branch
 
 
 @pytest.mark.parametrize("window", ["wide", "", 0, 65, True, 2.0])
@@ -327,23 +317,25 @@ def test_a_window_that_is_neither_auto_nor_a_number_in_range_is_refused(window) 
 
 
 def test_a_window_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"at least window \* \(ngram_size - 1\) - 1 = 9, got 8"):
-        replace(AUTO, max_nodes=8)
-    with pytest.raises(ConfigError, match=r"= 27, got 26"):
-        replace(AUTO, window=7, max_nodes=26)
+    for window in ("auto", 7):
+        with pytest.raises(ConfigError, match=r"at least window \* \(ngram_size - 1\) - 1 = 27, got 26"):
+            replace(AUTO, window=window, max_nodes=26)
+        assert replace(AUTO, window=window, max_nodes=27).branch_size == SIZE
+    with pytest.raises(ConfigError, match="= 9, got 8"):
+        replace(AUTO, window=5, ngram_size=3, max_nodes=8)
 
 
 # The engine
 
 
 @pytest.fixture
-def restless(monkeypatch: pytest.MonkeyPatch) -> list[BranchSize | None]:
-    """Lets the branch of every engine go through all sizes and none, a few steps each; lists what it was."""
-    chosen: list[BranchSize | None] = []
+def restless(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Turns the branch of every engine on and off, a few steps each; lists what it was."""
+    chosen: list[bool] = []
 
     def choose(self: LookaheadBranch, curve: object, measured: object) -> None:
-        self.size = [None, *self._sizes][len(chosen) // 3 % (1 + len(self._sizes))]
-        chosen.append(self.size)
+        self.is_on = len(chosen) // 3 % 2 == 1
+        chosen.append(self.is_on)
 
     monkeypatch.setattr(LookaheadBranch, "choose", choose)
     monkeypatch.setattr(EnableRule, "proposes", lambda self, rows: True)
@@ -364,7 +356,7 @@ def test_a_branch_that_comes_and_goes_changes_no_token(
     config = LookaheadConfig(proposers=proposers, memory="request")
     got = looping_llama.generate(rows, **options, custom_generate=lookahead.decode, lookahead_config=config)
     assert torch.equal(got, expected)
-    assert set(restless) >= {None, *SIZES[:2]}
+    assert set(restless) == {True, False}
 
 
 def test_on_a_device_of_free_nodes_the_engine_runs_it_and_on_a_dear_one_it_does_not(

@@ -72,7 +72,7 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig)
 
 def check_sums(rows: list[DecodingStats], config: LookaheadConfig) -> None:
     """What the counters promise, of every row and of all together."""
-    most = config.max_nodes or max([config.node_budget, *(64 + size.nodes for size in config.branch_sizes)])
+    most = config.max_nodes or max([config.node_budget, 64 + (config.branch_size.nodes if config.branch_size else 0)])
     for stats in (*rows, total(rows)):
         assert stats.decoded_tokens == stats.target_forwards + stats.accepted_tokens
         assert stats.drafted_tokens <= most * stats.target_forwards

@@ -261,7 +261,7 @@ def test_a_node_is_worth_more_than_its_tokens_where_a_source_learns_from_it(teac
     cost, rule = StepCost(), EnableRule()
     rule.record_plain(1)  # the first step is plain
     cost.calibrate([1, 33], [1.0, 1.1], rows=1, context=0)
-    plan = controller_of(cost, rule, branch=LookaheadBranch((), teaches=teaches)).plan([100], 100)
+    plan = controller_of(cost, rule, branch=LookaheadBranch(None, teaches=teaches)).plan([100], 100)
     assert (plan.worth > 0.0) == teaches
 
 

@@ -14,9 +14,12 @@ from transformers import LlamaForCausalLM
 
 import lookahead
 import lookahead.drafting.cost_model
-from lookahead.drafting.cost_model import NODE_COST, StepCost
+from lookahead.drafting.budget import EnableRule
+from lookahead.drafting.controller import Controller, StepRecord
+from lookahead.drafting.cost_model import NODE_COST, StepCost, padded_nodes
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
+from lookahead.drafting.tree import TokenTree
 from lookahead.models.calibration import node_cost
 from lookahead.models.model_state import state_of
 from lookahead.ngram.prune import Limits
@@ -216,3 +219,32 @@ def test_the_curve_follows_what_steps_cost() -> None:
             cost.curve(1, 8)
         assert cost.curve(1, 8)[[1, 8]].tolist() == pytest.approx([seconds, 2 * seconds], rel=0.1)
         assert cost.plain(1)[1] == pytest.approx(seconds, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "most", "padded"), [(1, 64, 1), (3, 64, 4), (33, 64, 64), (64, 64, 64), (17, 21, 21), (30, 21, 30)]
+)
+def test_nodes_are_padded_to_a_power_of_two_or_the_most_there_are(nodes: int, most: int, padded: int) -> None:
+    assert padded_nodes(nodes, most) == padded
+
+
+def test_the_cost_of_padded_steps_is_a_staircase_and_recording_is_no_part_of_it() -> None:
+    cost = StepCost()
+    controller = Controller(cost, EnableRule(), node_budget=63, is_padded=True)
+
+    def step(nodes: int, tokens: int, seconds: float, *, is_cold: bool = False) -> None:
+        root = TokenTree.root(5), np.zeros(1, np.int32)
+        plan = controller.plan([50], 100)
+        controller.record(plan, StepRecord([root], [tokens], nodes, 0.0, seconds, is_cold))
+
+    for nodes, seconds in [(1, 0.001), (4, 0.002), (16, 0.004), (1, 0.001), (1, 0.001)] * 8:
+        step(nodes, nodes, seconds)
+    step(8, 1, 30.0, is_cold=True)
+    plan = controller.plan([50], 100)
+    assert plan.drafts
+    stairs = plan.costs.tolist()
+    assert stairs[3] == stairs[4] < stairs[5] == stairs[8] < stairs[9] == stairs[16] < stairs[17] == stairs[32]
+    assert stairs[8] < 0.004
+    for _ in range(50):
+        step(13, 1, 0.006)  # was padded to 16, and counts as such
+    assert cost.curve(1, 16, 100)[16] == pytest.approx(0.006, rel=0.1)

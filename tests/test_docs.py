@@ -50,8 +50,6 @@ NOT_RUN = {
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
     ("docs/drop-in.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
-    ("docs/compiled.md", "from lookahead import"),
-    ("docs/compiled.md", "lookahead summarize notes/*.md"),
     ("docs/front-ends.md", "pip install 'lookahead-decoding[serve]'"),
     ("docs/front-ends.md", "from openai import"),
     ("docs/front-ends.md", "from langchain_huggingface import"),

@@ -259,6 +259,7 @@ def test_right_padding_is_refused(tiny_llama: PreTrainedModel) -> None:
         ({"min_probability": 1.5}, "min_probability"),
         ({"min_probability": "0.5"}, "min_probability"),
         ({"pool_from_prompt": "no"}, "pool_from_prompt"),
+        ({"cuda_graphs": "yes"}, "cuda_graphs must be True or False, got 'yes'"),
         ({"proposers": ("oracle",)}, "oracle"),
         ({"proposers": "prompt"}, "sequence"),
         ({"proposers": ("prompt", "prompt")}, "repeat"),
@@ -268,6 +269,17 @@ def test_right_padding_is_refused(tiny_llama: PreTrainedModel) -> None:
 def test_an_option_out_of_its_range_is_refused_by_name(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         LookaheadConfig(**options)
+
+
+def test_a_configuration_says_how_the_model_is_run() -> None:
+    for options, passes, nodes in [
+        ({}, "plain", 64),
+        ({"cuda_graphs": True}, "graphs", 63),
+        ({"exactness": "fast"}, "fast", 64),
+        ({"exactness": "fast", "cuda_graphs": True}, "graphs", 63),
+    ]:
+        config = LookaheadConfig(**options)
+        assert (config.passes, config.node_budget) == (passes, nodes)
 
 
 def test_an_unknown_option_is_refused() -> None:

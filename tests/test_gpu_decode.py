@@ -17,7 +17,6 @@ from bench.decoding_rates import PLAIN, Output, Trace, dictating, run
 from bench.gpu_steps import BACK_TO_BACK
 from bench.targets import GPU_DECODE, KERNEL
 from lookahead import LookaheadConfig
-from lookahead.kernels import dispatch as choice
 from tests.support.pass_recorder import Recording
 
 SUMMARIZER = Path(__file__).resolve().parent / "models" / "summarizer"
@@ -68,7 +67,7 @@ def modelled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, i
 def test_the_model_of_gpus_says_that_more_nodes_cost_more(modelled: dict[tuple[str, int, int], Any]) -> None:
     recorded = json.loads(gpu_model.ACCEPTANCE.read_text(encoding="utf-8"))["methods"]
     for each in modelled.values():
-        for way in gpu_model.KERNELS:
+        for way in gpu_model.GAP_US:
             steps = [each[way]["plain"]]
             steps += [
                 each[way][f"{nodes}_nodes"] * recorded[f"ours@{nodes}"]["tokens_per_step"] for nodes in (16, 32, 64)
@@ -91,7 +90,7 @@ def test_the_model_of_gpus_never_says_that_graphs_are_slower_than_eager(
 ) -> None:
     for each in modelled.values():
         for drafts, eager in each["eager"].items():
-            assert eager >= each["graphs"][drafts] >= each["compiled"][drafts]
+            assert eager >= each["graphs"][drafts]
 
 
 def test_a_model_that_does_not_fit_the_memory_of_a_gpu_is_left_out(modelled: dict[tuple[str, int, int], Any]) -> None:
@@ -183,7 +182,6 @@ def test_a_graph_is_timed_in_replays_that_change_no_token(monkeypatch: pytest.Mo
         return Counted(run)
 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(choice, "attention_for", lambda *_: None)
     model = gpu_decode.make_model("tiny", "fp32", CPU, 0)
     ids = torch.arange(40, 70)[None]
     engine = make_engine(model, ids, PLAIN, max_new_tokens=12)

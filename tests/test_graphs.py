@@ -21,10 +21,11 @@ from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
 from lookahead.generation.hf import prepare
 from lookahead.kernels import dispatch as choice
-from lookahead.models import compiled, cuda_graphs
-from lookahead.models.cache import TreeCache
+from lookahead.models import cuda_graphs
+from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Target
+from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows
 from tests.support import kernel_reference as reference
 from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build
 from tests.support.pass_recorder import Recording
@@ -135,8 +136,7 @@ def test_the_first_replay_of_every_call_is_checked(
 
 
 def test_kept_recordings_go_with_their_model(recordings: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (compiled, cuda_graphs):
-        monkeypatch.setattr(module, "state_of", state_of)
+    monkeypatch.setattr(cuda_graphs, "state_of", state_of)
     model = build(FAMILIES["Llama"])
     decode(model, input_ids=ragged(1, 20)["input_ids"], max_new_tokens=40, do_sample=False)
     cache = weakref.ref(state_of(model).graphs.cache)
@@ -288,3 +288,42 @@ def test_hidden_states_are_recorded_too(recordings: list[Recording]) -> None:
             for layer in (0, -1):
                 torch.testing.assert_close(fast.hidden[layer], plain.hidden[layer], rtol=1e-4, atol=1e-4)
     assert recordings
+
+
+@pytest.mark.parametrize(
+    "span",
+    [AttentionSpan(), AttentionSpan(window=3), AttentionSpan(window=20), AttentionSpan(chunk=7), AttentionSpan(30, 16)],
+    ids=str,
+)
+def test_a_static_pass_says_what_the_trees_say_and_padding_copies_the_root(span: AttentionSpan) -> None:
+    slots = TreeSlots(rows=4, capacity=256)
+    slots.lengths[:3] = (0, 17, 40)
+    trees = [random_tree(1, 70), random_tree(2, 1), random_tree(3, 33)]
+    slots.active = 3
+    static = FixedShapePass(slots, 4, 128, CPU)
+    for seed in (8, 0):  # what one step leaves must not show in the next
+        filled = [random_tree(seed + 1, 70), random_tree(seed + 2, 1 + 9 * seed), random_tree(seed + 3, 33)]
+        static.fill(trees if seed == 0 else filled)
+    slots.begin(70)
+    expected = TreePass(slots, CPU, trees).mask(1, span, torch.float32, CPU)[:, 0] == 0
+    kv_length = slots.kv_length
+    with slots.fixed(4, 128, static.index):
+        got = static.mask(1, span, torch.float32, CPU)[:, 0] == 0
+    for row, tree in enumerate(trees):
+        assert torch.equal(got[row, : len(tree), :kv_length], expected[row, : len(tree)])
+        assert static.index.view(4, 128)[row].tolist() == list(
+            range(row * 256 + slots.lengths[row], row * 256 + 128 + slots.lengths[row])
+        )
+        assert static.positions[row, : len(tree)].tolist() == (slots.lengths[row] + tree.depths).tolist()
+        assert static.tokens[row].tolist() == [*tree.tokens.tolist(), *[tree.tokens[0]] * (128 - len(tree))]
+        assert (got[row, len(tree) :] == got[row, 0]).all()
+    assert (got[3].sum(-1) == 1).all() and got[3, :, 0].all(), "a padding row looks at its root"
+    assert not got[:, :, kv_length + 128 :].any()
+    sees = reference.tree_mask(256, *static.tensors(CPU), *span)
+    for row, tree in enumerate(trees):
+        assert torch.equal(sees[row, : len(tree)], got[row, : len(tree)])
+    assert sees[3].sum() == 1, "and for a kernel it has no other node"
+
+
+def test_rows_are_padded_to_powers_of_two() -> None:
+    assert [padded_rows(active, 6) for active in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]

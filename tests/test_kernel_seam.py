@@ -245,7 +245,6 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
         target = Target(wide_llama, rows=2, capacity=64)
         with target.serving():
             logits.append(target.prefill(prompts))
-        monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)
         monkeypatch.setattr(dispatch, "takes_flash", lambda *_: True)
         monkeypatch.setattr(TreePass, "mask", None)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
@@ -348,28 +347,3 @@ def test_rows_of_a_plain_step_that_differ_in_length_see_their_own_slots_and_no_o
         assert (mask[row] == 0).sum() == groups * (length + 1)
         assert (mask[row, :, :, : length + 1] == 0).all()
         assert (mask[row, :, :, length + 1 :] == -torch.inf).all()
-
-
-@pytest.mark.parametrize(
-    ("family", "serves"), [("GptOss", True), pytest.param("Gemma2", False, marks=pytest.mark.exhaustive)]
-)
-def test_compiled_passes_keep_the_kernel_and_attend_under_a_mask_where_it_does_not_serve(
-    family: str, serves: bool, stand_ins: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lookahead.models.compiled._BACKEND", "aot_eager")
-    if not serves:
-        monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)
-    model = build(family)
-    trees = [random_tree(1, 5), random_tree(2, 8)]
-    prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (30, 12)]
-    logits = []
-    for compiles in (True, False):
-        target = Target(model, rows=2, capacity=64, compiles=compiles, most_nodes=8)
-        with target.serving():
-            target.prefill(prompts)
-            told = stand_ins["words"]
-            logits.append(target.score(trees))
-            assert (stand_ins["words"] > told) == serves
-    for row, tree in enumerate(trees):
-        got, want = (each[row, : len(tree)] for each in logits)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

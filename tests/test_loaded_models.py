@@ -175,3 +175,16 @@ def test_a_model_wrapped_for_compilation_has_a_switch_too(looping_llama: PreTrai
         assert torch.equal(model.generate(**arguments), expected)
     assert "generate" not in vars(model._orig_mod)
     assert torch.equal(model.generate(**arguments), expected)
+
+
+@pytest.mark.exhaustive
+def test_layers_that_the_caller_compiled_give_the_tokens_of_generate(looping_llama: PreTrainedModel) -> None:
+    model: Any = deepcopy(looping_llama)
+    del model.model.layers[1:]  # every layer is traced anew
+    model.config.num_hidden_layers = 1
+    arguments: dict[str, Any] = {**ONE, "max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**arguments)
+    model.model.layers[0].compile(backend="eager")
+    assert torch.equal(
+        model.generate(**arguments, custom_generate=lookahead.decode, lookahead_config=DRAFTING), expected
+    )

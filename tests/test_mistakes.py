@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import GenerationConfig
+from typer.testing import CliRunner
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.cli.app import app
+from lookahead.config import REMOVED
 from lookahead.errors import ConfigError, LookaheadError, PromptError, UnsupportedModelError
 
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
@@ -247,6 +253,44 @@ def test_an_option_of_the_wrong_type_or_name_is_refused_with_what_is_meant(
     with pytest.raises(ConfigError) as error:
         call(tiny_llama, tiny_tokenizer, **options)
     assert message in str(error.value)
+
+
+DOORS = {
+    "LookaheadConfig": LookaheadConfig,
+    "replace": partial(replace, LookaheadConfig()),
+    "calibrate_costs": lookahead.calibrate_costs,
+    "save_costs": lookahead.save_costs,
+    **{call.__name__: call for call in CALLS},
+}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("door", [*DOORS, "command", "command with a value", "job file"])
+def test_a_removed_option_is_refused_by_name_and_with_why_it_went(tiny_llama, tiny_tokenizer, tmp_path, door, name):
+    given, job = {"calibrate_costs": [tiny_llama], "save_costs": [tiny_llama]}, tmp_path / "job.toml"
+    given.update({call.__name__: [tiny_llama, tiny_tokenizer, "abc"] for call in CALLS})
+    refused = f"{name} was removed: {REMOVED[name]}; leave it out"
+    if door in DOORS:
+        for value in (True, False):
+            with pytest.raises(ConfigError, match=f"^{re.escape(refused)}$"):
+                DOORS[door](*given.get(door, ()), **{name: value})
+        return
+    job.write_text(f"{name} = false")
+    flag = f"--{name.replace('_', '-')}"
+    commands = {
+        "command": [["generate", "abc", flag], ["calibrate", flag], ["summarize", flag, "a.txt"]],
+        "command with a value": [["generate", "abc", f"{flag}=yes"]],
+        "job file": [["summarize", "--job", str(job), "a.txt"]],
+    }
+    for command in commands[door]:
+        result = CliRunner().invoke(app, command)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert " ".join(result.stderr.split()).endswith(refused) and result.stderr.startswith("error: ")
+
+
+def test_text_that_looks_like_a_removed_option_is_a_prompt_behind_two_dashes():
+    result = CliRunner().invoke(app, ["generate", "--model", "no-such/model", "--", *(f"--{each}" for each in REMOVED)])
+    assert "was removed" not in result.stderr
 
 
 @pytest.mark.parametrize("seed", ["x", 0.5, 1 << 64, -(1 << 63) - 1])

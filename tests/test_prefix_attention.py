@@ -115,7 +115,6 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     monkeypatch.setattr(dispatch, "_LEAST_PREFIX", 3)
     monkeypatch.setattr(dispatch, "_LEAST_SHARE", 0)
     monkeypatch.setattr(dispatch, "takes_flash", lambda *_: True)
-    monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)
     return told
 
 
@@ -160,16 +159,3 @@ def test_passes_of_a_fixed_shape_keep_masks_of_all_slots() -> None:
     static = FixedShapePass(slots, 2, 8, CPU)
     static.fill([random_tree(1, 5), random_tree(2, 8)])
     assert static.prefix == 0, "its lengths are values on the device"
-
-
-@pytest.mark.exhaustive
-def test_compiled_passes_need_no_mask_of_the_context(masks: Counter[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.models.compiled._BACKEND", "aot_eager")
-    model, trees, logits = build("Llama"), [random_tree(1, 5), random_tree(2, 8)], []
-    for starts in (True, False):
-        logits.append(scored(Target(model, rows=2, capacity=64, compiles=starts, most_nodes=8), trees, masks))
-        assert masks[starts] and not masks[not starts]
-        monkeypatch.setattr(dispatch, "unmasked", lambda *_: 0)
-    for row, tree in enumerate(trees):
-        got, want = (each[row, : len(tree)] for each in logits)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -29,7 +29,6 @@ _STYLES = ("black on green", "black on yellow", "white on blue", "white on magen
 class CalibrateOptions(ModelOptions):
     context: list[int] | None = option(None, "Tokens in the cache, 256 by default; may be repeated.", min=1)
     cache: Path | None = option(None, "Folder of the cost files. (default: the platform's)")
-    compile: bool = option(False, "Measure the steps of a compiled model, as other commands run with --compile.")
     as_json: bool = option(False, "Print one JSON object.", "--json")
 
 
@@ -53,8 +52,8 @@ def calibrate(options: CalibrateOptions) -> None:
     from lookahead.models.calibration import CONTEXTS
 
     with console(sys.stderr).status("measuring"):
-        calibration = lookahead.calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
-    path = lookahead.save_costs(loaded.model, options.cache, compile=options.compile)
+        calibration = lookahead.calibrate_costs(loaded.model, options.context or CONTEXTS)
+    path = lookahead.save_costs(loaded.model, options.cache)
     if options.as_json:
         print(json.dumps({**calibration.to_dict(), "file": str(path)}))
     else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lookahead.cli.terminal import usage_errors
+from lookahead.config import refuse_removed
 from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import PromptError
@@ -70,6 +72,9 @@ class _Plain:
         return parameters
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        given = (each[2:].partition("=")[0] for each in takewhile("--".__ne__, args) if each.startswith("--"))
+        with usage_errors():
+            refuse_removed(name.replace("-", "_") for name in given)
         try:
             return super().parse_args(ctx, args)  # type: ignore[misc]
         except typer.BadParameter as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lookahead.drafting.cost_model import FloatArray
@@ -24,8 +24,8 @@ PROPOSER_REFILL = 0.005  # share of the tokens that one proposer may lose in the
 _EXPECTED_GAIN = 0.27  # tokens a step that an untried branch is expected to add per doubling of the window
 _TEACHING_GAIN = 0.012  # tokens that a verified node is worth besides, where a source learns from its logits
 _WINDOW_SHARE = 1 / 3  # of that, for a node of the window
-_HYSTERESIS = 1.03  # speedup over the current choice that another one must promise
-_REVIEW_EVERY = 16  # steps between two choices of a size
+_HYSTERESIS = 1.03  # speedup over the current choice that the other one must promise
+_REVIEW_EVERY = 16  # steps between two choices
 _SLOW = 1 / 64  # EMA rate of the branch
 _PASS_RATE = 0.2  # EMA rate of the times of passes
 _FORGET = 1 / 512  # rate at which a low worth of the branch recovers while it is off
@@ -164,8 +164,8 @@ class BranchState:
     """What was learned of the lookahead branch for one batch size; costs in plain steps, tokens and nodes of a row."""
 
     budget: Budget = field(default_factory=lambda: Budget(START, CAP, PROPOSER_REFILL))
-    size: BranchSize | None = None  # None while it is off
-    steps: int = 1  # since the size changed
+    is_on: bool = False
+    steps: int = 1  # since that changed
     tokens: Ema = field(default_factory=lambda: Ema(_SLOW, value=1.0))  # of a step without the branch
     nodes: Ema = field(default_factory=lambda: Ema(_SLOW, value=1.0))
     host: Ema = field(default_factory=lambda: Ema(_SLOW))  # time of its proposer
@@ -173,12 +173,12 @@ class BranchState:
 
 
 class LookaheadBranch:
-    """Sizes the lookahead branch and turns it on and off, separately for batch sizes 1, 2, 3-4, … rows.
+    """Turns the lookahead branch on and off, separately for batch sizes 1, 2, 3-4, … rows.
 
     Its cost is known before a step: so many nodes more. Its gain is known after: the accepted tokens that no other
-    source offered. Every 16 steps the sizes and going without are compared by tokens per cost; an untried size is
-    expected to add tokens by the logarithm of its window. A budget, 0.5% of the time and a few tokens, bounds what
-    trials cost: while it is empty the branch is off.
+    source offered. Every 16 steps it is compared with going without by tokens per cost; untried, it is expected to add
+    tokens by the logarithm of its window. A budget, 0.5% of the time and a few tokens, bounds what trials cost: while
+    it is empty the branch is off.
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §4 (steps
         saved grow linearly with the logarithm of the window).
@@ -186,49 +186,49 @@ class LookaheadBranch:
 
     def __init__(
         self,
-        sizes: Sequence[BranchSize],  # to choose from, the smallest first; none where the branch cannot run
+        size: BranchSize | None,  # None where the branch cannot run
         states: dict[int, BranchState] | None = None,  # what was learned of the model before, by batch size
         *,
         max_nodes: int = MAX_NODES_LIMIT,  # of a draft, the branch included, the root not counted
         teaches: bool = False,  # a source learns from the logits at all nodes, as the recycled ones do
     ) -> None:
-        self.size: BranchSize | None = None  # in the coming step; None where it is off
+        self.is_on = False  # in the coming step
         self.host_s = 0.0  # time of its proposer in the step so far
-        self._sizes = tuple(sizes)
+        self._size = size
         self._states = states if states is not None else {}
         self._state = BranchState()
         self._max_nodes = max_nodes
         self.teaching = _TEACHING_GAIN if teaches else 0.0  # tokens that a verified node is worth, accepted or not
-        self.can_run = bool(sizes)
+        self.can_run = size is not None
 
     @property
     def is_proven(self) -> bool:
         """Whether it runs and has not lost more than it saved."""
-        return self.size is not None and self._state.budget.balance >= START
+        return self.is_on and self._state.budget.balance >= START
 
     def rest(self, rows: int) -> None:
         """Begin a step of so many rows, with the branch off."""
-        self.size, self.host_s = None, 0.0
-        if self._sizes:
+        self.is_on, self.host_s = False, 0.0
+        if self.can_run:
             self._state = self._states.setdefault((rows - 1).bit_length(), BranchState())
 
     def choose(self, curve: Callable[[int], FloatArray], measured: int) -> None:
-        """Choose the size for the coming step, after `rest`.
+        """Choose whether it runs in the coming step, after `rest`.
 
         `curve` gives the seconds of a step of 0 up to some nodes a row, of which `measured` were measured at most.
         """
-        state, size = self._state, self._state.size
-        if size is not None and (size not in self._sizes or state.budget.balance < 0.0):
-            size = None
-        elif state.steps % _REVIEW_EVERY == 0 and (size is not None or state.budget.balance >= START):
-            size = self._best(curve, measured)
-        if size != state.size:
-            state.size, state.steps, state.worth.count = size, 0, 4
-        self.size = size
+        state, is_on = self._state, self._state.is_on
+        if is_on and state.budget.balance < 0.0:
+            is_on = False
+        elif state.steps % _REVIEW_EVERY == 0 and (is_on or state.budget.balance >= START):
+            is_on = self._pays(curve, measured)
+        if is_on != state.is_on:
+            state.is_on, state.steps, state.worth.count = is_on, 0, 4
+        self.is_on = is_on
 
     def nodes_beside(self, nodes: int) -> int:
         """Maximum nodes of the coming draft, given those without the branch."""
-        return nodes if self.size is None else min(nodes + self.size.nodes, self._max_nodes)
+        return min(nodes + self._size.nodes, self._max_nodes) if self._size is not None and self.is_on else nodes
 
     def record(self, *, nodes: int, tokens: float, without: tuple[int, float], costs: FloatArray) -> None:
         """Count a step: the nodes of its largest tree, the tokens a row, and both if the branch had offered nothing.
@@ -239,7 +239,7 @@ class LookaheadBranch:
         state.steps += 1
         state.nodes.add(own_nodes)
         state.tokens.add(own_tokens)
-        if self.size is None:
+        if self._size is None or not self.is_on:
             state.worth.value = max(state.worth.value, state.worth.value + _FORGET * (1.0 - state.worth.value))
             if state.budget.balance < START:  # a trial may lose no more, however long the branch was off before
                 state.budget.settle(0.0, tokens)
@@ -247,34 +247,28 @@ class LookaheadBranch:
         host = state.host.add(min(1.0, self.host_s / plain_s))  # more is compiling or loading, which happens once
         added, own_cost = tokens - own_tokens, float(costs[own_nodes]) / plain_s
         added_cost = float(costs[nodes]) / plain_s - own_cost + host
-        state.worth.add(added / max(_expected_gain(self.size), 0.1))
+        state.worth.add(added / max(_expected_gain(self._size), 0.1))
         # Its time would have given tokens at the rate of the other sources.
         state.budget.settle(added - added_cost * state.tokens.value / own_cost, state.tokens.value + added)
 
-    def _best(self, curve: Callable[[int], FloatArray], measured: int) -> BranchSize | None:
-        """The size with the most tokens per cost, or None for going without.
+    def _pays(self, curve: Callable[[int], FloatArray], measured: int) -> bool:
+        """Whether the branch gives more tokens per cost than going without.
 
-        Of the sizes beyond what was measured only the smallest is considered, at the measured cost: one step tells.
+        Beyond what was measured the cost is the highest that was: one step tells.
         """
-        state, nodes = self._state, round(self._state.nodes.value)
+        state, size, nodes = self._state, self._size, round(self._state.nodes.value)
+        assert size is not None
         # Nodes that a branch adds to a tree: guesses share prefixes, and unlikely ones are left out.
-        likely = [size.window_nodes + size.guesses for size in self._sizes]
-        costs = curve(nodes + max(likely))
+        whole = nodes + size.window_nodes + size.guesses
+        costs = curve(whole)
         costs = costs / costs[1]
-        best, best_rate = None, state.tokens.value / costs[nodes] * (_HYSTERESIS if state.size is None else 1.0)
-        for size, added in zip(self._sizes, likely, strict=True):
-            whole = nodes + added
-            tokens = state.tokens.value + state.worth.value * _expected_gain(size)
-            tokens += _WINDOW_SHARE * self.teaching * size.window_nodes
-            rate = tokens / (costs[max(nodes, min(whole, measured))] + state.host.value)
-            rate *= _HYSTERESIS if size == state.size else 1.0
-            if rate > best_rate:
-                best, best_rate = size, rate
-            if whole > measured:
-                break
-        return best
+        without = state.tokens.value / costs[nodes] * (1.0 if state.is_on else _HYSTERESIS)
+        tokens = state.tokens.value + state.worth.value * _expected_gain(size)
+        tokens += _WINDOW_SHARE * self.teaching * size.window_nodes
+        rate = tokens / (costs[max(nodes, min(whole, measured))] + state.host.value)
+        return bool(rate * (_HYSTERESIS if state.is_on else 1.0) > without)
 
 
 def _expected_gain(size: BranchSize) -> float:
-    """Tokens a step that an untried branch of a size is expected to add."""
+    """Tokens a step that an untried branch is expected to add."""
     return min(size.ngram_size - 1.0, _EXPECTED_GAIN * math.log2(size.window_nodes + 2)) if size.guesses else 0.0

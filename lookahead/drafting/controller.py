@@ -11,7 +11,6 @@ from lookahead.drafting.budget import EnableRule, LookaheadBranch
 from lookahead.drafting.cost_model import FloatArray, StepCost, padded_nodes
 from lookahead.drafting.proposal import IntArray, Proposer
 from lookahead.drafting.select import SINGLE_ROW, BatchValue, Draft
-from lookahead.drafting.sizes import BranchSize
 from lookahead.drafting.tree import TokenTree, count_within, without_sources
 from lookahead.ngram.prune import FREE
 
@@ -29,7 +28,7 @@ class StepPlan(NamedTuple):
     costs: FloatArray = FREE  # [max_nodes + 2], seconds of a step by the nodes of its largest tree; empty: free
     plain_s: float = 1.0
     value: BatchValue = SINGLE_ROW
-    branch: BranchSize | None = None  # None where the lookahead branch is off
+    has_branch: bool = False  # whether the lookahead branch is on
     worth: float = 0.0  # tokens that a verified node is worth besides, as a source learns from it
 
 
@@ -57,7 +56,7 @@ class Controller:
 
     cost: StepCost
     rule: EnableRule
-    branch: LookaheadBranch = field(default_factory=lambda: LookaheadBranch(()))
+    branch: LookaheadBranch = field(default_factory=lambda: LookaheadBranch(None))
     proposers: Sequence[Proposer] = ()  # in the order of their sources' bits
     _: KW_ONLY
     node_budget: int  # of a draft without the lookahead branch, the root not counted
@@ -105,11 +104,11 @@ class Controller:
         # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
         curve[2:] *= _MARGIN
         curve += self.rule.proposing_cost(rows) * plain_s
-        return StepPlan(rows, context, True, nodes, curve, plain_s, value, self.branch.size, self.branch.teaching)
+        return StepPlan(rows, context, True, nodes, curve, plain_s, value, self.branch.is_on, self.branch.teaching)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
         """Whether drafts, one per row, are verified."""
-        if plan.branch is not None:
+        if plan.has_branch:
             return True
         tokens = plan.value.steps_saved([float(draft.path_probs.sum()) for draft in drafts])
         took = float(plan.costs[max(len(draft.tree) for draft in drafts)]) / plan.plain_s
@@ -132,7 +131,7 @@ class Controller:
             return
         curve = self._curve(rows, plan.context, nodes)
         if self.branch.can_run:
-            bits = self._branch_bits if plan.branch is not None else 0
+            bits = self._branch_bits if plan.has_branch else 0
             own_nodes, own_tokens = without_sources(step.verified, tokens, bits) if bits else (nodes, tokens)
             own = own_nodes, sum(own_tokens) / rows
             self.branch.record(nodes=nodes, tokens=sum(tokens) / rows, without=own, costs=curve)

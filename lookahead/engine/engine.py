@@ -219,7 +219,7 @@ class Engine:
         self._target.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
         logits = self._target.score([draft.tree for draft in drafts])
         needs_top = self._needs_top and plan.drafts
-        needs_argmax = self._needs_argmax or plan.branch is not None
+        needs_argmax = self._needs_argmax or plan.has_branch
         scores, nodes = Scores(NO_NODES), logits.shape[1]
         # On a GPU reading is also what waits for the pass, so that its time is known.
         is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)

@@ -50,7 +50,6 @@ def generate(
     add_special_tokens: bool = True,
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    compile: bool = False,
     on_prefill: OnPrefill | None = None,
     **generate_kwargs: Any,
 ) -> GenerationResult:
@@ -74,7 +73,6 @@ def generate(
             beginning, or `"right"`, its end. A chat loses its oldest turns first. None refuses a prompt that is longer
             than the context.
         chat_template_kwargs: Further arguments of the chat template, such as `tools` or `enable_thinking`.
-        compile: Whether to compile the model's passes, as by `LookaheadConfig(compile=True)`.
         on_prefill: Called as prompts are read, before the first pass and behind every one, with the tokens read of the
             longest prompt and those it has. A pass reads some 1024; in half precision most prompts take one.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`. A
@@ -87,7 +85,7 @@ def generate(
         PromptError: A prompt has no tokens, or there is no room for a new one.
         UnsupportedModelError: The generation mode cannot be served.
     """
-    given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs, compile)
+    given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
@@ -111,7 +109,6 @@ def stream(
     add_special_tokens: bool = True,
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    compile: bool = False,
     on_prefill: OnPrefill | None = None,
     **generate_kwargs: Any,
 ) -> TextStream:
@@ -123,7 +120,7 @@ def stream(
     Returns:
         An iterator over the pieces of the text, which tells its `token_ids`, `stats` and `finish_reason`.
     """
-    given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs, compile)
+    given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:

@@ -22,7 +22,6 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
@@ -31,14 +30,12 @@ from lookahead.generation.hf_outputs import adopt, append_states
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.encoder_decoder import empty_cache
-from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
-from lookahead.models.product_bits import has_bits_of_copies, keeps_bits_beside_others
+from lookahead.models.product_bits import has_bits_of_copies
 from lookahead.models.self_check import kernels_agree, may_keep_bits
 from lookahead.models.support import support_of, vocabulary_size
 from lookahead.models.target import Target
-from lookahead.proposers.beam_drafter import drafter_for
 from lookahead.verification.stopping import FinishReason, reason_of
 
 LONG_PROMPT = 64
@@ -68,7 +65,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
             target = Target(model, rows=1, capacity=64, is_bitwise=True, is_together=True)
             adopt(past, target.cache, np.zeros(1, np.int64))
             target.cache.slots.lengths[0] -= 1
-            tree = BeamTree(prompt[0].int().numpy(), prompt.new_zeros(0), beams)
+            tree = BeamTree(int(prompt[0, -1]), prompt.new_zeros(0), beams)
             with target.serving():
                 for step in range(2):
                     tokens = (torch.arange(beams, device="cpu") * stride + step) % vocabulary
@@ -130,8 +127,7 @@ class BeamLoop(PlainLoop):
         self._given, self._model_kwargs, self._beams, self._lengths = lookahead_config, model_kwargs, beams, lengths
         self._config = lookahead_config if lookahead_config is not None else LookaheadConfig()
         self._returns_cache = validation.is_cache_returned(past, generation_config)
-        self._served: list[int] = []  # steps that each pass behind the prefill served; empty if every step has a pass
-        self._drafted, self._is_bitwise = 0, False
+        self._is_bitwise = False
 
     def run(self) -> Iterator[list[StepOutput]]:
         """Search, and yield the sequences."""
@@ -143,16 +139,10 @@ class BeamLoop(PlainLoop):
         found = []
         counts = (output.beam_indices >= 0).sum(1).tolist()
         for row, (ids, count) in enumerate(zip(output.sequences.cpu(), counts, strict=True)):
-            ids, stats, left = ids[: self._width + count], self.stats[row], count - 1
+            ids, stats = ids[: self._width + count], self.stats[row]
             stats.emitted_tokens, stats.decode_s, stats.ttft_s = count, seconds, seconds
-            for steps in self._served or [1] * left:
-                if left > 0:
-                    stats.acceptance_histogram[min(steps, left)] += 1
-                left -= steps
-            stats.target_forwards = stats.acceptance_histogram.total()
+            stats.acceptance_histogram[1] = stats.target_forwards = count - 1
             stats.bitwise_forwards = stats.target_forwards if self._is_bitwise else 0
-            stats.drafted_tokens = self._drafted
-            stats.accepted_tokens = stats.decoded_tokens - stats.target_forwards
             found.append(StepOutput(row, ids[self._width :].numpy().astype(np.int32), self._reason(ids)))
         yield found
 
@@ -209,15 +199,7 @@ class BeamLoop(PlainLoop):
             with torch.inference_mode():
                 return target.prefill(texts)[:, 0]
 
-        drafts = None
-        # Sampled beams scatter. In half precision the bits of a row may depend on the number of rows.
-        if len(texts) == 1 and not self._generation.do_sample and (not is_exact or keeps_bits_beside_others(model)):
-            ends = self._generation._eos_token_tensor
-            most = MAX_ROWS - self._beams if is_exact else MAX_NODES_LIMIT
-            eos = () if ends is None else ends.tolist()
-            drafts = drafter_for(model, texts[0], self._beams, eos, self._config, most)
-        fewest = 2 if is_exact else 1  # the product of a single row has other bits on some CPUs
-        trees = BeamModel(model, target, texts, self._beams, read, drafts, self._generation.max_length, fewest)
+        trees = BeamModel(model, target, [int(ids[-1]) for ids in texts], self._beams, read)
         with target.serving(), torch.inference_mode(False), torch.no_grad():
             output = search(trees, **{CACHE: trees}, use_cache=True)
             past = cache_in(self._model_kwargs)
@@ -226,7 +208,7 @@ class BeamLoop(PlainLoop):
                 append_states(past, trees.states(), np.repeat(width - self._lengths, self._beams).tolist())
             if not isinstance(output, Tensor):
                 setattr(output, CACHE, past)
-        self._served, self._drafted, self._is_bitwise = trees.served, trees.drafted, is_exact
+        self._is_bitwise = is_exact
         return output
 
     def _read_as_generate(self, target: Target, input_ids: Tensor, config: GenerationConfig) -> Tensor:

@@ -234,7 +234,6 @@ def assemble(
             capacity=capacity,
             shape=shape,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
-            compiles=config.compile,
             captures=config.cuda_graphs,
             most_nodes=config.node_budget + 1,
             is_bitwise=is_bitwise,
@@ -257,9 +256,10 @@ def _drafting(
     model, has_encoder, learned = call.model, call.model.config.is_encoder_decoder, state_of(call.model).learned
     pool = pool_of(config, vocabulary=call.vocab_size)
     with learned.lock:
+        size = config.branch_size if config.decides_branch and not call.is_chain else None  # the branch is a tree
         branch = LookaheadBranch(
-            config.branch_sizes if config.decides_branch and not call.is_chain else (),  # the branch is a tree
-            learned.branch[tuple(name for name in config.proposers if isinstance(name, str))],
+            size,
+            learned.branch[size, tuple(name for name in config.proposers if isinstance(name, str))],
             max_nodes=config.max_nodes or MAX_NODES_LIMIT,
             teaches="recycled" in config.proposers,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import compress
 from os import PathLike
@@ -91,15 +90,13 @@ class PromptReader:
         add_special_tokens: bool = True,
         truncate: Truncation | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        compile: bool = False,
         **options: Any,
     ) -> None:
         validation.check_pair(model, tokenizer, stacklevel=4)
         validation.check_options(model, tokenizer, config, generation_config, options, seed)
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
-        self.config = replace(config or LookaheadConfig(), compile=True) if compile else config
-        self.model, self.tokenizer, self._seed = model, tokenizer, seed
+        self.config, self.model, self.tokenizer, self._seed = config, model, tokenizer, seed
         self.has_own = bool(options.get("logits_processor") or options.get("stopping_criteria"))
         self._generation_config, self.options = validation.serve_stop_strings(
             model, tokenizer, generation_config, options

@@ -18,7 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.config import LookaheadConfig, check_whole
+from lookahead.config import LookaheadConfig, check_whole, refuse_removed
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.models.cache import CACHE, cache_in, may_be_callers
 from lookahead.models.encoder_decoder import side_positions
@@ -109,6 +109,7 @@ def check_options(
         hint = "; pass its entries as keyword arguments" if isinstance(generation_config, Mapping) else ""
         got = f"a {type(generation_config).__name__}{hint}"
         raise ConfigError(f"generation_config must be a GenerationConfig, got {got}")
+    refuse_removed(options)
     for name in options:
         if name in _PROMPTS:
             raise ConfigError(

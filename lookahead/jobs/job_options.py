@@ -15,7 +15,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import LookaheadConfig, refuse_removed
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError
@@ -103,15 +103,10 @@ class DraftingOptions:
     )
     heads: str | None = option(None, "Draft with heads too: from 'lookahead train', or native.", metavar="DIR")
     max_nodes: int | None = option(None, "Most draft tokens a step verifies. (default: by the proposers)")
-    window: str | None = option(
-        None, "Draft from a Jacobi window of W columns too; auto: only while it pays, W chosen by cost."
-    )
-    ngram_size: int | None = option(None, "N, length of the window's n-grams. (default: 5, or chosen by auto)")
-    guesses: int | None = option(
-        None, "G, most n-grams of the window that a step verifies. (default: 7, or chosen by auto)"
-    )
+    window: str | None = option(None, "Draft from a Jacobi window of W columns too; auto: of 7, only while it pays.")
+    ngram_size: int | None = option(None, "N, length of the window's n-grams. (default: 5)")
+    guesses: int | None = option(None, "G, most n-grams of the window that a step verifies. (default: 7)")
     exactness: str = option("auto", "auto, or fast: quicker drafts in bf16, whose rounding may change a token.")
-    compile: bool = option(False, "Compile the model while it runs; pays for long or many outputs.")
     cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
 
     def config(self) -> LookaheadConfig | None:
@@ -126,7 +121,7 @@ class DraftingOptions:
         columns: Any = int(self.window) if self.window is not None and self.window.isdecimal() else self.window
         config = LookaheadConfig(
             proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
-            guesses=self.guesses, exactness=cast(Any, self.exactness), compile=self.compile,
+            guesses=self.guesses, exactness=cast(Any, self.exactness),
             cuda_graphs=self.cuda_graphs, memory="shared" if self.memory is None else self.memory,
         )  # fmt: skip
         return None if config == LookaheadConfig() else config
@@ -273,6 +268,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"job {path}: not valid TOML: {error}") from error
     names, values = _names(), dict[str, Any]()
+    refuse_removed((name.replace("-", "_") for name in table), f"job {path}: ")
     for name, value in table.items():
         option = names.get(name.replace("_", "-"))
         if option is None:

@@ -18,9 +18,9 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.kernels import dispatch
-from lookahead.models.cache import TreeCache, TreeLayer
+from lookahead.models.cache import TreeLayer
 from lookahead.models.exact_attention import Turns, attend_in_turn, attends_by_kernel, own_attention
-from lookahead.models.model_state import pass_local, replaced, state_of
+from lookahead.models.model_state import pass_local, replaced
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass
 
 ATTENTION_NAME = "lookahead_tree"
@@ -48,7 +48,6 @@ class AttentionScope:
                 if isinstance(config, PretrainedConfig)
             ]
             self._own_views = tuple({id(view): view for _, _, view in self._modules}.values())
-        state_of(model).views = self._own_views  # compiled code is for certain views
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -131,8 +130,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention of the thread's running `TreePass`, with the signature of transformers' attention functions.
 
-    Trees, and on a CPU prompts in float32, go to a kernel where one supports them. Otherwise the query heads that share
-    a KV head are packed into query rows, so that torch's attention reads keys and values once. The pass makes the mask.
+    Trees go to a kernel where one supports them. Otherwise the query heads that share a KV head are packed into query
+    rows, so that torch's attention reads keys and values once. The pass makes the mask.
     The window or chunk of the layer applies where the arguments have none.
     """
     tree_pass: TreePass = _thread.tree_pass
@@ -156,13 +155,7 @@ def tree_attention(
         ), None  # fmt: skip
     if position_bias is not None:
         return dispatch.masked_attention(query, key, value, tree_pass.biased_mask(position_bias), scaling), None
-    # A prompt's chain is a tree too. The GPU kernel is built for few queries. In half precision a prompt is read as
-    # `generate` reads it: rounding differences in all of its KV could change tokens.
-    is_cpu_prompt = tree_pass.is_prefill and query.device.type == "cpu" and query.dtype == torch.float32
-    if is_compiling:
-        if getattr(_thread, "is_in_layer", False):
-            return _in_compiled_code(query, key, value, s_aux, scaling, softcap, *told), None
-    elif tree_pass.scores_trees or is_cpu_prompt:
+    if tree_pass.scores_trees and not is_compiling:
         kernel = _kernel_of(tree_pass, query, key, value, told, scaling, softcap, s_aux)
         if kernel is not None:
             return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux), None
@@ -226,66 +219,6 @@ def turns_by_kernel(module: nn.Module, layer: TreeLayer, heads: int, options: Ma
     window, own = options.get("sliding_window", told.window), own_attention(module, _real(module.config))
     turns, slots = tree_pass.turns, (layer.keys, layer.values)
     return turns if attends_by_kernel(own, *slots, heads, window, turns, is_exact=tree_pass.is_exact) else None
-
-
-@contextmanager
-def in_compiled_layer(cache: TreeCache, at: int) -> Iterator[None]:
-    """Let compiled code of a layer on this thread use the layer `at` of a cache until the block ends."""
-    _thread.is_in_layer, _thread.cache, _thread.at = True, cache, at
-    try:
-        yield
-    finally:
-        _thread.is_in_layer, _thread.cache = False, None
-
-
-@torch.library.custom_op(
-    "lookahead::tree_attention",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, float? softcap, int? window, "
-    "int? chunk) -> Tensor",
-)
-def _in_compiled_code(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    window: int | None,
-    chunk: int | None,
-) -> Tensor:
-    """Write keys and values of the nodes, and attend. `torch.compile` sees neither the cache nor the trees.
-
-    So one code serves all layers, lengths and trees.
-    """
-    tree_pass: TreePass = _thread.tree_pass
-    key, value = _thread.cache.update(key, value, _thread.at)
-    told = AttentionSpan(window, chunk)
-    kernel = _kernel_of(tree_pass, query, key, value, told, scaling, softcap, sinks)
-    if kernel is not None:
-        return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=sinks)
-    span = _within(told, key.shape[2])
-    return _by_torch(tree_pass, query, key, value, span, scaling, softcap, sinks)
-
-
-@_in_compiled_code.register_fake
-def _shape_in_compiled_code(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
-    rows, heads, width, _ = query.shape
-    return query.new_empty(rows, width, heads, value.shape[3])
-
-
-@torch.library.custom_op("lookahead::update", mutates_args=())
-def update_in_compiled_code(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Write keys and values of the nodes, and copy those that a prepared mask is for: code may reuse its memory."""
-    held = _thread.cache.update(key, value, _thread.at)
-    key, value = (each.clone(memory_format=torch.contiguous_format) for each in held)
-    return key, value
-
-
-@update_in_compiled_code.register_fake
-def _shapes_of_update(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    key, value = (each.new_empty(*each.shape[:2], mask.shape[3], each.shape[3]) for each in (key, value))
-    return key, value
 
 
 def _kernel_of(

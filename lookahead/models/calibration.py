@@ -86,7 +86,6 @@ def calibrate(
     *,
     contexts: Sequence[int] = CONTEXTS,
     nodes: Sequence[int] = NODES,
-    compiles: bool = False,
 ) -> Calibration:
     """Measure steps of one row for every number of nodes and every context, and store the costs in `cost`.
 
@@ -100,7 +99,7 @@ def calibrate(
     machine = measure_machine(model)
     sweeps = []
     for context in contexts:
-        seconds, kv_bytes = _sweep(model, context, nodes, compiles, rounds=_ROUNDS)
+        seconds, kv_bytes = _sweep(model, context, nodes, rounds=_ROUNDS)
         cost.calibrate(nodes, seconds, rows=1, context=context + max(nodes))
         sweeps.append(Sweep(context, _points(model, machine, context, kv_bytes, nodes, seconds)))
     return Calibration(machine, sweeps)
@@ -130,7 +129,6 @@ def _sweep(
     model: PreTrainedModel,
     context: int,
     nodes: Sequence[int],
-    compiles: bool = False,
     *,
     rounds: int,
     within_s: float = math.inf,
@@ -145,7 +143,7 @@ def _sweep(
         raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")
     device, shape = input_device(model), support.shape
     target = Target(
-        model, rows=1, capacity=length, shape=shape, compiles=compiles, most_nodes=max(nodes),
+        model, rows=1, capacity=length, shape=shape, most_nodes=max(nodes),
         is_bitwise=shape == "trees" and is_bitwise(model),
     )  # fmt: skip
     rng = np.random.default_rng(0)

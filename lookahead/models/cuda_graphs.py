@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import CACHE, TreeCache
-from lookahead.models.compiled import difference_of, give_up, in_short
+from lookahead.models.loading import first_line
 from lookahead.models.model_state import ModelState, Version, state_of, version_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows
 
@@ -33,6 +34,11 @@ _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _COPYING = {_aten._to_copy, _aten.copy_}  # wait only between host and device
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}  # wait only with a mask or indices on the host
 _recording = RLock()  # torch records one graph at a time in a process
+# Largest error of a replayed pass, relative to the norm of a node's output. The same numbers give the same bits unless
+# they are added in another order; a number frozen into a recording changes the output by many times that.
+_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2}
+_TOLERANCE_FP32 = 1e-4
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -204,7 +210,7 @@ class GraphRunner:
         self._model, self._kept, self._device, self._scope = model, kept, device, scope
         self._cache, self._most_nodes, self._hidden_layers = kept.cache, most_nodes, hidden_layers
         self.is_cold = False  # whether the newest pass recorded or is yet to be, so that its time is no cost
-        self._capture = None if "capture" in state_of(model).failed else CudaGraphs(device)
+        self._capture = None if state_of(model).has_failed_capture else CudaGraphs(device)
         if self._capture is not None and (problem := graph_shortcoming(model, device)):
             self._stop(problem)
         elif self._capture is not None:
@@ -260,7 +266,7 @@ class GraphRunner:
             outputs = self._forward(runner.static)
         except Exception as error:
             # The model itself runs next. If it is broken, it raises there.
-            self._stop(in_short(error))
+            self._stop(_in_short(error))
             return None
         self.is_cold = True
         if runner.uses >= CAPTURE_AT:
@@ -268,7 +274,7 @@ class GraphRunner:
                 # The next pass of its shape is the first replay.
                 runner.graph = capture(partial(self._forward, runner.static))
             except Exception as error:
-                self._stop(in_short(error))
+                self._stop(_in_short(error))
         return outputs
 
     def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
@@ -282,12 +288,36 @@ class GraphRunner:
             return outputs
         self.is_cold = runner.is_checked = True
         wanted = self._forward(runner.static)
-        if difference := difference_of(self._model, outputs, wanted):
+        if difference := _difference_of(self._model.dtype, outputs, wanted):
             self._stop(f"a replay differs by {difference} from the pass that was recorded")
             return wanted
         return outputs
 
     def _stop(self, reason: str) -> None:
+        """Record no further passes of this model, and log once why."""
         self._capture = None
         self._kept.runners.clear()
-        give_up(self._model, "capture", reason)
+        state = state_of(self._model)
+        if not state.has_failed_capture:
+            _log.warning("%s is decoded without CUDA graphs: %s", type(self._model).__name__, reason)
+        state.has_failed_capture = True
+
+
+def _difference_of(dtype: torch.dtype, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
+    """The largest error of a node, relative to the norm of what is wanted; an empty string if that is rounding.
+
+    NaN where only one of both is a number.
+    """
+    errors = []
+    for got, want in zip(outputs, wanted, strict=True):
+        got, want = got.float(), want.float()
+        is_same = (got == want) | (got.isnan() & want.isnan())
+        lengths = want.nan_to_num().norm(dim=-1).clamp_min(1e-6)
+        errors.append((torch.where(is_same, 0, got - want).norm(dim=-1) / lengths).max())
+    error = float(torch.stack(errors).max())
+    return "" if error <= _TOLERANCE.get(dtype, _TOLERANCE_FP32) else f"{error:.2g}"
+
+
+def _in_short(error: Exception) -> str:
+    """The type and the first line of an error."""
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -23,11 +23,11 @@ class LearnedState:
 
     def __init__(self) -> None:
         self.lock = RLock()  # held while any of it is read or changed
-        # Step costs and savings of drafting, by how the model is run (`lookahead.config.PASSES`).
+        # Step costs and savings of drafting, by how the model is run (`LookaheadConfig.passes`).
         self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
         self.rules: defaultdict[str, EnableRule] = defaultdict(EnableRule)
-        # Savings of the lookahead branch, by the other proposers.
-        self.branch: defaultdict[tuple[str, ...], dict[int, BranchState]] = defaultdict(dict)
+        # Savings of the lookahead branch, by its size and the other proposers.
+        self.branch: defaultdict[Hashable, dict[int, BranchState]] = defaultdict(dict)
         self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def of(self, owner: object, make: Callable[[], T]) -> T:
@@ -45,10 +45,8 @@ class ModelState:
     def __init__(self, structure: Hashable = None) -> None:
         self.structure = structure
         self.learned = LearnedState()
-        self.compiled: Any = None  # the code of its layers, a `LayerCode`
-        self.failed: set[str] = set()  # which of `compile` and `capture` failed; they are not tried again
+        self.has_failed_capture = False  # whether recording CUDA graphs failed; it is not tried again
         self.graphs: Any = None  # `KeptGraphs` that no call uses
-        self.views: tuple[Any, ...] = ()  # the attention views that compiled layers hold
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
         self.problems: dict[str, str] = {}  # what turned a faster path off, by path

@@ -192,14 +192,10 @@ def has_other_products(model: nn.Module) -> bool:
     return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))
 
 
-def _kinds_of(model: nn.Module, head: nn.Module | None = None) -> set[Kind]:
-    """Those of the linear layers, but for a head."""
-    return {Kind.of(matrix_of(each), each.bias) for each in linear_layers(model) if each is not head}
-
-
 def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
     """Whether rows in half precision have the bits that they have in a pass over copies of them; but for the head."""
-    kinds = _kinds_of(model, model.get_output_embeddings())
+    head = model.get_output_embeddings()
+    kinds = {Kind.of(matrix_of(each), each.bias) for each in linear_layers(model) if each is not head}
     return not has_other_products(model) and all(_has_bits_of_copies(kind, rows, copies) for kind in kinds)
 
 
@@ -212,19 +208,3 @@ def _has_bits_of_copies(kind: Kind, rows: int, copies: int) -> bool:
         return True  # torch multiplies each row alone, and so slowly that a comparison would take seconds
     x, weight, bias = _cancelling(kind, rows)
     return torch.equal(by_torch(x, weight, bias).repeat(copies, 1), by_torch(x.repeat(copies, 1), weight, bias))
-
-
-def keeps_bits_beside_others(model: nn.Module) -> bool:
-    """Whether rows in half precision have the same bits in a pass over any number of rows, from 2 to `MAX_ROWS`."""
-    if has_other_products(model) or any("experts" in name for name, _ in model.named_modules()):
-        return False  # an expert multiplies the rows that chose it
-    return all(map(_keeps_bits_beside_others, _kinds_of(model)))
-
-
-@lru_cache(maxsize=1024)
-@torch.inference_mode()
-def _keeps_bits_beside_others(kind: Kind) -> bool:
-    x, weight, bias = _cancelling(kind, MAX_ROWS)
-    whole = by_torch(x, weight, bias)
-    parts = [slice(first, first + rows) for rows in _ROWS[1:] for first in {0, MAX_ROWS - rows}]
-    return all(torch.equal(by_torch(x[part], weight, bias), whole[part]) for part in parts)

@@ -20,7 +20,7 @@ from platformdirs import user_cache_path
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.config import PASSES
+from lookahead.config import refuses_removed
 from lookahead.errors import ConfigError
 from lookahead.models import calibration
 from lookahead.models.model_state import state_of
@@ -30,13 +30,13 @@ from lookahead.utils.atomic import read_json, write_atomically
 _VERSION = 4  # of the files
 
 
-def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
-    """What step costs depend on: parameter shapes, dtype, device, threads, PyTorch version and kind of passes."""
+def identity(model: nn.Module) -> dict[str, Any]:
+    """What step costs depend on: parameter shapes, dtype, device, threads and PyTorch version."""
     parameter = next(model.parameters())
     shapes = ",".join(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters())
     device = parameter.device
     on_gpu = device.type == "cuda"
-    known = {
+    return {
         "model": type(model).__name__,
         "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -44,12 +44,11 @@ def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
         "threads": 0 if on_gpu else torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    return known if passes == PASSES[0] else {**known, "passes": passes}
 
 
-def cost_path(model: nn.Module, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
+def cost_path(model: nn.Module, folder: Path | str | None = None) -> Path:
     """The file of a model's step costs in a folder; one in the platform's cache folder when None."""
-    known = identity(model, passes)
+    known = identity(model)
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     place = user_cache_path("lookahead", appauthor=False) / "costs" if folder is None else Path(folder)
     return place / f"{known['model']}-{known['dtype']}-{digest}.json"
@@ -61,8 +60,8 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     The first step scales them to the current speed of the machine, and further steps refine them.
 
     Costs belong to a model of one shape, dtype, device and number of threads, under one version of PyTorch; those
-    of another are never used. Steps of compiled and recorded passes have files of their own. A file that cannot be
-    read is ignored with a warning.
+    of another are never used. Those of recorded passes and of `exactness="fast"` are not kept. A file that cannot
+    be read is ignored with a warning.
 
     Args:
         model: The model; costs go on being refined by its steps.
@@ -71,23 +70,21 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     Returns:
         Whether there was a file.
     """
-    costs, is_found = state_of(model).learned.costs, False
-    for passes in PASSES:
-        path, known = cost_path(model, folder, passes), identity(model, passes)
-        try:
-            content = read_json(path)
-            if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
-                continue  # an older release wrote it
-            if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, known):
-                raise ConfigError("it is not of this version or for this model")
-            costs[passes].update(content["costs"])
-            is_found = True
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
-            reason = " ".join(str(error).split())
-            warnings.warn(f"the step costs in {path} are ignored, they will be measured: {reason}", stacklevel=2)
-    return is_found
+    path = cost_path(model, folder)
+    try:
+        content = read_json(path)
+        if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
+            return False  # an older release wrote it
+        if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, identity(model)):
+            raise ConfigError("it is not of this version or for this model")
+        state_of(model).learned.costs["plain"].update(content["costs"])
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
+        reason = " ".join(str(error).split())
+        warnings.warn(f"the step costs in {path} are ignored, they will be measured: {reason}", stacklevel=2)
+        return False
+    return True
 
 
 def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
@@ -106,47 +103,44 @@ def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> b
     """
     if load_costs(model, folder):
         return True
-    if not calibration.calibrate_quickly(model, state_of(model).learned.costs[PASSES[0]]):
+    if not calibration.calibrate_quickly(model, state_of(model).learned.costs["plain"]):
         return False
     save_costs(model, folder)
     return True
 
 
-def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, compile: bool = False) -> Path:
+@refuses_removed
+def save_costs(model: PreTrainedModel, folder: Path | str | None = None) -> Path:
     """Write the measured step costs of a model to a file, replacing an older one; returns its path.
 
     Args:
         model: The model.
         folder: Where to write; the platform's cache folder when None.
-        compile: Whether to save the costs of compiled steps.
 
     Raises:
         OSError: It cannot be written; an older file is still whole then.
     """
-    passes = PASSES[compile]
-    path, costs = cost_path(model, folder, passes), state_of(model).learned.costs[passes].to_dict()
+    path, costs = cost_path(model, folder), state_of(model).learned.costs["plain"].to_dict()
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"version": _VERSION, "for": identity(model, passes), "costs": costs}
+    content = {"version": _VERSION, "for": identity(model), "costs": costs}
     write_atomically(path, json.dumps(content, indent=1) + "\n")
     return path
 
 
-def calibrate_costs(
-    model: PreTrainedModel, contexts: Sequence[int] = calibration.CONTEXTS, *, compile: bool = False
-) -> calibration.Calibration:
+@refuses_removed
+def calibrate_costs(model: PreTrainedModel, contexts: Sequence[int] = calibration.CONTEXTS) -> calibration.Calibration:
     """Measure the costs of steps of every size at some lengths of context, instead of learning them while decoding.
 
     Args:
         model: A causal language model.
         contexts: Tokens in the cache.
-        compile: Whether to measure compiled steps; that compiles them.
 
     Raises:
         ConfigError: A context is out of its range.
         UnsupportedModelError: The model cannot verify drafts.
     """
     validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
-    cost = state_of(model).learned.costs[PASSES[compile]]
+    cost = state_of(model).learned.costs["plain"]
     nodes, limit = calibration.NODES, context_limit(model)
     most, span = math.inf, "at least 1 token"
     if limit is not None:
@@ -155,4 +149,4 @@ def calibrate_costs(
     for context in contexts:
         if not 1 <= context <= most:
             raise ConfigError(f"context must be {span}, got {context}")
-    return calibration.calibrate(model, cost, contexts=contexts, nodes=nodes, compiles=compile)
+    return calibration.calibrate(model, cost, contexts=contexts, nodes=nodes)

@@ -19,7 +19,6 @@ from lookahead.kernels import dispatch
 from lookahead.models import fused_layers
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import CACHE, TreeCache, windows_of
-from lookahead.models.compiled import CompiledLayers
 from lookahead.models.cuda_graphs import GraphRunner, KeptGraphs
 from lookahead.models.exact_attention import takes_rows
 from lookahead.models.kernel_trial import try_kernels
@@ -80,7 +79,6 @@ class Target:
         capacity: Slots per row to begin with.
         shape: What `score` takes: trees, or chains only.
         hidden_layers: Indices in `output_hidden_states` of the hidden states to keep.
-        compiles: Whether `score` runs compiled layers.
         captures: Whether `score` records CUDA graphs, with trees padded to few sizes.
         most_nodes: Nodes of the largest expected tree, its root included.
         is_bitwise: Whether every node attends alone, so that in half precision on a CPU the logits have the bits of
@@ -99,7 +97,6 @@ class Target:
         capacity: int,
         shape: Shape = "trees",
         hidden_layers: Sequence[int] = (),
-        compiles: bool = False,
         captures: bool = False,
         most_nodes: int = 64,
         is_bitwise: bool = False,
@@ -119,9 +116,8 @@ class Target:
             self._scope = AttentionScope(model)
         self._reads_at_once = prefills_at_once(model)
         is_fixed = captures and self._takes_masks and self._takes_positions
-        compiles = compiles and self._takes_masks
         self._windows = windows_of(model)
-        kind = tuple(hidden_layers), most_nodes, compiles, str(self._device)
+        kind = tuple(hidden_layers), most_nodes, str(self._device)
         kept = KeptGraphs.take(model, kind, rows, capacity, self._windows) if is_fixed else None
         self.cache = kept.cache if kept else TreeCache(rows=rows, capacity=capacity, windows=self._windows)
         self.positions = position_limit(model)
@@ -136,21 +132,19 @@ class Target:
         self._is_served = False
         # In float32 the last bits do not change tokens, and packed heads are faster.
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
-        self.is_exact = is_bitwise and self._is_half and self._scope is not None and not (is_fixed or compiles)
+        self.is_exact = is_bitwise and self._is_half and self._scope is not None and not is_fixed
         self.is_bitwise = self.is_exact  # whether the newest prefill, and passes after it, have the bits of `generate`
         self.reads_alone = self.is_exact  # whether prompts must be read one at a time: so they keep their bits
         is_alone = self.is_exact and not is_together
         self._bits: Bits = "alone" if is_alone else "any" if rows == 1 and not is_together else "together"
         # A single node need not attend by torch either.
-        is_bf16 = self._scope is not None and not (is_fixed or compiles) and model.dtype == torch.bfloat16
+        is_bf16 = self._scope is not None and not is_fixed and model.dtype == torch.bfloat16
         self._takes_rows = is_bf16 and not any(self._windows) and takes_rows(model.config.get_text_config())
-        # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
-        # processes must compute the same bits.
-        is_apart = not has_kernels or compiles or (getattr(model, "_tp_size", None) or 1) > 1
+        # Each process measures whether packing pays, and tensor-parallel processes must compute the same bits.
+        is_apart = not has_kernels or (getattr(model, "_tp_size", None) or 1) > 1
         self._served = nn.Identity() if is_apart else model
         self._linears = LinearScope(self._served, packs=packs)
-        self.is_cold = False  # whether the newest pass did work, such as compiling, that later ones do not repeat
-        self._layers = CompiledLayers(model, is_masked=self._scope is None) if compiles else None
+        self.is_cold = False  # whether the newest pass did work, such as packing, that later ones do not repeat
         self._graphs = None
         if kept is not None:
             self._graphs = GraphRunner(
@@ -171,8 +165,7 @@ class Target:
             self._is_served = True
             try:
                 scope = nullcontext() if self._scope is None else self._scope.serving()
-                compiled = nullcontext() if self._layers is None else self._layers.serving()
-                with outside_passes(), fused_layers.serving(self._served), self._linears.serving(), compiled, scope:
+                with outside_passes(), fused_layers.serving(self._served), self._linears.serving(), scope:
                     yield
             finally:
                 self._is_served = False
@@ -239,32 +232,30 @@ class Target:
         """
         known, outputs = len(dispatch.verdicts) + len(dispatch.served), None
         self._linears.has_packed = False
-        compiles = self._layers is not None and self._layers.serves and scored is None
-        with self._layers.running() if self._layers is not None and compiles else nullcontext():
-            if self._graphs is not None and scored is None:
-                outputs = self._graphs.score(trees)
-            if outputs is not None:
-                logits = outputs[0]
-                self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
-            else:
-                slots, sizes = self.cache.slots, np.array([len(tree.tokens) for tree in trees])
-                width = int((sizes if scored is None else sizes - scored).max())
-                # `model.generate` would run the same pass: one token a row, and rows of one length.
-                is_plain = self._is_half and width == 1 and scored is None and not compiles
-                is_plain = is_plain and not np.ptp(slots.lengths[: len(trees)])
-                # One prompt's nodes attend alone where a kernel does that, which is faster than one mask. Transformers'
-                # own attention for several rows has other bits than for each alone.
-                takes_rows = self._takes_rows and len(trees) == 1
-                is_plain = is_plain and not takes_rows and (len(trees) == 1 or not self.is_exact)
-                slots.begin(width, scored, is_plain=is_plain)
-                windows = self._windows if self.is_exact or takes_rows else None
-                tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
-                logits = self._forward(tree_pass, self._bits)
+        if self._graphs is not None and scored is None:
+            outputs = self._graphs.score(trees)
+        if outputs is not None:
+            logits = outputs[0]
+            self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
+        else:
+            slots, sizes = self.cache.slots, np.array([len(tree.tokens) for tree in trees])
+            width = int((sizes if scored is None else sizes - scored).max())
+            # `model.generate` would run the same pass: one token a row, and rows of one length.
+            is_plain = self._is_half and width == 1 and scored is None
+            is_plain = is_plain and not np.ptp(slots.lengths[: len(trees)])
+            # One prompt's nodes attend alone where a kernel does that, which is faster than one mask. Transformers'
+            # own attention for several rows has other bits than for each alone.
+            takes_rows = self._takes_rows and len(trees) == 1
+            is_plain = is_plain and not takes_rows and (len(trees) == 1 or not self.is_exact)
+            slots.begin(width, scored, is_plain=is_plain)
+            windows = self._windows if self.is_exact or takes_rows else None
+            tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
+            logits = self._forward(tree_pass, self._bits)
         if dispatch.wanted:
             try_kernels(dispatch.wanted)
         is_new = len(dispatch.verdicts) + len(dispatch.served) > known
-        self.is_cold = is_new or self._linears.has_packed
-        self.is_cold |= any(each is not None and each.is_cold for each in (self._layers, self._graphs))
+        is_recording = self._graphs is not None and self._graphs.is_cold
+        self.is_cold = is_new or self._linears.has_packed or is_recording
         return logits
 
     def commit(self, row: int, path: IntArray) -> None:

@@ -46,9 +46,9 @@ def make_proposers(
             memory = open_file_memory(os.fspath(config.memory), call.model, learned.files)
         least = config.min_probability
         made.append(NgramProposer(mixed, memory, learned.ngram, pool, min_probability=least, **bounds))
-    if "jacobi" in config.proposers:
-        size = branch if config.decides_branch else config.branch_sizes[0]
-        made.append(JacobiProposer(size, pool_from_prompt=config.pool_from_prompt, rates=learned.jacobi))
+    if config.branch_size is not None:
+        decided, rates = branch if config.decides_branch else None, learned.jacobi
+        made.append(JacobiProposer(config.branch_size, decided, pool_from_prompt=config.pool_from_prompt, rates=rates))
     for factory in config.proposers:
         if not isinstance(factory, str):
             budget = ProposerBudget()

@@ -25,12 +25,12 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class _JacobiRow:
-    """One row's window and pool, its last proposal, and all that it emitted; `size` is None without a window."""
+    """One row's window and pool, its last proposal, and all that it emitted."""
 
     prompt: IntArray
     emitted: list[IntArray] = field(default_factory=list)
     observed: int = 0  # of `emitted`, the coming step included once it was drafted for
-    size: BranchSize | None = None
+    has_window: bool = False
     window: JacobiWindow = field(init=False)
     pool: ChainIndex = field(init=False)
     search: Search = field(init=False)
@@ -48,8 +48,8 @@ class JacobiProposer(Proposer):
     first step on. They enter a pool, as do the target's answers after guesses, and the output. Guesses are looked up in
     the pool by the longest known context, and merged by prefix.
 
-    The size is fixed, or that of a `LookaheadBranch`. While the branch is off, only emitted tokens are remembered.
-    When it returns at the same size, a row goes on with its window and its pool; at another size it starts anew.
+    A `LookaheadBranch` turns it on and off. While it is off, only emitted tokens are remembered; when it returns, a row
+    goes on with its window and its pool.
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §3.1
         (lookahead branch) and §3.2 (verification branch). Unlike there, the window slides by all tokens of a step,
@@ -60,13 +60,13 @@ class JacobiProposer(Proposer):
 
     def __init__(
         self,
-        size: BranchSize | LookaheadBranch,
+        size: BranchSize,
+        branch: LookaheadBranch | None = None,  # always on when None
         *,
         pool_from_prompt: bool = True,  # the prompt enters the pool too
         rates: HitRates | None = None,  # hit rates of guesses; the priors when None
     ) -> None:
-        self._branch = size if isinstance(size, LookaheadBranch) else None
-        self._size = None if isinstance(size, LookaheadBranch) else size
+        self._size, self._branch = size, branch
         self.needs_argmax = self._branch is None  # else the engine reads it while the branch is on
         self._pool_from_prompt = pool_from_prompt
         self._rates = rates if rates is not None else HitRates()
@@ -76,16 +76,15 @@ class JacobiProposer(Proposer):
         self._rows[row] = _JacobiRow(prompt)
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """Propose the window and guesses from the pool; the size of a branch replaces `max_nodes`."""
-        begin, state = time.perf_counter(), self._rows[row]
-        size = self._size if self._branch is None else self._branch.size
-        if size is None:
+        """Propose the window and guesses from the pool; where a branch decides, its size replaces `max_nodes`."""
+        begin, state, size = time.perf_counter(), self._rows[row], self._size
+        if self._branch is not None and not self._branch.is_on:
             return None
-        if state.size != size:
-            self._begin(state, size)
+        if not state.has_window:
+            self._begin(state)
         if state.observed < len(state.emitted):
             missed = np.concatenate(state.emitted[state.observed :])
-            self._learn(state, size, Feedback(missed, _ROOT, _NOTHING), _NOTHING)
+            self._learn(state, Feedback(missed, _ROOT, _NOTHING), _NOTHING)
         state.observed = len(state.emitted) + 1  # the coming step is observed
         max_nodes = max_nodes if self._branch is None else size.nodes
         room = min(size.guesses * (size.ngram_size - 1), max_nodes - (state.window.cells.size - 1))
@@ -98,27 +97,27 @@ class JacobiProposer(Proposer):
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         begin, state = time.perf_counter(), self._rows[row]
         state.emitted.append(feedback.tokens)
-        if state.size is not None and state.observed == len(state.emitted):
-            self._learn(state, state.size, feedback, placed)
+        if state.has_window and state.observed == len(state.emitted):
+            self._learn(state, feedback, placed)
         if self._branch is not None:
             self._branch.host_s += time.perf_counter() - begin
 
     def finish(self, row: int) -> None:
         del self._rows[row]
 
-    def _begin(self, state: _JacobiRow, size: BranchSize) -> None:
-        """Draw a first window of a size from the prompt of a row."""
-        state.size, state.observed, state.tail = size, 0, state.prompt[-_TAIL:]
-        state.window = JacobiWindow(size.window, size.ngram_size, state.tail)
+    def _begin(self, state: _JacobiRow) -> None:
+        """Draw a first window from the prompt of a row."""
+        state.has_window, state.observed, state.tail = True, 0, state.prompt[-_TAIL:]
+        state.window = JacobiWindow(self._size.window, self._size.ngram_size, state.tail)
         state.pool = ChainIndex(max_tokens=_POOL_TOKENS)
         if self._pool_from_prompt:
             state.pool.append(state.prompt)
         state.poolable = state.tail.size if self._pool_from_prompt else 1
         state.search = Search([state.pool], self._rates, None, (1, _LONGEST_KEY, _LINKS))
 
-    def _learn(self, state: _JacobiRow, size: BranchSize, feedback: Feedback, placed: IntArray) -> None:
+    def _learn(self, state: _JacobiRow, feedback: Feedback, placed: IntArray) -> None:
         """Count the hits of guesses, add the n-grams of the step to the pool, and slide the window."""
-        emitted, before = feedback.tokens, state.tail[-state.poolable :]
+        emitted, before, size = feedback.tokens, state.tail[-state.poolable :], self._size
         state.tail = np.concatenate((state.tail, emitted))[-_TAIL:]
         state.poolable = min(state.poolable + emitted.size, state.tail.size)
         tree = state.tree if state.tree is not None else state.window.tree(0)

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 import lookahead
-from lookahead import LookaheadConfig
 
 ONE = {"input_ids": torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])}
 RAGGED = {
@@ -33,12 +32,10 @@ def found(model: PreTrainedModel, **options: Any) -> Any:
     return model.generate(**copy.deepcopy({**shared, **returned, **options}))
 
 
-def assert_same(
-    model: PreTrainedModel, config: LookaheadConfig | None = None, expected: Any = None, **options: Any
-) -> Any:
-    """Search as transformers does, unless what it finds is given, and with lookahead."""
-    expected = expected or found(model, **options)
-    got = found(model, **options, custom_generate=lookahead.decode, lookahead_config=config)
+def assert_same(model: PreTrainedModel, **options: Any) -> None:
+    """Search as transformers does, and with lookahead."""
+    expected = found(model, **options)
+    got = found(model, **options, custom_generate=lookahead.decode)
     assert type(got) is type(expected)
     assert got.sequences.tolist() == expected.sequences.tolist()
     assert got.beam_indices.tolist() == expected.beam_indices.tolist()
@@ -46,4 +43,3 @@ def assert_same(
     for name in ("scores", "logits"):
         for mine, theirs in zip(getattr(got, name) or (), getattr(expected, name) or (), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
-    return got
