@@ -154,13 +154,15 @@ def test_a_long_prompt_in_bf16_is_read_once_where_its_products_allow_it(
 ) -> None:
     model = build(FAMILIES["Llama"]).to(torch.bfloat16)
     ids = torch.randint(3, 101, (1, beams.LONG_PROMPT + 9), generator=torch.Generator().manual_seed(0))
+    read: list[torch.Size] = []
+    model.register_forward_pre_hook(lambda _, args, inputs: read.append(inputs["input_ids"].shape), with_kwargs=True)
     if not has_bits_of_beams(model, 3) or not beams.has_bits_of_copies(model, ids.shape[1], 3):
         pytest.skip("on this processor the bits of transformers cannot be had")
     if not is_alike:
         monkeypatch.setattr(beams, "has_bits_of_copies", lambda *_: False)
     options: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 20, "eos_token_id": None, "output_logits": True}
-    expected, read = found(model, **options), []
-    model.register_forward_pre_hook(lambda _, args, inputs: read.append(inputs["input_ids"].shape), with_kwargs=True)
+    expected = found(model, **options)
+    read.clear()
     pasts, own = list[Any](), beams.adopt
     monkeypatch.setattr(beams, "adopt", lambda past, *rest, **more: (pasts.append(past), own(past, *rest, **more)))
     got = found(model, **options, custom_generate=lookahead.decode)

@@ -97,7 +97,7 @@ def test_nodes_that_an_earlier_pass_scored_change_no_bit(scored, reach):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3)])
 def test_rows_of_any_length_and_tree_have_the_bits_that_each_has_alone(heads, kv_heads, has_kernel, monkeypatch):
     if not has_kernel:
-        monkeypatch.setattr(exact_attention, "has_bits_of_sdpa", lambda dim, groups: False)
+        monkeypatch.setattr(exact_attention, "has_bits_of_sdpa", lambda *shape: False)
     trees, starts = [tree_of(nodes, nodes) for nodes in (7, 1, 12, 3)], [BLOCK + 5, 30, 0, 100]
     width, slots = max(map(len, trees)), BLOCK + 40
     query, keys, values = tensors_of(4 * slots, 4 * width, heads, kv_heads, 32)
@@ -189,7 +189,7 @@ def attend(tree: TokenTree, scored: int, window: int | None, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_nodes_have_the_bits_of_torch_by_the_kernel_and_without_it(dtype, scored, has_bits, monkeypatch):
     if not has_bits:
-        monkeypatch.setattr(exact_attention, "has_bits_of_sdpa", lambda dim, groups: False)
+        monkeypatch.setattr(exact_attention, "has_bits_of_sdpa", lambda *shape: False)
     got, expected = attend(tree_of(12, 2), scored, None, dtype)
     assert torch.equal(got, expected)
 

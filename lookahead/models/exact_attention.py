@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.kernels import row_attention
+from lookahead.models.model_code import arithmetic_flags
 
 Attention = Callable[..., tuple[Tensor, Any]]
 Step = tuple[int, int, int, Tensor | None]
@@ -89,11 +90,11 @@ def own_attention(module: Any, config: PretrainedConfig) -> Attention:
 
 @lru_cache(maxsize=64)
 @torch.inference_mode()
-def has_bits_of_sdpa(dim: int, groups: int) -> bool:
+def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool:
     """Whether `kernels.row_attention` has the bits of SDPA for single queries in bfloat16, on this CPU.
 
     Scores that nearly cancel, and values that do, show any other order of the sums. `groups` are query heads per KV
-    head.
+    head, and `flags` torch's settings, which choose its kernel.
     """
     source, nodes = torch.Generator().manual_seed(0), torch.zeros(1, 2, 1, dtype=torch.int64, device="cpu")
     for length in _LENGTHS:
@@ -123,7 +124,7 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
 
 @lru_cache(maxsize=64)
 @torch.inference_mode()
-def _has_bits_of_shared_heads(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
+def _has_bits_of_shared_heads(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, flags: tuple[Any, ...]) -> bool:
     """Whether SDPA over one row of a batch for each KV head has the bits of SDPA over heads that share keys.
 
     Torch 2.8 has another form of attention for the latter.
@@ -151,7 +152,7 @@ def takes_rows(config: PretrainedConfig) -> bool:
         return False
     dim = getattr(config, "head_dim", None) or size // heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    return has_bits_of_sdpa(dim, groups)
+    return has_bits_of_sdpa(dim, groups, arithmetic_flags())
 
 
 def attends_by_kernel(
@@ -164,7 +165,7 @@ def attends_by_kernel(
     if not is_exact:
         return heads * dim * sum(map(len, turns.trees)) * (turns.deepest + 1) <= _MOST_WORK
     # For a single head torch would share the sums of a product among its threads.
-    return own is sdpa_attention_forward and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads)
+    return own is sdpa_attention_forward and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads, arithmetic_flags())
 
 
 def attend_in_turn(
@@ -227,7 +228,8 @@ def _attend_by_torch(
     is_moved = any(moved is not None for *_, moved in steps)
     held = [(each, each[:, :, nodes].clone()) for each in (key, value)] if is_moved else []
     # With one row of a batch for each KV head, SDPA reads shared heads in place.
-    is_shared = is_sdpa and bias is None and _has_bits_of_shared_heads(query.dtype, heads, key.shape[1], query.shape[3])
+    shape = query.dtype, heads, key.shape[1], query.shape[3]
+    is_shared = is_sdpa and bias is None and _has_bits_of_shared_heads(*shape, arithmetic_flags())
     grouped, keys, values = _by_kv_head(query, key, value)
     queries = grouped.split(1, 2)
     out: list[Any] = [None] * len(steps)

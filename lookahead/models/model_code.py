@@ -8,42 +8,31 @@ these functions read.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import os
 import sys
-import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    GetSetDescriptorType,
-    MethodDescriptorType,
-    MethodType,
-    ModuleType,
-    WrapperDescriptorType,
-)
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import nn
 from torch.nn.modules import module as modules_of_torch
-from transformers import masking_utils
+from transformers import DynamicCache, EncoderDecoderCache, masking_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-_PACKAGES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, transformers))
-_DECORATORS = contextlib.__file__, functools.__file__, typing.__file__  # files of wrappers that both packages use
+from lookahead.utils.shipped import is_shipped
+
 _PRIMITIVE = frozenset((bool, int, float, str, type(None)))
 _DATA = _PRIMITIVE | {dict, list, set, frozenset, tuple, ModuleType}
-_COMPILED = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType
 _FUNCTIONS = FunctionType, BuiltinFunctionType, torch.Tensor
 _SHARED: tuple[Any, ...] = (torch.nn.functional, sdpa_attention, masking_utils)  # every model's layers call these
 _LINEARS = frozenset((nn.Linear, Conv1D))
 _USUAL_FLAGS = True, True
+_CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
 
 
 class Code(NamedTuple):
@@ -60,7 +49,8 @@ _known: dict[frozenset[type], Code] = {}
 def code_of(classes: frozenset[type]) -> Code:
     """The code of modules of some classes: their methods, inherited ones too, and the globals of their files."""
     bases = list(dict.fromkeys(base for kind in classes for base in kind.__mro__ if base is not object))
-    own: list[Mapping[str, Any]] = [*map(vars, bases), *map(vars, _SHARED)]
+    shared = _SHARED if any(issubclass(kind, nn.Module) for kind in classes) else ()
+    own: list[Mapping[str, Any]] = [*map(vars, bases), *map(vars, shared)]
     spaces = own + [vars(module) if _is_shipped_in(module) else _called(kind) for kind, module in _files_of(classes)]
     values = [value for space in spaces for value in list(space.values()) if type(value) not in _DATA]
     held = values + [value.__code__ for value in values if type(value) is FunctionType]
@@ -108,27 +98,26 @@ def _callables_in(value: Any) -> Iterator[Any]:
         yield value
 
 
-def is_shipped(function: Any) -> bool:
-    """Whether a callable and all that it wraps stand in files of transformers or torch, or are compiled code."""
-    while function is not None:
-        if isinstance(function, functools.partial | MethodType):
-            function = function.func if isinstance(function, functools.partial) else function.__func__
-        elif type(function) is FunctionType:
-            file = function.__code__.co_filename
-            if not file.startswith(_PACKAGES) and file not in _DECORATORS:
-                return False
-            function = getattr(function, "__wrapped__", None)
-        elif hasattr(function, "__wrapped__"):  # a cache of functools
-            function = function.__wrapped__
-        else:
-            package = type(function).__module__.partition(".")[0]
-            return isinstance(function, _COMPILED) or package in ("torch", "transformers", "typing")
-    return True
-
-
 def multiplies_as_shipped() -> bool:
     """Whether linear layers multiply by torch's own code, and in the precision of their type."""
-    return arithmetic_flags() == _USUAL_FLAGS and not code_of(_LINEARS).foreign
+    return arithmetic_flags()[: len(_USUAL_FLAGS)] == _USUAL_FLAGS and not code_of(_LINEARS).foreign
+
+
+def changed_caches() -> str:
+    """The name of a function that has taken the place of one of transformers' caches, or an empty string."""
+    return next((str(getattr(each, "__qualname__", each)) for each in code_of(_CACHES).foreign), "")
+
+
+def changed_cache(cache: Any) -> str:
+    """The same of a cache that a call brings along, whose class or `update` may be a user's; of none an empty string."""
+    if cache is None:
+        return ""
+    parts = [cache, *(getattr(cache, "layers", None) or ())]
+    foreign = code_of(frozenset(map(type, parts))).foreign
+    own = [
+        name for part in parts for name, each in list(vars(part).items()) if isinstance(each, FunctionType | MethodType)
+    ]
+    return next(iter((*own, *(str(getattr(each, "__qualname__", each)) for each in foreign))), "")
 
 
 def is_intercepted() -> bool:
@@ -145,10 +134,11 @@ def is_intercepted() -> bool:
 
 
 def arithmetic_flags() -> tuple[Any, ...]:
-    """Torch's global settings that change the sums of a product on a CPU."""
+    """Torch's global settings that change the sums of products and of attention on a CPU."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
     precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
-    return precision in ("highest", "none", "ieee"), torch.backends.mkldnn.enabled
+    attention = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()  # of CPUs too
+    return precision in ("highest", "none", "ieee"), torch.backends.mkldnn.enabled, *attention
 
 
 class AttentionCode(NamedTuple):

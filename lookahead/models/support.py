@@ -17,10 +17,11 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory, named, with_place
 from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, encode
-from lookahead.models.model_code import attention_code, is_shipped
+from lookahead.models.model_code import attention_code, changed_caches
 from lookahead.models.model_state import state_of
 from lookahead.models.quantized import QuantizedLinear
 from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
+from lookahead.utils.shipped import is_shipped
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits
@@ -28,6 +29,8 @@ _TOLERANCE_FP32 = 1e-3
 # Ninths of the vocabulary: the first tokens are often special, and the outliers of their activations magnify rounding.
 # In half precision rounding may change the routing to experts, so one correct probe of three is enough.
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
+# The methods of a model by which `generate` decodes, besides its passes.
+_LOOP = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 TREE = (0, 0, 1, 2, 0)
 CHAIN = (0, 0, 1, 2, 3)
@@ -90,11 +93,17 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
 
 
 def unsupported_reason(model: PreTrainedModel) -> str:
-    """What makes a pass depend on more than its tokens, or an empty string; most of it comes from PEFT."""
+    """What makes a pass depend on more than its tokens, or decoding on more than passes, or an empty string."""
     model_class: Any = type(model)
     prepare = vars(model).get("prepare_inputs_for_generation")
     if getattr(prepare, "__func__", prepare) not in (None, model_class.prepare_inputs_for_generation):
         return "its inputs are prepared by another object, as prompt tuning does"
+    for name in _LOOP:
+        own = vars(model).get(name) if name != "prepare_inputs_for_generation" else None
+        if not is_shipped(own or getattr(model_class, name, None)):
+            return f"its {name} is not that of transformers"
+    if changed := changed_caches():
+        return f"{changed} has taken the place of a cache's own code"
     for module in model.modules():
         if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
             return "its activations are quantized by one scale for all tokens of a pass, so drafts would change it"

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from lookahead.errors import LogitsError
+from lookahead.utils.shipped import is_shipped
 from lookahead.verification.exact import likeliest
 
 
@@ -133,7 +134,7 @@ def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig,
             continue  # its state is per row and of this call, and every row gets its own copy
         if kind is hf.PrefixConstrainedLogitsProcessor:
             return "prefix_allowed_tokens_fn"
-        if kind not in _ROW_WISE:
+        if kind not in _ROW_WISE or not is_shipped(kind.__call__):
             return str(getattr(processor, "__qualname__", kind.__qualname__))  # it may be a function
     return ""
 

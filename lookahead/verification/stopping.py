@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from lookahead.utils.shipped import is_shipped
 from lookahead.verification.sampling import foreign_processor
 
 FinishReason = Literal["stop", "length", "criteria"]
@@ -19,6 +20,8 @@ FinishReason = Literal["stop", "length", "criteria"]
 
 Criterion = Callable[[Tensor, Sequence[Tensor]], bool]
 
+# Criteria that treat every row by itself and keep nothing from step to step. A subclass may do otherwise.
+_ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 _REASONS: dict[type, FinishReason] = {EosTokenCriteria: "stop", StopStringCriteria: "stop", MaxLengthCriteria: "length"}
 
 
@@ -47,13 +50,14 @@ class StoppingRule:
         return self if context is None else replace(self, max_length=min(self.max_length, padding + context + 1))
 
 
-# Criteria that treat every row by itself and keep nothing from step to step. A subclass may do otherwise.
-_ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
+def _is_plain(criterion: object, kinds: Collection[type] = _ROW_WISE) -> bool:
+    """Whether a criterion is of one of these kinds, and asked as transformers has it."""
+    return type(criterion) in kinds and is_shipped(type(criterion).__call__)
 
 
 def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
     """The name of the first processor or criterion that may keep a state or look across rows, or an empty string."""
-    others = [criterion for criterion in criteria if type(criterion) not in _ROW_WISE]
+    others = [criterion for criterion in criteria if not _is_plain(criterion)]
     names = [str(getattr(each, "__qualname__", type(each).__qualname__)) for each in others]  # it may be a function
     return next(iter(names), "") or foreign_processor(processors, config)
 
@@ -81,9 +85,10 @@ def stateful_reason(
 
 def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingRule:
     """Separate the criteria that count tokens from those that must be called."""
-    eos = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.flatten().tolist()}
-    limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
-    others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    ends = [cast(EosTokenCriteria, c) for c in criteria if _is_plain(c, (EosTokenCriteria,))]
+    eos = {token for c in ends for token in c.eos_token_id.flatten().tolist()}
+    limits = [cast(MaxLengthCriteria, c).max_length for c in criteria if _is_plain(c, (MaxLengthCriteria,))]
+    others = [c for c in criteria if not _is_plain(c, (EosTokenCriteria, MaxLengthCriteria))]
     shows_scores = config.return_dict_in_generate and config.output_scores
 
     def ask(criterion: StoppingCriteriaList, ids: Tensor, scores: Sequence[Tensor]) -> bool:
@@ -91,4 +96,6 @@ def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> S
         return bool(criterion(cast(torch.LongTensor, ids), steps))
 
     custom = tuple((reason_of(c), partial(ask, StoppingCriteriaList([c]))) for c in others)
-    return StoppingRule(max_length=min(limits), eos_tokens=frozenset(eos), custom=custom)
+    return StoppingRule(
+        max_length=min(limits, default=cast(int, config.max_length)), eos_tokens=frozenset(eos), custom=custom
+    )

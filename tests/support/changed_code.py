@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, MaxLengthCriteria
 from transformers.activations import SiLUActivation
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -345,3 +347,56 @@ class Switched:
     def __call__(self, module: Any, args: Any, out: Any) -> None:
         states = _states(out)
         states[:, -1] += self.strength * torch.linspace(-1, 1, states.shape[-1], dtype=torch.float32).to(states.dtype)
+
+
+def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Change:
+    return lambda model: patched(owner, name, wrap)
+
+
+def _grown_values(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The `update` of a cache whose values are a little larger."""
+
+    def update(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(self, keys, values * 1.3, *args, **kwargs)
+
+    return update
+
+
+def _ending_early(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A criterion that ends outputs, whatever they are, at 15 tokens."""
+
+    def ends(self: Any, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return own(self, input_ids, scores, **kwargs) | (input_ids.shape[1] >= 15)
+
+    return ends
+
+
+def _reversed_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Inputs whose tokens are others."""
+
+    def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        inputs = own(self, input_ids, *args, **kwargs)
+        inputs["input_ids"] = (inputs["input_ids"] + 1) % 101
+        return inputs
+
+    return prepare
+
+
+CHANGES["layers of caches"] = _patch(DynamicLayer, "update", _grown_values)
+CHANGES["caches"] = _patch(DynamicCache, "update", _grown_values)
+CHANGES["a criterion of transformers"] = _patch(MaxLengthCriteria, "__call__", _ending_early)
+CHANGES["inputs of all models"] = _patch(GenerationMixin, "prepare_inputs_for_generation", _reversed_inputs)
+CHANGES["inputs of a class"] = lambda model: patched(type(model), "prepare_inputs_for_generation", _reversed_inputs)
+CHANGES["a loop of generate"] = _patch(GenerationMixin, "_prefill", scaled)
+
+
+@change
+def another_kernel_of_attention(model: Any) -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@change
+def products_without_oneDNN(model: Any) -> Iterator[None]:
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
