@@ -63,6 +63,41 @@ def test_scores_and_logits_are_those_of_generate(
         torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pads", ["with the end", "with another token"])
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.2}]
+)
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_transition_scores_are_those_of_generate_and_zero_behind_the_end_of_a_row(
+    name: str, options: dict[str, Any], pads: str
+) -> None:
+    model = build({**FAMILIES, **ENCODER_DECODERS}[name])
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 20}
+    begin = 1 if name == "T5" else IDS.shape[1]
+
+    def call(**more: Any) -> Any:
+        torch.manual_seed(0)
+        return model.generate(**RAGGED, **asked, **options, **more)
+
+    free = call(eos_token_id=None, pad_token_id=0).sequences[:, begin:]
+    end = next(token for token in free[1, 2:].tolist() if token not in free[0].tolist())
+    ends = {"eos_token_id": end, "pad_token_id": end if pads == "with the end" else 3}
+    expected, got = call(**ends), call(**ends, custom_generate=lookahead.decode)
+    assert torch.equal(got.sequences, expected.sequences)
+    new = got.sequences[:, begin:]
+    length = new[1].tolist().index(end) + 1
+    assert length < new.shape[1] == 20
+    for kept in ("scores", "logits"):
+        for normalized in (False, True):
+            ours, theirs = (
+                model.compute_transition_scores(out.sequences, out[kept], normalize_logits=normalized)
+                for out in (got, expected)
+            )
+            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(ours[1, :length], theirs[1, :length], rtol=1e-3, atol=1e-4)
+            assert not ours[1, length:].any()
+
+
 def test_logits_show_what_a_processor_wrote_in_place_as_those_of_generate_do(tiny_llama: PreTrainedModel) -> None:
     def forbid(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, ::2] -= 50

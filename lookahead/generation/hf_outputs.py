@@ -103,6 +103,18 @@ def collect(
     return outputs, reasons
 
 
+def scores_by_step(rows: Sequence[Sequence[Tensor]], pad: int) -> tuple[Tensor, ...]:
+    """The scores `[vocab]` of every token of each row, as `[batch, vocab]` a step.
+
+    Behind the end of a row they are certain of the padding token, whose log-probability is 0: a sum over all steps is
+    that over the row's own tokens.
+    """
+    ended = torch.full_like(rows[0][0], -torch.inf)
+    ended[pad : pad + 1] = 0.0  # it may be outside of the vocabulary
+    steps = max(map(len, rows))
+    return tuple(torch.stack([row[step] if step < len(row) else ended for row in rows]) for step in range(steps))
+
+
 def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64], *, drops: bool = False) -> None:
     """Copy the keys and values of a transformers cache, left-padded by int64 `[batch]`, into an empty tree cache.
 
