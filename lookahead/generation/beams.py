@@ -187,7 +187,7 @@ class BeamLoop(PlainLoop):
             with linears.serving(), linears.running("together"):
                 output = search(model, **inputs)
             past = cache_in(inputs)
-            return _with_cache(output, past.own() if isinstance(past, _SharedInput) else past)
+            return _with_cache(output, past.own()) if self._returns_cache and isinstance(past, _SharedInput) else output
         validation.validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
         support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
         if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:

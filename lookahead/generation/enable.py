@@ -152,7 +152,7 @@ def _decode_or_hand_over(
     """`decode`; a call that it refuses goes to the loop of transformers, with a warning.
 
     That loop gets the inputs that `generate` prepared, so that no encoder reads its input twice. A streamer is shown
-    the prompt once, and the error where it was already shown tokens, since these cannot be taken back.
+    the prompt once. Once it was shown a token the error is raised: what was shown cannot be taken back.
     """
     try:
         return decode(model, input_ids, inputs_tensor=inputs_tensor, lookahead_streamer=streamer, **ours, **kwargs)

@@ -100,7 +100,7 @@ def _skipped(tokenizer: Any) -> Iterable[int]:
 
 
 def _cleans_up(tokenizer: Any) -> bool:
-    """Whether decoding cleans up spaces; since transformers 5.13 it does not for BPE, unless that is insisted on."""
+    """Whether decoding cleans up spaces; releases that know the second option leave those of BPE alone without it."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     option = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_meant = type(model).__name__ != "BPE" or getattr(tokenizer, option, True)

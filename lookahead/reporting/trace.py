@@ -105,7 +105,7 @@ def _step(
 def _add_text(steps: list[Step], text: str) -> None:
     """Give text that was held back to the newest token that is not special."""
     places = [(step.pieces, i) for step in steps for i, piece in enumerate(step.pieces) if not piece.special]
-    pieces, at = places[-1]
+    pieces, at = places[-1] if places else (steps[-1].pieces, -1)
     pieces[at] = replace(pieces[at], text=pieces[at].text + text)
 
 
