@@ -5,7 +5,7 @@
     ├── UnsupportedModelError  a model or generation mode is not supported (also a ValueError)
     ├── PromptError            a prompt is empty or leaves no room for output (also a ValueError)
     │   └── PromptTooLongError a prompt has more tokens than the model has positions
-    ├── LogitsError            the logits of the model are not a number (also a RuntimeError)
+    ├── LogitsError            logits, or scores to sample by, are not a number (also a RuntimeError)
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
     ├── ProposerError          a custom proposer breaks its interface (also a ValueError)
     ├── PoolError              a pool or memory file cannot be read, written or used here (also a ValueError)
@@ -57,7 +57,7 @@ class PromptTooLongError(PromptError):
 
 
 class LogitsError(LookaheadError, RuntimeError):
-    """The logits of the model are not a number."""
+    """The logits of the model, or the scores that a token is to be sampled by, are not a number."""
 
 
 class DocumentError(LookaheadError, ValueError):

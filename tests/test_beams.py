@@ -22,7 +22,7 @@ from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.generation import beams
 from lookahead.generation.beams import has_bits_of_beams
 from lookahead.models import beam_tree, linears
-from lookahead.models.cache import CACHE, MARKS_CACHES
+from lookahead.models.cache import CACHE, MARKS_CACHES, cache_in
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.beam_search import ONE, OPTIONS, RAGGED, assert_same, found
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build, cases
@@ -284,10 +284,15 @@ def test_an_encoder_reads_once_and_the_keys_of_its_output_are_kept_once() -> Non
     model: Any = build(ENCODER_DECODERS["Bart"])
     reads: list[int] = []
     model.get_encoder().register_forward_hook(lambda *_: reads.append(1))
-    got = found(model, **ONE, custom_generate=lookahead.decode)
+    kept: list[torch.Tensor] = []
+
+    def look(_module: Any, _inputs: Any, options: dict[str, Any], _output: Any) -> None:
+        kept.append(cache_in(options).cross_attention_cache.layers[0].keys)
+
+    model.get_decoder().register_forward_hook(look, with_kwargs=True)
+    found(model, **ONE, custom_generate=lookahead.decode)
     assert len(reads) == 1
-    keys = got[CACHE].cross_attention_cache.layers[0].keys
-    assert len(keys) == 3 and keys.untyped_storage().nbytes() == keys[0].nbytes
+    assert len(kept[-1]) == 3 and kept[-1].untyped_storage().nbytes() == kept[-1][0].nbytes
 
 
 def test_the_api_returns_texts_reasons_and_counters(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:

@@ -191,6 +191,13 @@ def test_the_command_shows_the_text_its_steps_and_the_totals(explain, plain, mod
     assert "calibration error" in result.stdout
 
 
+def test_the_command_shows_the_totals_of_a_decoding_without_a_draft(explain, plain) -> None:
+    result = explain("prompt.txt", "--proposers", "none")
+    assert result.exit_code == 0, result.output
+    assert shown(plain) in result.stdout
+    assert re.search(r"\n +all +23 +0 +0\.0 +0 ", result.stdout), result.stdout
+
+
 def test_the_command_takes_a_window(explain, plain) -> None:
     result = explain("prompt.txt", "--window", "4")
     assert result.exit_code == 0, result.output

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import lookahead
+from lookahead.errors import LogitsError
 from lookahead.models.cache import CACHE
 from tests.support.token_prompts import DRAFTING, IDS, INPUTS
 
@@ -186,6 +187,55 @@ def test_an_option_that_tidies_the_scores_tidies_ours_alike(
     torch.testing.assert_close(torch.stack(got.scores), torch.stack(expected.scores), rtol=1e-5, atol=1e-5)
     if name == "renormalize_logits":
         assert torch.stack(got.scores).exp().sum(-1).sub(1).abs().max() < 1e-5
+
+
+NAN, INF = float("nan"), float("inf")
+ADDED: dict[str, dict[int, float]] = {  # to the scores of some tokens
+    "NaN everywhere": dict.fromkeys(range(101), NAN),
+    "NaN in one place": {40: NAN},
+    "NaN in two places and infinity in one": {60: NAN, 17: NAN, 3: INF},
+    "infinity in one place": {9: INF},
+    "infinity in two places": {50: INF, 20: INF},
+    "infinity everywhere": dict.fromkeys(range(101), INF),
+    "minus infinity everywhere": dict.fromkeys(range(101), -INF),
+    "minus infinity nearly everywhere": dict.fromkeys(range(90), -INF),
+}
+
+
+class Adding(LogitsProcessor):
+    """A user's processor that adds to the scores of some tokens, from the fourth new token of `IDS` on."""
+
+    def __init__(self, added: dict[int, float]) -> None:
+        self.tokens, self.values = list(added), torch.tensor(list(added.values()))
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if input_ids.shape[1] >= IDS.shape[1] + 3:
+            scores[:, self.tokens] += self.values
+        return scores
+
+
+@pytest.mark.parametrize("kind", ["a user's", "transformers' own"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("added", ADDED.values(), ids=ADDED)
+def test_scores_that_a_processor_makes_no_numbers_do_what_they_do_in_generate(
+    looping_llama: PreTrainedModel, added: dict[int, float], do_sample: bool, kind: str
+) -> None:
+    options: dict[str, Any] = {"input_ids": IDS, "logits_processor": [Adding(added)]}
+    if kind == "transformers' own":  # it treats every row by itself, so that a batch is drafted for
+        options = {**INPUTS["ragged"], "sequence_bias": {(token,): value for token, value in added.items()}}
+    options |= {"do_sample": do_sample, "max_new_tokens": 9, "return_dict_in_generate": True, "output_scores": True}
+    torch.manual_seed(3)
+    try:
+        expected = looping_llama.generate(**options)
+    except RuntimeError:  # of torch.multinomial
+        assert do_sample
+        with pytest.raises(LogitsError, match=f"new token {4 if 'logits_processor' in options else 1} of row 0"):
+            looping_llama.generate(**options, custom_generate=lookahead.decode)
+        return
+    torch.manual_seed(3)
+    got = looping_llama.generate(**options, custom_generate=lookahead.decode)
+    assert torch.equal(got.sequences, expected.sequences)
+    torch.testing.assert_close(got.scores, expected.scores, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 def test_a_beginning_that_is_forced_stands_behind_a_prompt_of_one_token(

@@ -12,7 +12,7 @@ import lookahead
 from lookahead.errors import UnsupportedModelError
 from lookahead.models import cache as cache_module
 from lookahead.models.cache import CACHE, cache_in, tokens_in
-from tests.support.families import FAMILIES, build
+from tests.support.families import ENCODER_DECODERS, FAMILIES, build
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 RAGGED = {
@@ -63,6 +63,41 @@ def test_scores_and_logits_are_those_of_generate(
         torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pads", ["with the end", "with another token"])
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.2}]
+)
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_transition_scores_are_those_of_generate_and_zero_behind_the_end_of_a_row(
+    name: str, options: dict[str, Any], pads: str
+) -> None:
+    model = build({**FAMILIES, **ENCODER_DECODERS}[name])
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 20}
+    begin = 1 if name == "T5" else IDS.shape[1]
+
+    def call(**more: Any) -> Any:
+        torch.manual_seed(0)
+        return model.generate(**RAGGED, **asked, **options, **more)
+
+    free = call(eos_token_id=None, pad_token_id=0).sequences[:, begin:]
+    end = next(token for token in free[1, 2:].tolist() if token not in free[0].tolist())
+    ends = {"eos_token_id": end, "pad_token_id": end if pads == "with the end" else 3}
+    expected, got = call(**ends), call(**ends, custom_generate=lookahead.decode)
+    assert torch.equal(got.sequences, expected.sequences)
+    new = got.sequences[:, begin:]
+    length = new[1].tolist().index(end) + 1
+    assert length < new.shape[1] == 20
+    for kept in ("scores", "logits"):
+        for normalized in (False, True):
+            ours, theirs = (
+                model.compute_transition_scores(out.sequences, out[kept], normalize_logits=normalized)
+                for out in (got, expected)
+            )
+            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(ours[1, :length], theirs[1, :length], rtol=1e-3, atol=1e-4)
+            assert not ours[1, length:].any()
+
+
 def test_logits_show_what_a_processor_wrote_in_place_as_those_of_generate_do(tiny_llama: PreTrainedModel) -> None:
     def forbid(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, ::2] -= 50
@@ -87,6 +122,69 @@ def test_the_cache_that_comes_out_is_that_of_generate(model: PreTrainedModel) ->
                 if mask is not None and a.shape[2] > mask.shape[1]:
                     a, b = (x[:, :, 5:] for x in (a, b))  # what stands at padding is never attended to
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "sampled beams": {"num_beams": 3, "do_sample": True},
+}
+
+
+def parts_of(cache: Any) -> list[Any]:
+    """The cache itself, or both of an encoder-decoder model."""
+    return [getattr(cache, name) for name in ("self_attention_cache", "cross_attention_cache") if hasattr(cache, name)]
+
+
+def assert_same_cache(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    assert getattr(ours, "is_updated", None) == getattr(theirs, "is_updated", None)
+    for mine, other in zip(parts_of(ours) or [ours], parts_of(theirs) or [theirs], strict=True):
+        assert type(mine) is type(other) and mine.get_seq_length() == other.get_seq_length()
+        for layer, expected in zip(mine.layers, other.layers, strict=True):
+            assert type(layer) is type(expected)
+            torch.testing.assert_close(layer.keys, expected.keys, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(layer.values, expected.values, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Bart", "T5", "M2M100"])
+def test_a_cache_that_comes_out_is_transformers_own_and_works_as_it_does(name: str, rows: int, mode: str) -> None:
+    model: Any = build({**FAMILIES, **ENCODER_DECODERS}[name])
+    options = {**MODES[mode], "max_new_tokens": 9, "return_dict_in_generate": True, "eos_token_id": None}
+    caches = []
+    for method in ({}, {"custom_generate": lookahead.decode}):
+        torch.manual_seed(0)
+        caches.append(model.generate(IDS.repeat(rows, 1), **options, **method)[CACHE])
+    assert_same_cache(*caches)
+    copies = len(parts_of(caches[0])[0].layers[0].keys if parts_of(caches[0]) else caches[0].layers[0].keys)
+    order, tokens = torch.arange(copies).flip(0), torch.full((copies, 1), 7)
+    read = {"encoder_outputs": model.get_encoder()(IDS.repeat(copies, 1))} if name in ENCODER_DECODERS else {}
+    logits = []
+    for cache in caches:
+        for part in parts_of(cache)[1:]:
+            part.layers[0].keys.mul_(1.5)  # every row has memory of its own
+        cache.reorder_cache(order)
+        if name != "Gemma3":  # of a full window transformers crops nothing
+            cache.crop(-2)
+        logits.append(model(**{"decoder_input_ids" if read else "input_ids": tokens, **read, CACHE: cache}).logits)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(order)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-3)
+    assert_same_cache(*caches)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bart"])
+@pytest.mark.parametrize("mode", MODES)
+def test_without_a_cache_none_comes_out(name: str, mode: str) -> None:
+    model: Any = build({**FAMILIES, **ENCODER_DECODERS}[name])
+    options = {**MODES[mode], "max_new_tokens": 4, "return_dict_in_generate": True, "use_cache": False}
+    got = model.generate(IDS, **options, custom_generate=lookahead.decode)
+    assert CACHE not in got and getattr(got, CACHE) is None
 
 
 @pytest.mark.parametrize("inputs", [{"input_ids": IDS}, RAGGED], ids=["one", "ragged"])

@@ -22,7 +22,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, UnsupportedModelError
+from tests.support.adversarial_proposers import Scripted, nothing
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 RAGGED: dict[str, Any] = {
@@ -229,6 +230,36 @@ def test_a_streamer_of_several_rows_is_shown_a_column_at_a_time(
     theirs, ours = same_from_both(looping_llama, generate, Recording, **RAGGED, **options)
     assert ours.shown == theirs.shown
     assert ours.ends == 1
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("inputs", [{"inputs": IDS}, RAGGED], ids=["one", "ragged"])
+def test_a_call_that_turns_out_not_to_be_served_is_shown_once_from_its_beginning(
+    looping_llama: PreTrainedModel, inputs: dict[str, Any], do_sample: bool
+) -> None:
+    class Deep(Scripted):
+        hidden_layers = (7,)  # the model has no such layer, which the first pass finds out
+
+    config = LookaheadConfig(proposers=(lambda call: Deep(nothing),), draft="fixed")
+    options = {**inputs, **GREEDY, "do_sample": do_sample}
+    with lookahead.enable(looping_llama, config), pytest.warns(UserWarning, match="transformers alone"):
+        theirs, ours = same_from_both(looping_llama, looping_llama.generate, Recording, **options)
+    assert ours.shown == theirs.shown
+    assert ours.ends == theirs.ends == 1
+
+
+def test_what_was_shown_is_not_shown_again_after_an_error_that_comes_late(looping_llama: PreTrainedModel) -> None:
+    def refuse(row: int, text: list[int], room: int) -> None:
+        if len(text) > IDS.shape[1] + 5:
+            raise UnsupportedModelError("no draft here")
+
+    streamer, config = Recording(), LookaheadConfig(proposers=(lambda call: Scripted(refuse),), draft="fixed")
+    expected = type(looping_llama).generate(looping_llama, IDS, **GREEDY)[0, IDS.shape[1] :].tolist()
+    with lookahead.enable(looping_llama, config), pytest.raises(UnsupportedModelError, match="no draft here"):
+        looping_llama.generate(IDS, **GREEDY, streamer=streamer)
+    prompt, *tokens = streamer.shown
+    assert prompt == IDS.tolist()
+    assert tokens == [[token] for token in expected[: len(tokens)]] and len(tokens) >= 5
 
 
 def test_a_streamer_given_beside_beams_is_refused_as_it_would_have_been(looping_llama: PreTrainedModel) -> None:

@@ -135,8 +135,9 @@ def watch_compilation() -> Any:
 def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[str, str] | None = None) -> Table:
     """A table of rows by their headings, or of names and figures: numbers are aligned right, totals below a line."""
     named = [row if isinstance(row, Mapping) else {"": row[0], " ": row[1]} for row in rows]
-    drawn = Table(show_header=named[0] is rows[0], show_footer=total is not None, box=SIMPLE)
-    for i, heading in enumerate(named[0]):
+    first = named[0] if named else total or {}
+    drawn = Table(show_header=not named or first is rows[0], show_footer=total is not None, box=SIMPLE)
+    for i, heading in enumerate(first):
         footer = total[heading] if total else ""
         drawn.add_column(heading, footer, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for row in named:

@@ -87,6 +87,17 @@ class _SharedInput(EncoderDecoderCache):
         """Rearrange the keys and values of what was generated."""
         self.self_attention_cache.reorder_cache(beam_idx)
 
+    def own(self) -> EncoderDecoderCache:
+        """The cache of transformers, every beam with keys and values of its own."""
+        for layer in cast(Any, self.cross_attention_cache.layers):
+            layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
+        return EncoderDecoderCache(self.self_attention_cache, self.cross_attention_cache)
+
+
+def _with_cache(output: Any, past: Any) -> Any:
+    """An output of the search that holds this cache, or none; a tensor holds none."""
+    return output if isinstance(output, Tensor) else type(output)(**{**output, CACHE: past})
+
 
 class BeamLoop(PlainLoop):
     """What transformers' beam search returns, with the interface of `PlainLoop`; made as by `prepare`.
@@ -163,8 +174,11 @@ class BeamLoop(PlainLoop):
         if model.config.is_encoder_decoder:
             linears = LinearScope(model, packs=self._config.pack == "auto")
             self._is_bitwise = model.dtype != torch.float32  # all passes are those of transformers
+            inputs = self._with_shared_input()
             with linears.serving(), linears.running("together"):
-                return search(model, **self._with_shared_input())
+                output = search(model, **inputs)
+            past = cache_in(inputs)
+            return _with_cache(output, past.own()) if self._returns_cache and isinstance(past, _SharedInput) else output
         validation.validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
         support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
         if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:
@@ -206,8 +220,7 @@ class BeamLoop(PlainLoop):
             past = past if self._returns_cache and isinstance(past, DynamicCache | StaticCache) else None
             if past is not None:
                 append_states(past, trees.states(), np.repeat(width - self._lengths, self._beams).tolist())
-            if not isinstance(output, Tensor):
-                setattr(output, CACHE, past)
+            output = _with_cache(output, past)
         self._is_bitwise = is_exact
         return output
 

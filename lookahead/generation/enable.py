@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.config import LookaheadConfig
@@ -102,6 +103,7 @@ class Generate:
         is_own = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model"))
         if not switches or is_own or len(args) > 2 or getattr(given, "is_assistant", False):
             return self.original(*args, **kwargs)
+        streamer: _CountingStreamer | None = None
         try:
             if kwargs.get("adapter_names") is not None:
                 # PEFT does not remove its hooks when an error passes through them.
@@ -109,32 +111,58 @@ class Generate:
             if resolved(self.model, given, kwargs, "token_healing"):
                 raise UnsupportedModelError("token_healing is not served")
             served = {name: each for name, each in kwargs.items() if name != "generation_config" or len(args) == 2}
-            streamer, tokenizer = served.pop("streamer", None), served.pop("tokenizer", None)
+            tokenizer = served.pop("tokenizer", None)
+            if served.pop("streamer", None) is not None:
+                streamer = _CountingStreamer(kwargs["streamer"])
             generation_config, served = serve_stop_strings(self.model, tokenizer, given, served)
             ours = {"lookahead_config": switches[-1].config, "lookahead_tokenizer": tokenizer}
             method = partial(_decode_or_hand_over, ours=ours, streamer=streamer)
             return self.original(*args[:1], **served, generation_config=generation_config, custom_generate=method)
         except UnsupportedModelError as error:
+            if streamer is not None and streamer.shown:
+                raise
             warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
             return self.original(*args, **kwargs)
 
 
+class _CountingStreamer(BaseStreamer):
+    """Shows a streamer what it is shown, and counts: the prompt, and then every token."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self.shown = streamer, 0
+
+    def put(self, value: Any) -> None:
+        """Show the prompt or the next tokens."""
+        self._streamer.put(value)
+        self.shown += 1
+
+    def end(self) -> None:
+        """Tell that no more tokens follow."""
+        self._streamer.end()
+
+
 def _decode_or_hand_over(
-    model: Any, input_ids: Tensor, ours: dict[str, Any], streamer: Any, inputs_tensor: Any = None, **kwargs: Any
+    model: Any,
+    input_ids: Tensor,
+    ours: dict[str, Any],
+    streamer: _CountingStreamer | None,
+    inputs_tensor: Any = None,
+    **kwargs: Any,
 ) -> Any:
     """`decode`; a call that it refuses goes to the loop of transformers, with a warning.
 
-    That loop gets the inputs that `generate` prepared, so that no encoder reads its input twice.
+    That loop gets the inputs that `generate` prepared, so that no encoder reads its input twice. A streamer is shown
+    the prompt once. Once it was shown a token the error is raised: what was shown cannot be taken back.
     """
     try:
         return decode(model, input_ids, inputs_tensor=inputs_tensor, lookahead_streamer=streamer, **ours, **kwargs)
     except UnsupportedModelError as error:
         name = GENERATION_MODES_MAPPING[kwargs["generation_config"].get_generation_mode()]
         loop: Any = getattr(type(model), name, None)  # some are on the Hub
-        if loop is None or (streamer is not None and name != "_sample"):
+        if loop is None or (streamer is not None and (name != "_sample" or streamer.shown > 1)):
             raise
         warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
-    if streamer is not None:
+    if streamer is not None and not streamer.shown:
         streamer.put(input_ids.cpu())
     if name == "_sample":
         kwargs["streamer"] = streamer

@@ -29,7 +29,7 @@ from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation import validation
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
-from lookahead.generation.hf_outputs import adopt, collect, return_cache
+from lookahead.generation.hf_outputs import adopt, collect, return_cache, scores_by_step
 from lookahead.models import self_check, support
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.calibration import node_cost
@@ -80,7 +80,8 @@ def decode(
     Returns:
         int64 `[batch, tokens + new]`, or with `return_dict_in_generate` the output class that transformers gives,
         with it as `sequences`, the scores and logits asked for, and the cache. A filled cache is continued from, and
-        grows in place.
+        grows in place. Behind the end of a row of a batch, scores and logits are 0 for the padding token and -inf for
+        all others: `compute_transition_scores` gives 0 there. transformers decodes on there, from padding.
 
     Raises:
         PoolError: The pool or the memory file of the configuration cannot be opened, or is of another model.
@@ -106,8 +107,8 @@ def decode(
     outputs: dict[str, Any] = {"sequences": sequences, CACHE: past if is_kept else None}
     chooser = engine.batch[0].chooser
     for name, rows in {"scores": chooser.scores, "logits": chooser.logits}.items():
-        if getattr(generation_config, f"output_{name}"):  # `[batch, vocab]` a step, zeros for a row that has ended
-            outputs[name] = tuple(pad_sequence([torch.stack(row) for row in rows]))
+        if getattr(generation_config, f"output_{name}"):
+            outputs[name] = scores_by_step(rows, int(pad or 0))
     kind = utils.GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else utils.GenerateDecoderOnlyOutput
     return kind(**outputs)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from queue import Queue
 from typing import Any, cast
 
 import numpy as np
@@ -12,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerBase, StaticCache
-from transformers.generation.streamers import TextIteratorStreamer
 
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
+from lookahead.generation.text_pieces import TextPieces
 from lookahead.models.cache import RowStates, TreeCache
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason
@@ -23,6 +22,9 @@ from lookahead.verification.stopping import FinishReason
 
 class TextStream(Iterator[str]):
     """The text of one prompt, piece by piece, as soon as its tokens are verified.
+
+    The pieces add up to `tokenizer.decode(token_ids, skip_special_tokens=True)`; a piece holds no text that later
+    tokens may change (`lookahead.generation.text_pieces`).
 
     Attributes:
         token_ids: The new tokens so far, an end-of-sequence token included.
@@ -57,23 +59,17 @@ class TextStream(Iterator[str]):
         return self._engine.stats[0]
 
     def _run(self, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
-        """Decode the tokens of every step into text, whole words at a time."""
-        streamer: Any = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
+        """Decode the tokens of every step into text."""
+        text = TextPieces(tokenizer)
         for step_outputs in self._engine.run():
             for step_output in step_outputs:
-                self.token_ids += step_output.tokens.tolist()
+                tokens = step_output.tokens.tolist()
+                self.token_ids += tokens
                 self.finish_reason = step_output.finish_reason
-                streamer.put(torch.from_numpy(step_output.tokens))
-                yield from _ready(streamer.text_queue)
+                if piece := text.put(tokens):
+                    yield piece
         return_cache(self._engine, self._past)
-        streamer.end()
-        yield from _ready(streamer.text_queue)
-
-
-def _ready(queue: Queue[str | None]) -> Iterator[str]:
-    """Take the pieces of text from a queue that is not empty."""
-    while not queue.empty():
-        if piece := queue.get():
+        if piece := text.end():
             yield piece
 
 
@@ -105,6 +101,18 @@ def collect(
     if streamer is not None:
         streamer.end()
     return outputs, reasons
+
+
+def scores_by_step(rows: Sequence[Sequence[Tensor]], pad: int) -> tuple[Tensor, ...]:
+    """The scores `[vocab]` of every token of each row, as `[batch, vocab]` a step.
+
+    Behind the end of a row they are certain of the padding token, whose log-probability is 0: a sum over all steps is
+    that over the row's own tokens.
+    """
+    ended = torch.full_like(rows[0][0], -torch.inf)
+    ended[pad : pad + 1] = 0.0  # it may be outside of the vocabulary
+    steps = max(map(len, rows))
+    return tuple(torch.stack([row[step] if step < len(row) else ended for row in rows]) for step in range(steps))
 
 
 def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64], *, drops: bool = False) -> None:

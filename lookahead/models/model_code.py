@@ -109,7 +109,7 @@ def changed_caches() -> str:
 
 
 def changed_cache(cache: Any) -> str:
-    """The same of a cache that a call brings along, whose class or `update` may be a user's; of none an empty string."""
+    """The same of a cache that a call brings along, whose class or `update` may be a user's; empty without a cache."""
     if cache is None:
         return ""
     parts = [cache, *(getattr(cache, "layers", None) or ())]

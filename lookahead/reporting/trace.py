@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -14,17 +14,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.config import LookaheadConfig
 from lookahead.engine.row import StepOutput
 from lookahead.generation.prompts import Prompt, PromptReader, Truncation
+from lookahead.generation.text_pieces import TextPieces
 from lookahead.reporting.charts import render
 from lookahead.stats import DecodingStats
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes a character before its last byte
 
 
 @dataclass(frozen=True, slots=True)
 class TracePiece:
     """One emitted token."""
 
-    text: str  # that it adds; empty for a special token, and until a character is complete
+    text: str  # that is certain with it; empty for a special token, and until a character is complete
     sources: tuple[str, ...] = ()  # that drafted it; empty if it is the model's own
     special: str = ""  # name of a special token
 
@@ -73,20 +72,21 @@ def trace(
     ids = reader.read(prompt, 0)
     engine = reader.prepare([ids])
     names = list(getattr(engine, "sources", ()))
-    tokens: list[int] = []  # emitted so far
-    steps = []
+    text, steps = TextPieces(tokenizer), []
     with engine.serving():
         begin = clock()
         for step_outputs in engine.run():
             seconds = clock() - begin
-            steps.append(_step(step_outputs[0], names, tokenizer, tokens, seconds))
+            steps.append(_step(step_outputs[0], names, tokenizer, text, seconds))
             begin = clock()
+    if rest := text.end():
+        _add_text(steps, rest)
     read = prompt if isinstance(prompt, str) else str(tokenizer.decode(ids))
     return Trace(read, names, steps, engine.stats[0])
 
 
 def _step(
-    step_output: StepOutput, names: list[str], tokenizer: PreTrainedTokenizerBase, tokens: list[int], seconds: float
+    step_output: StepOutput, names: list[str], tokenizer: PreTrainedTokenizerBase, text: TextPieces, seconds: float
 ) -> Step:
     origins, drafted, expected = [], 0, 0.0
     if (draft := step_output.draft) is not None:
@@ -95,13 +95,18 @@ def _step(
     pieces = []
     # The last token is the model's own, as all are without a draft. After a stop there are fewer tokens than origins.
     for token, origin in zip(step_output.tokens.tolist(), chain(origins, repeat(0)), strict=False):
-        tokens.append(token)
-        before, text = (str(tokenizer.decode(each, skip_special_tokens=True)) for each in (tokens[:-1], tokens))
-        added = "" if text.endswith(_INCOMPLETE) else text[len(before.rstrip(_INCOMPLETE)) :]
+        added = text.put([token])
         is_special = not added and token in tokenizer.all_special_ids
         special = str(tokenizer.convert_ids_to_tokens(token)) if is_special else ""
         pieces.append(TracePiece(added, tuple(name for bit, name in enumerate(names) if origin >> bit & 1), special))
     return Step(pieces, drafted, expected, len(step_output.path) - 1, seconds)
+
+
+def _add_text(steps: list[Step], text: str) -> None:
+    """Give text that was held back to the newest token that is not special."""
+    places = [(step.pieces, i) for step in steps for i, piece in enumerate(step.pieces) if not piece.special]
+    pieces, at = places[-1] if places else (steps[-1].pieces, -1)
+    pieces[at] = replace(pieces[at], text=pieces[at].text + text)
 
 
 def step_rows(trace: Trace) -> list[dict[str, str]]:

@@ -49,6 +49,10 @@ class TokenChooser:
 
         `prefix`, int64 `[1, tokens]`, is what `model.generate` would hold before it, padding included. Before it the
         row of the batch has emitted `step` tokens.
+
+        Raises:
+            LogitsError: Logits of the model are NaN, or there are no probabilities to sample by: where processors give
+                NaN, infinity, or minus infinity for all tokens. Greedy decoding takes what `torch.argmax` takes there.
         """
         scores = self._process(prefix, logits, row, keep=self._keep)
         if self._do_sample:
@@ -56,7 +60,9 @@ class TokenChooser:
             scores = probs / self._noise_of(step, probs)[row]
         token = int(likeliest(scores))
         if token < 0:
-            raise not_a_number(row, step)
+            if self._do_sample or logits.isnan().any():
+                raise not_a_number(row, step)
+            token = int(scores.argmax())  # a processor wrote NaN, which transformers takes for the highest score
         return token
 
     def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False) -> Tensor:
