@@ -1,4 +1,4 @@
-"""Files that several processes change at once lose nothing, and a file that is replaced keeps its mode and owner."""
+"""Files that several processes change at once lose nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from typer.testing import CliRunner
 
 from lookahead.cli.app import app
 from lookahead.errors import PoolError, TrainingError
-from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.output_memory import OutputMemory
 from lookahead.kernels.dispatch import Verdict
 from lookahead.models import kernel_trial, step_costs
@@ -38,9 +36,6 @@ from tests.support.forked import Forked, command
 from tests.support.memories import MODEL, learned
 
 AT_ONCE = 4  # processes
-JOB = JobIdentity(
-    model="some-model", weights="w", tokenizer="t", dtype="float32", options=JobOptions(max_new_tokens=8).identity
-)
 
 
 @pytest.fixture(autouse=True)
