@@ -105,8 +105,8 @@ class JsonLinesFile(ExitStack):
         """Write the lines of a file that has no name any more; returns what became of them."""
         what = f"{self.path} was deleted or replaced by another program while the job ran"
         place = Path(f"{self.path}{RECOVERED}")
-        earlier = place.read_bytes() if place.is_file() else b""  # of an earlier recovery
         try:
+            earlier = place.read_bytes() if place.exists() else b""  # of an earlier recovery
             with replacing(place, like=os.fstat(file.fileno())) as copy:
                 copy.write(earlier)
                 file.seek(0)
@@ -125,16 +125,17 @@ class JsonLinesFile(ExitStack):
     def _repair(self, file: FileIO, line: bytes) -> str:
         """Append a line to a file that was changed, behind its last whole line; returns where it was changed."""
         file.seek(0)
-        lines = file.readall().splitlines(keepends=True)
-        torn = len(lines.pop()) if lines and not lines[-1].endswith(b"\n") else 0
-        file.truncate(sum(map(len, lines)))
+        *lines, torn = file.readall().split(b"\n")
+        size = sum(len(each) + 1 for each in lines)
+        file.truncate(size)
         file.write(line)
+        _sync(file)
         for number, each in enumerate(lines, start=1):
             try:
-                keyed_record(each)
+                keyed_record(each + b"\n")
             except ValueError:
                 return describe_damage(self.path, number)
-        if sum(map(len, lines)) + torn < self.whole[0]:
+        if size + len(torn) < self.whole[0]:
             return f"{self.path}:{len(lines) + 1}: another program cut off the file here while the job ran"
         return f"{self.path}: another program wrote to the file while the job ran"
 
