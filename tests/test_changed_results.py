@@ -14,6 +14,7 @@ from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ResultsError
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
+from lookahead.jobs.job_figures import describe_changes
 from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.journal import OutputPaths
 from tests.support.forked import command
@@ -102,8 +103,10 @@ def spoil(path: Path, number: int, *, extra: bytes = b"") -> None:
             file.write(spoilt)
 
 
-WRITTEN_AGAIN = r"FILE was deleted or replaced by another program while the job ran; its \d lines were written again"
-MOVED = r"FILE was deleted or replaced by another program while the job ran; its \d lines are in FILE\.recovered\.jsonl"
+GONE = "FILE was deleted or replaced by another program while the job ran; what it held"
+WRITTEN_AGAIN = rf"{GONE} was written again \(\d lines\)"
+MOVED = rf"{GONE} is in FILE\.recovered\.jsonl \(\d lines\): move that to FILE to go on with it"
+
 # What is done to a file of lines, the message, and the documents whose lines are lost, where three were done before.
 CHANGES = {
     "deleted": (Path.unlink, WRITTEN_AGAIN, ""),
@@ -184,9 +187,26 @@ def test_what_failed_before_rejects_were_changed_is_kept_or_tried_again(kind: st
     assert [json.loads(line)["id"] for line in lines_of(file)] == [*"abcd"]
 
 
+def test_every_file_that_was_changed_is_named() -> None:
+    items = [Document("a", "text a"), Reject("b", "b: it failed")]
+
+    def changed() -> Iterator[Document | Reject]:
+        yield from items
+        delete_all(OUT)
+
+    with pytest.raises(ResultsError) as caught:
+        run(changed(), Worker(), OUT)
+    first, second = describe_changes(caught.value, OUT)
+    assert first.startswith("out.jsonl was deleted") and "--resume" not in first
+    assert second.startswith("out.jsonl.rejects.jsonl was deleted")
+    assert second.endswith("; --resume does what is missing")
+    worker = Worker()
+    assert run(items, worker, OUT, resume=True).rejected == 1 and worker.seen == ""
+
+
 def test_a_second_recovery_leaves_the_first_one() -> None:
     for first in ("a", "b"):
-        with pytest.raises(ResultsError, match=r"are in out\.jsonl\.recovered\.jsonl"):
+        with pytest.raises(ResultsError, match=r"is in out\.jsonl\.recovered\.jsonl"):
             run(documents_and_change(lambda: replace_by(OUT, b""), "the end"), Worker(), OUT, resume=first == "b")
     assert len(lines_of(Path("out.jsonl.recovered.jsonl"))) == 2 * len(NAMES)
 
@@ -207,7 +227,7 @@ def test_the_command_says_in_a_line_what_was_changed_and_how_to_go_on(kind: str,
         spoil(OUT, 1) if kind == "a line spoilt" else change(OUT)
         assert process.wait() == 1
     (said,) = process.stderr.splitlines()
-    where = re.sub(r"FILE(:\d)?", r"out\\.jsonl(:\\d)?", message).replace(r"its \d", r"its \d+")
+    where = re.sub(r"FILE(:\d)?", r"out\\.jsonl(:\\d)?", message).replace(r"\(\d", r"\(\d+")
     assert re.search(where, said), said
     assert said.startswith("error: ") and said.endswith("; --resume does what is missing")
     assert Path("out.jsonl.manifest.json").exists()

@@ -29,6 +29,7 @@ from lookahead.ngram.memory_file import write_memory
 from lookahead.ngram.pool_file import write_pool
 from lookahead.reporting.report_page import write_report
 from lookahead.training.examples import answer_prompts
+from lookahead.utils.locks import locked
 from lookahead.utils.replacing import replacing
 from tests.support.forked import Forked
 from tests.support.memories import MODEL, learned
@@ -159,3 +160,11 @@ def test_the_lines_of_a_private_parquet_file_are_private_while_a_job_adds_to_it(
             assert stat.S_IMODE(os.stat("out.parquet.running.jsonl").st_mode) == 0o600
         Path("out.parquet.running.jsonl").unlink()
         os.chmod("out.parquet", 0o600)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o660, 0o664])
+def test_who_may_write_a_file_may_take_its_lock(mode: int) -> None:
+    Path("file").touch()
+    Path("file").chmod(mode)
+    with locked(Path("file")):
+        assert stat.S_IMODE(Path(".file.lock").stat().st_mode) == mode

@@ -119,8 +119,8 @@ class JsonLinesFile(ExitStack):
             with suppress(OSError):  # something else has the name, or the file system has no links
                 os.link(place, self.path)
                 place.unlink()
-                return f"{what}; its {lines} were written again"
-        return f"{what}; its {lines} are in {place}: move that to {self.path} to go on with them"
+                return f"{what}; what it held was written again ({lines})"
+        return f"{what}; what it held is in {place} ({lines}): move that to {self.path} to go on with it"
 
     def _repair(self, file: FileIO, line: bytes) -> str:
         """Append a line to a file that was changed, behind its last whole line; returns where it was changed."""

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -33,7 +34,9 @@ def locked(path: Path, timeout_s: float = _LOCK_S) -> Iterator[None]:
     if not os.access(path.parent, os.W_OK):  # filelock would make it, or wait for it
         number = errno.EACCES if path.parent.is_dir() else errno.ENOENT
         raise OSError(number, os.strerror(number), str(path.parent))
-    rights = {"mode": stat.S_IMODE(path.stat().st_mode) & 0o666 | 0o600} if path.is_file() else {}
+    rights: dict[str, Any] = {}
+    if path.is_file():
+        rights["mode"] = stat.S_IMODE(path.stat().st_mode) & 0o666 | 0o600
     lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=timeout_s, **rights)
     try:
         lock.acquire()
