@@ -69,8 +69,9 @@ def summarize(options: SummarizeOptions) -> None:
       lookahead summarize --job job.toml --dry-run
 
     Exit status: 0 all are summarized; 1 a document failed, a file could not be
-    written, or --compare found a difference in fp32; 2 an argument is wrong, and
-    nothing was written; 130 interrupted, and what was finished is written.
+    written or was changed by another program, or --compare found a difference in
+    fp32; 2 an argument is wrong, and nothing was written; 130 interrupted, and
+    what was finished is written.
     """
     if options.show_job:
         print(to_toml(options), end="")
