@@ -25,6 +25,7 @@ from lookahead.errors import LookaheadError as LookaheadError
 from lookahead.errors import PoolError as PoolError
 from lookahead.errors import PromptError as PromptError
 from lookahead.errors import ProposerError as ProposerError
+from lookahead.errors import ResultsError as ResultsError
 from lookahead.errors import TrainingError as TrainingError
 from lookahead.errors import UnsupportedModelError as UnsupportedModelError
 

@@ -10,6 +10,7 @@
     ├── ProposerError          a custom proposer breaks its interface (also a ValueError)
     ├── PoolError              a pool or memory file cannot be read, written or used here (also a ValueError)
     ├── HeadsError             trained heads cannot be read or used with this model (also a ValueError)
+    ├── ResultsError           another program changed the files of a job while it ran (also a RuntimeError)
     ├── ClusterError           a Ray cluster cannot be reached, or its workers fail (also a RuntimeError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
 
@@ -78,6 +79,10 @@ class HeadsError(LookaheadError, ValueError):
 
 class TrainingError(LookaheadError, ValueError):
     """Training data or a training job is unusable."""
+
+
+class ResultsError(LookaheadError, RuntimeError):
+    """Another program changed or removed the results or the rejects of a job while it ran."""
 
 
 class ClusterError(LookaheadError, RuntimeError):

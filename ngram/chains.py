@@ -101,13 +101,16 @@ class ChainIndex(Chains):
             self._add(new)
 
     def append_documents(self, tokens: IntArray) -> None:
-        """Close the open document and add several, int32 `[n]` with `SEPARATOR` between; the last one stays open."""
+        """Close the open document and add several, int32 `[n]` with `SEPARATOR` between; the last one stays open.
+
+        Of more than half of `max_tokens` the newest half is added.
+        """
         if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
             raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
-        if tokens.ndim != 1 or (self._max_tokens is not None and tokens.size > self._max_tokens // 2):
-            raise ValueError(f"tokens must be flat and at most half of max_tokens, got shape {tokens.shape}")
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens must be flat, got shape {tokens.shape}")
         self.end_document()
-        self._add(tokens)
+        self._add(tokens if self._max_tokens is None else tokens[-(self._max_tokens // 2) :])
 
     def end_document(self) -> None:
         """Close the open document. Tokens appended later belong to a new one."""

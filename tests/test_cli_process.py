@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 from unittest.mock import MagicMock, Mock
 
 import pytest
+from typer.models import ArgumentInfo
 from typer.testing import CliRunner
 
 from lookahead.cli.app import app, main
@@ -123,3 +126,82 @@ def test_a_closed_standard_input_is_told(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     (reject,) = read_documents(find_inputs(["-"]))
     assert reject.error == "-: standard input is closed"
+
+
+# Bytes that are no text
+
+
+UNDECODED = os.fsdecode(b"n\xe9e")
+NAMES_OF_FILES = ("FILE", "FILE.lkm", "FILES...", "DIR", "INPUTS...", "PAGE", "RESULTS", "PATH")
+
+
+def commands_of(group, *words):
+    """The words that call a command, and its parameters with their types and what typer is told of them."""
+    for each in group.registered_commands:
+        parameters = [*inspect.signature(each.callback).parameters.values()][1:]
+        yield (*words, each.name), [(each, *get_args(each.annotation)) for each in parameters]
+    for child in group.registered_groups:
+        yield from commands_of(child.typer_instance, *words, child.name)
+
+
+def name_of(parameter, details):
+    """How the command line calls a parameter."""
+    is_argument = isinstance(details, ArgumentInfo)
+    flags = [each for each in (details.default, f"--{parameter.name.replace('_', '-')}") if str(each).startswith("--")]
+    return details.metavar if is_argument else flags[0]
+
+
+TEXTS = {
+    (" ".join(words), name_of(parameter, details)): parameters
+    for words, parameters in commands_of(app)
+    for parameter, hint, details in parameters
+    if hint in (str, str | None) and details.metavar not in NAMES_OF_FILES
+}
+
+
+@pytest.mark.parametrize(("words", "name"), TEXTS)
+def test_a_text_that_is_none_in_the_encoding_of_the_locale_is_refused(words, name, cli_folder):
+    given = []
+    for parameter, _, details in TEXTS[words, name]:
+        other = name_of(parameter, details)
+        if other == name or parameter.default is inspect.Parameter.empty:
+            value = UNDECODED if other == name else "medusa"
+            given += [other, value] if other.startswith("--") else [value]
+    result = CliRunner().invoke(app, [*words.split(), *given])
+    assert (result.exit_code, result.stdout) == (2, "") and result.stderr.count("\n") == 1, result.output
+    assert f"argument {name} is not valid text in the locale's encoding (" in result.stderr
+    assert "got byte 0xe9 as character 1; pass UTF-8" in result.stderr
+
+
+def test_texts_and_names_of_models_are_checked_in_all_commands_that_take_any():
+    some = {("generate", "PROMPT"), ("chat", "--system"), ("serve", "MODEL"), ("pool add", "--model")}
+    assert some | {("summarize", "--field"), ("train", "KIND"), ("memory build", "--model")} <= {*TEXTS}
+
+
+def test_the_locale_that_cannot_decode_a_text_is_named():
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "lookahead", "generate", "n\u00e9e"]
+    ran = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (2, b"")
+    assert ran.stderr.decode("ascii") == (
+        "error: argument PROMPT is not valid text in the locale's encoding (LC_ALL=C, ascii): got byte 0xc3 as "
+        "character 1; set a UTF-8 locale such as C.UTF-8\n"
+    )
+
+
+def test_files_may_have_names_that_are_no_text(cli_folder, model_folder):
+    def run(*words):
+        options = () if words[0] == "report" else ("--model", str(model_folder))
+        result = CliRunner().invoke(app, [*words, *options])
+        assert result.exit_code == 0, result.output
+
+    text, pool = f"{UNDECODED}.txt", f"{UNDECODED}.lkp"
+    os.rename("a.txt", text)
+    files = ("--pool", f"outputs-{pool}", "--memory", f"{UNDECODED}.lkm", "--prompt-file", f"{UNDECODED}.prompt")
+    Path(f"{UNDECODED}.prompt").write_text("Say it shortly: {document}")
+    for suffix in (".jsonl", ".parquet"):
+        for option in ("--overwrite", "--resume"):
+            run("summarize", text, "-o", f"{UNDECODED}{suffix}", option, "--max-new-tokens", "4", *files)
+        run("report", f"{UNDECODED}{suffix}")
+    run("pool", "build", text, f"{UNDECODED}.parquet", "--field", "summary", "-o", pool)
+    run("pool", "add", pool, text)

@@ -263,7 +263,7 @@ def test_a_manifest_nested_without_end_or_a_pipe_in_its_place_is_none() -> None:
     run(documents("a"))
     manifest = Path("out.jsonl.manifest.json")
     manifest.write_text(DEEP)
-    with pytest.raises(ConfigError, match="no manifest of a job; pass --overwrite"):
+    with pytest.raises(ConfigError, match=r"no manifest of a job; remove it to go on .*, or pass --overwrite"):
         run(documents("a"), resume=True)
     manifest.unlink()
     os.mkfifo(manifest)
@@ -312,12 +312,35 @@ def test_a_reject_that_a_run_over_some_documents_tried_again_is_none_any_more() 
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
-def test_lines_without_a_manifest_are_not_gone_on_with(name: str) -> None:
-    with pytest.raises(Killed):
-        run(documents("ab"), Worker(killed_after=1), output=Path(name))
+@pytest.mark.parametrize("killed_after", [1, None], ids=["killed", "finished"])
+def test_lines_without_a_manifest_are_gone_on_with_if_they_tell_this_job(name: str, killed_after: int | None) -> None:
+    if killed_after is None:
+        run(documents("a"), output=Path(name))
+    else:
+        with pytest.raises(Killed):
+            run(documents("ab"), Worker(killed_after), output=Path(name))
     Path(f"{name}.manifest.json").unlink()
-    with pytest.raises(ConfigError, match=rf"{name} has no manifest \({name}\.manifest\.json\), so what wrote it"):
-        run(documents("ab"), output=Path(name), resume=True)
+    worker = Worker()
+    assert run(documents("ab"), worker, output=Path(name), resume=True).earlier == 1
+    assert worker.seen == ["b"]
+
+
+@pytest.mark.parametrize("content", ["a note, not a line", "a note\n", '{"id": 5}\n', "[]\n", "5"])
+def test_what_is_no_line_of_a_job_is_left_alone_without_a_manifest(content: str) -> None:
+    OUT.write_text(content)
+    with pytest.raises(ConfigError, match=r"out\.jsonl has no manifest \(out\.jsonl\.manifest\.json\), so"):
+        run(documents("ab"), resume=True)
+    assert OUT.read_text() == content and [*Path().iterdir()] == [OUT]
+
+
+def test_lines_of_another_job_are_left_alone_without_a_manifest() -> None:
+    run(documents("ab"))
+    OUT.write_text(OUT.read_text().replace(JOB.fingerprint, "0" * 16))
+    Path("out.jsonl.manifest.json").unlink()
+    before = OUT.read_bytes()
+    with pytest.raises(ConfigError, match=r"out\.jsonl:1: no line of this job"):
+        run(documents("ab"), resume=True)
+    assert OUT.read_bytes() == before and not Path("out.jsonl.manifest.json").exists()
 
 
 def test_what_was_measured_stays_with_the_document_it_was_measured_of() -> None:

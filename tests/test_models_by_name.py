@@ -113,7 +113,7 @@ def test_a_gguf_file_is_converted_once(tiny_gguf: Path, cache: Path) -> None:
     folder = convert_once(tiny_gguf, said.append)
     assert said == ["converting tiny once (about 5 seconds)"]
     assert convert_once(tiny_gguf, said.append) == folder and len(said) == 1
-    assert {each.name for each in cache.iterdir()} - {f"{folder.name}.lock"} == {folder.name}
+    assert {each.name for each in cache.iterdir()} - {f".{folder.name}.lock"} == {folder.name}
 
 
 @needs_gguf

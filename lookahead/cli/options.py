@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from itertools import takewhile
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -15,8 +18,17 @@ from lookahead.cli.terminal import usage_errors
 from lookahead.config import refuse_removed
 from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
-from lookahead.errors import PromptError
+from lookahead.errors import ConfigError, PromptError
 from lookahead.jobs.job_options import option, options_of
+
+_LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set counts
+_FILES = (
+    "FILE",
+    "FILE.lkm",
+    "FILES...",
+    "DIR",
+    "INPUTS...",
+)  # what options of files and folders take that are no `Path`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +71,36 @@ def _parameters_of(options: type) -> list[inspect.Parameter]:
         kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[hints[each.name], shown]
         parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=annotation))
     return parameters
+
+
+def _check_texts(options: type, values: Mapping[str, Any]) -> None:
+    """Refuse a text that the locale could not decode with a ConfigError, and so the name of a model.
+
+    Names of files may hold any bytes, and are let through.
+    """
+    hints = get_type_hints(options)
+    for each, _ in options_of(options):
+        shown, hint, value = each.metadata.get("metavar"), hints[each.name], values[each.name]
+        if not isinstance(value, str) or shown in _FILES or Path in (hint, *get_args(hint)):
+            continue
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            flag = next(iter(each.metadata["flags"]), f"--{each.name.replace('_', '-')}")
+            name = shown if each.metadata.get("argument") else flag
+            raise ConfigError(f"argument {name} {_describe_locale(value, error.start)}") from error
+
+
+def _describe_locale(text: str, place: int) -> str:
+    """Why a character, which stands for a byte, is none."""
+    encoding = sys.getfilesystemencoding()
+    setting = next((f"{name}={value}, " for name in _LOCALE if (value := os.environ.get(name))), "")
+    remedy = "pass UTF-8" if encoding == "utf-8" else "set a UTF-8 locale such as C.UTF-8"
+    byte = os.fsencode(text[place])[0]
+    return (
+        f"is not valid text in the locale's encoding ({setting}{encoding}): got byte 0x{byte:02x} as character "
+        f"{place}; {remedy}"
+    )
 
 
 class _Plain:
@@ -107,6 +149,7 @@ class App(typer.Typer):
             job_file = ctx.default_map or {}  # click takes options from it, but not arguments
             values.update({name: job_file[name] for name in arguments & {*job_file} if not values[name]})
             with usage_errors(truncates="truncate" in values):
+                _check_texts(options, values)
                 function(options(**values))
 
         context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

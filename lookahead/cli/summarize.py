@@ -17,7 +17,7 @@ from lookahead.cli.terminal import JobDisplay, console, find_sources, load, reme
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.readers import count_documents
-from lookahead.errors import ClusterError, ConfigError, LookaheadError, count
+from lookahead.errors import ClusterError, ConfigError, LookaheadError, ResultsError, count
 from lookahead.jobs import job_figures
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, estimate_job, run_job, select_documents
@@ -69,8 +69,9 @@ def summarize(options: SummarizeOptions) -> None:
       lookahead summarize --job job.toml --dry-run
 
     Exit status: 0 all are summarized; 1 a document failed, a file could not be
-    written, or --compare found a difference in fp32; 2 an argument is wrong, and
-    nothing was written; 130 interrupted, and what was finished is written.
+    written or was changed by another program, or --compare found a difference in
+    fp32; 2 an argument is wrong, and nothing was written; 130 interrupted, and
+    what was finished is written.
     """
     if options.show_job:
         print(to_toml(options), end="")
@@ -191,14 +192,19 @@ def _run(
     with display:
         try:
             run(observer=display, shown=None if display.as_text else print_line)
+        except ResultsError as error:
+            _save(memory)
+            for what in job_figures.describe_changes(error, options.output):
+                say("error", what)
+            return 1
         except (KeyboardInterrupt, ClusterError, OSError) as error:
-            stopped = job_figures.describe_stop(totals, options.output)
+            stopped = job_figures.describe_stop(totals, OutputPaths(options.output).running)
             if isinstance(error, KeyboardInterrupt):
                 _save(memory)
                 say("interrupted", stopped)
                 return 130
             if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
-                what = f"writing failed: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+                what = job_figures.describe_failure(error) if isinstance(error, OSError) else str(error)
                 say("error", f"{what}; {stopped}")
             return 1
     is_saved = _save(memory)

@@ -38,7 +38,8 @@ PACKAGES: dict[Format, tuple[str, str, tuple[str, ...]]] = {
 }
 _ONE_TEXT = ("text", "html", "pdf", "docx")
 _MANIFEST = ".manifest.json"  # of a job, beside its results
-_OF_JOBS = ("", _MANIFEST, ".rejects.jsonl", ".running.jsonl", ".report.html")  # suffixes of all that a job writes
+# Suffixes of all that a job writes.
+_OF_JOBS = ("", _MANIFEST, ".rejects.jsonl", ".running.jsonl", ".report.html", ".recovered.jsonl")
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ def count_documents(inputs: Sequence[Input]) -> int | None:
                 total += 1
             elif source.format == "parquet" and is_file:
                 _, parquet = load_packages("parquet", source.path)
-                total += parquet.ParquetFile(source.path).metadata.num_rows
+                with open(source.path, "rb") as file:
+                    total += parquet.ParquetFile(file).metadata.num_rows
             elif source.format == "jsonl" and is_file:
                 with open(source.path, "rb") as file:
                     lines = bounded_lines(file, MEGABYTE)  # a line may be longer than the memory
@@ -160,8 +161,8 @@ def _read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | 
 def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file on this machine, without null fields; DocumentError if they cannot be read."""
     _, parquet = load_packages("parquet", str(path))
-    with read_errors(str(path), "Parquet"):
-        for _, batches in _row_groups(parquet.ParquetFile(path), rows=_BATCH_ROWS):
+    with read_errors(str(path), "Parquet"), open(path, "rb") as file:  # pyarrow itself opens no name that is not text
+        for _, batches in _row_groups(parquet.ParquetFile(file), rows=_BATCH_ROWS):
             if batches is None:
                 raise DocumentError(f"{path}: {_UNPACKS_TOO_FAR}")
             for batch in batches:

@@ -20,7 +20,7 @@ from lookahead.models.target import input_device
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.memory_file import MemoryHeader, merge_records, read_memory, records_of, table_of, write_memory
 from lookahead.ngram.recycled import ORDERS, RecycledTable
-from lookahead.pools.pool_files import PoolObserver, PoolTotals, pool_errors, read_tokens
+from lookahead.pools.pool_files import PoolObserver, PoolTotals, changing, pool_errors, read_tokens
 from lookahead.proposers import ProposerState
 from lookahead.proposers.file_memory import EMPTY, header_of, merge_into, open_file_memory
 from lookahead.verification.exact import read_scores
@@ -141,5 +141,5 @@ def build_memory(
     new, _ = records_of(table, header.vocabulary)
     if adds:
         return merge_into(path, header, new)
-    with pool_errors(path):
+    with changing(path):
         return write_memory(path, header, merge_records([new], header.max_contexts))

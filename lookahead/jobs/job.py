@@ -80,7 +80,7 @@ def run_job(
     interrupted.
 
     ConfigError if a file cannot be created, or the results are of another job; OSError if a line cannot be written, and
-    those before it are whole.
+    those before it are whole; ResultsError if another program changed the files meanwhile, and the lines are kept.
     """
     writer: Journal | Stream
     writer = Journal(paths, identity, totals.notes, is_part=is_part) if paths.is_journal else Stream(paths, shown)

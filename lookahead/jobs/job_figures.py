@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lookahead.errors import count
+from lookahead.errors import ResultsError, count
 
 if TYPE_CHECKING:
     from lookahead.jobs.job import Estimate, JobTotals
@@ -55,6 +55,23 @@ def describe_stop(totals: JobTotals, output: Path | None) -> str:
         return f"{finished} in stdout; a job with --output can be resumed"
     is_device = output.exists() and not output.is_file()
     return f"{finished} in {output}{'' if is_device else '; --resume goes on'}"
+
+
+def describe_failure(error: OSError) -> str:
+    """Which file could not be written and why."""
+    name = error.filename2 or error.filename  # of a renaming, the new name
+    return f"writing {f'{name} ' if name else ''}failed: {error.strerror or error}"
+
+
+def describe_changes(error: ResultsError, output: Path | None) -> list[str]:
+    """Every file of a job that another program changed, the first one first, and how to go on."""
+    changes: list[str] = []
+    found: BaseException | None = error
+    while isinstance(found, ResultsError):
+        changes.insert(0, str(found))
+        found = found.__context__
+    changes[-1] += "" if output is None else "; --resume does what is missing"
+    return changes
 
 
 def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:

@@ -12,15 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
-
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.documents.inputs import Input, check_output, load_packages
-from lookahead.errors import ConfigError, count
+from lookahead.errors import ConfigError, ResultsError, count
 from lookahead.jobs.identity import JobIdentity, key_of, key_of_line, text_hash
-from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines, unpack_parquet, write_parquet
+from lookahead.jobs.result_lines import (
+    JsonLinesFile,
+    Record,
+    describe_damage,
+    parse_record,
+    sort_lines,
+    unpack_parquet,
+    write_parquet,
+)
 from lookahead.utils.atomic import read_json, write_atomically
-from lookahead.utils.replacing import remove_leftovers
+from lookahead.utils.locks import locked
+from lookahead.utils.replacing import remove_leftovers, replacing
 
 Before = Literal["finished", "rejected"] | None  # what an earlier run did with a document
 Sink = Callable[[Record], None]  # receives the lines of results
@@ -60,7 +67,8 @@ def read_manifest(results: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: no manifest of a job; pass --overwrite to begin anew") from error
+        what = "remove it to go on with lines that tell their job, or pass --overwrite to begin anew"
+        raise ConfigError(f"{path}: no manifest of a job; {what}") from error
     raise ConfigError(f"{path}: version {version!r}; this release goes on with version {VERSION}")
 
 
@@ -107,7 +115,7 @@ class OutputPaths:
                     raise ConfigError(f"output {path} cannot hold both {content} and the rejects")
         manifest = read_manifest(results) if results is not None and self.is_journal and not self.overwrite else None
         if manifest is None and self.resume:
-            if any(path is not None and path.is_file() and path.stat().st_size for path in (results, self.running)):
+            if self.running is not None and not _begins_with_result(self.running):
                 raise ConfigError(
                     f"output {results} has no manifest ({results}.manifest.json), so what wrote it is unknown; name "
                     "another --output, or pass --overwrite to begin anew"
@@ -123,10 +131,14 @@ class OutputPaths:
             check_output(path, inputs, overwrite=self.overwrite or self.resume)
 
     def clear(self) -> None:
-        """With `overwrite`, remove the files of an earlier job; call it after `check`."""
+        """With `overwrite`, empty the files of an earlier job, which keep their modes; call it after `check`.
+
+        Its manifest stays until another one replaces it.
+        """
         for path in self.all if self.overwrite else ():
-            if path.is_file():
-                path.unlink()
+            if path.is_file() and not (self.results and path == manifest_path(self.results)):
+                with replacing(path):
+                    pass
 
 
 class Stream(ExitStack):
@@ -170,7 +182,8 @@ class Journal(ExitStack):
     A document is finished if it has a line with its id and the hash of its text. Lines are appended as documents
     finish; at the end they are sorted into the order of the inputs. With `is_part` the lines of documents that are not
     taken are kept. What the user should know about the files is added to `notes` at once. ConfigError if another job
-    wrote the results, another process writes them, or they are damaged.
+    wrote the results, another process writes them, or they are damaged. ResultsError if another program changes or
+    removes the files meanwhile: the lines are kept, and the manifest too, so that the job can be resumed.
     """
 
     def __init__(self, paths: OutputPaths, identity: JobIdentity, notes: list[str], *, is_part: bool = False) -> None:
@@ -185,33 +198,52 @@ class Journal(ExitStack):
         self._unreadable: set[bytes] = set()  # keys of the ids of documents that could not be read, without `is_part`
         self._same_ids: list[DocumentId] = []  # of documents with the id of another and a different text
         with ExitStack() as files:  # releases the lock if opening fails
-            files.callback(_acquire_lock(self._results).release)
+            files.enter_context(_lock(self._results))
             if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # other jobs may have been given the same
-                files.callback(_acquire_lock(self._rejects).release)
+                files.enter_context(_lock(self._rejects))
             paths.clear()
-            earlier = read_manifest(self._results)
+            earlier = None if paths.overwrite else read_manifest(self._results)
             if earlier is not None and (different := identity.differences(earlier["job"])):
                 raise ConfigError(
                     f"output {self._results} was written by another job: {different}; name another --output, or pass "
                     "--overwrite to begin anew"
                 )
             try:
-                for path in paths.all:
-                    remove_leftovers(path)
-                if self._is_parquet and self._results.is_file() and not self._running.exists():
-                    unpack_parquet(self._results, self._running, self._is_own)
-                write_manifest(self._results, identity)
+                self._prepare(paths)
+                self._read_earlier(paths)
+                write_manifest(self._results, identity)  # after the lines, which may be of another job without one
             except OSError as error:
                 raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
-            for offset, record in self._read_lines(self._running, self._is_own):
-                self._finished[key_of_line(record)] += 1
-                self._offsets.setdefault(bytes.fromhex(record["document"]), offset)
-            rejected = self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys())
-            known = {key_of_line(record) for _, record in rejected}
-            self._rejected = set() if paths.retry_rejects else known  # keys of the lines of rejects
+            files.callback(self._keep_manifest)
             self._file = files.enter_context(JsonLinesFile(self._running))
             self._reject_file = files.enter_context(JsonLinesFile(self._rejects, lazy=True))
             self.enter_context(files.pop_all())
+
+    def _prepare(self, paths: OutputPaths) -> None:
+        """Make the file of lines of a Parquet file that is there, with its mode."""
+        for path in paths.all:
+            remove_leftovers(path)
+        if self._is_parquet and self._results.is_file() and not self._running.exists():
+            if self._results.stat().st_size == 0:  # emptied to begin anew
+                with replacing(self._running, like=self._results.stat()):
+                    pass
+            else:
+                unpack_parquet(self._results, self._running, self._is_own)
+
+    def _read_earlier(self, paths: OutputPaths) -> None:
+        """Find what earlier runs finished and rejected."""
+        for offset, record in self._read_lines(self._running, self._is_own):
+            self._finished[key_of_line(record)] += 1
+            self._offsets.setdefault(bytes.fromhex(record["document"]), offset)
+        rejected = self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys())
+        known = {key_of_line(record) for _, record in rejected}
+        self._rejected = set() if paths.retry_rejects else known  # keys of the lines of rejects
+
+    def _keep_manifest(self) -> None:
+        """Write the manifest again if it was deleted while the job ran, so that it can be resumed."""
+        if not os.path.lexists(manifest_path(self._results)):
+            with suppress(OSError):
+                write_manifest(self._results, self._identity)
 
     @property
     def lines(self) -> int:
@@ -242,7 +274,12 @@ class Journal(ExitStack):
             self._rejected.add(key)
 
     def finish(self) -> None:
-        """Sort the lines into the order of the inputs and mark the job as finished; an OSError leaves the lines."""
+        """Sort the lines into the order of the inputs and mark the job as finished.
+
+        An OSError leaves the lines, and so does a ResultsError because another program changed them.
+        """
+        self._file.release()
+        self._reject_file.release()
         if self._same_ids:
             have = count(len(self._same_ids), "document has", "documents have")
             self._notes.append(
@@ -281,9 +318,14 @@ class Journal(ExitStack):
         """The first line with this text hash, if there is one."""
         if content not in self._offsets:
             return None
+        self._file.check()
         with open(self._running, "rb") as file:
-            file.seek(self._offsets[content])
-            return parse_record(file.readline())
+            before = file.read(self._offsets[content])
+            with suppress(ValueError):
+                record = parse_record(file.readline())
+                if record.get("document") == content.hex():
+                    return record
+        raise ResultsError(describe_damage(self._running, before.count(b"\n") + 1))
 
     def _read_lines(self, path: Path, is_valid: Callable[[Record], bool]) -> Iterator[tuple[int, Record]]:
         """The lines of a file with their byte offsets. A torn last line is cut off: a crash may lose part of it."""
@@ -312,17 +354,23 @@ class Journal(ExitStack):
         return is_of_job and _TEXT_HASH.fullmatch(str(record.get("document"))) is not None
 
 
-def _acquire_lock(output: Path) -> FileLock:
-    """Lock an output against other processes. The lock has its own file, since the output is replaced."""
-    output = Path(os.path.realpath(output))
-    lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0)
+def _begins_with_result(path: Path) -> bool:
+    """Whether the first line of a file, if there is one, is of some job."""
+    if not path.is_file():
+        return True
+    with open(path, "rb") as file, suppress(ValueError):
+        line = file.readline()
+        return not line or {"id", "document", "fingerprint"} <= parse_record(line).keys()
+    return False
+
+
+def _lock(output: Path) -> ExitStack:
+    """The lock of an output, held until the stack is closed; ConfigError if another process holds it."""
+    stack = ExitStack()
     try:
-        lock.acquire()
-    except NotImplementedError:  # a file system without locks
-        pass
+        stack.enter_context(locked(output, timeout_s=0))
+    except TimeoutError as error:
+        raise ConfigError(f"output {output} is being written by another process; wait for it, or stop it") from error
     except OSError as error:
-        what = f"cannot be written: {error.strerror or 'no lock can be made beside it'}"
-        if isinstance(error, Timeout) and Path(lock.lock_file).exists():  # else the folder cannot be written to
-            what = "is being written by another process; wait for it, or stop it"
-        raise ConfigError(f"output {output} {what}") from error
-    return lock
+        raise ConfigError(f"output {output} cannot be written: {error.strerror}") from error
+    return stack

@@ -1,9 +1,10 @@
-"""The memory of earlier outputs, kept in a pool file from one job to the next."""
+"""The memory of earlier outputs, kept in a pool file for later jobs; several jobs may add to it at once."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,11 @@ import numpy as np
 from lookahead.errors import PoolError
 from lookahead.models.model_state import state_of
 from lookahead.models.support import vocabulary_size
-from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.pool_file import read_header, write_pool
-from lookahead.pools.pool_files import open_pool, pool_errors
+from lookahead.ngram.chains import SEPARATOR, ChainIndex, IntArray
+from lookahead.ngram.pool_file import Pool, read_header, write_pool
+from lookahead.pools.pool_files import changing, join_documents, open_pool, pool_errors
 from lookahead.proposers import ProposerState
+from lookahead.proposers.ngram import OUTPUT_TOKENS
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -42,9 +44,11 @@ class OutputMemory:
         self._outputs: ChainIndex = state_of(model).learned.of(ProposerState, ProposerState).memory.outputs
         self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._saved_at = time.monotonic()
+        self._saved: Counter[bytes] = Counter()  # outputs that are in the file or were, by their tokens
         if path.exists():
             pool = open_pool(str(path), fingerprint=self._fingerprint, vocabulary=vocabulary_size(model))
             self._outputs.append_documents(np.array(pool.tokens[1:]))
+            self._saved.update(map(_key, _documents_of(pool.tokens)))
             self.loaded = pool.header.tokens
 
     @property
@@ -53,12 +57,33 @@ class OutputMemory:
         return int(np.count_nonzero(self._outputs.tokens >= 0))
 
     def save(self) -> None:
-        """Write the memory to its file, atomically; PoolError if it cannot be written."""
+        """Add the outputs since the last save to the file, under its lock and atomically; PoolError if that fails.
+
+        What other jobs added is kept; of more outputs than a memory holds the oldest go. A file that was removed since
+        gets all outputs.
+        """
         self._saved_at = time.monotonic()
-        tokens = np.array(self._outputs.tokens[1:])
-        if np.any(tokens >= 0):
-            with pool_errors(str(self.path)):
-                write_pool(self.path, tokens, self._fingerprint, is_learned=True)
+        outputs = _documents_of(self._outputs.tokens)
+        with changing(str(self.path)):
+            stored = _documents_of(self._read()) if os.path.lexists(self.path) else []
+            known = self._saved if stored else Counter[bytes]()
+            left, new = known.copy(), []
+            for i, output in enumerate(outputs):
+                left[key := _key(output)] -= 1
+                # The first one may be the end of a longer one, whose beginning made room.
+                if left[key] < 0 and (i or not any(each.endswith(key) for each in known)):
+                    new.append(output)
+            if new:
+                tokens = join_documents(stored + new)
+                newest = tokens if tokens.size < OUTPUT_TOKENS else tokens[-OUTPUT_TOKENS // 2 :]
+                write_pool(self.path, newest, self._fingerprint, is_learned=True)
+        self._saved = Counter(map(_key, outputs))
+
+    def _read(self) -> IntArray:
+        pool = Pool.open(self.path, self._fingerprint)
+        if not pool.header.learned:
+            raise ValueError(f"{self.path}: replaced by a corpus while the job ran; its outputs are not added")
+        return pool.tokens
 
     def save_while(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yield the items of a job, and save now and then if that can be done, so that a killed job loses little."""
@@ -67,3 +92,13 @@ class OutputMemory:
                 with suppress(PoolError):
                     self.save()
             yield item
+
+
+def _documents_of(tokens: IntArray) -> list[IntArray]:
+    """The documents of an arena, int32 `[tokens]` each, without empty ones."""
+    parts = np.split(tokens, np.flatnonzero(tokens == SEPARATOR))
+    return [np.array(part[1:]) for part in parts[1:] if part.size > 1]
+
+
+def _key(document: IntArray) -> bytes:
+    return document.tobytes()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import stat
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -17,12 +19,13 @@ from typing import Any
 from lookahead.documents.decode_text import DocumentId
 from lookahead.documents.inputs import load_packages
 from lookahead.documents.readers import parquet_records
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, ResultsError, count
 from lookahead.jobs.identity import key_of_line
 from lookahead.utils.atomic import parse_json
 from lookahead.utils.replacing import replacing, sync_folder
 
 Record = dict[str, Any]
+RECOVERED = ".recovered.jsonl"  # suffix of the lines of a file that was replaced while a job ran
 _BATCH_ROWS = 1024
 _IDS = ("id", "copy_of")
 _AS_JSON = ("stats", "tree", "plain")  # their fields vary
@@ -46,7 +49,9 @@ class JsonLinesFile(ExitStack):
     """A file of JSON lines, each written whole or not at all: in one unbuffered write, and synced to the disk.
 
     If the write fails (no space left) or is interrupted, the file is truncated to its last whole line. Lines that stand
-    there are kept. With `lazy` the file is created with its first line. ConfigError if it cannot be created.
+    there are kept. With `lazy` the file is created with its first line, and removed if it holds none. ConfigError if it
+    cannot be created. ResultsError, before the next line and at the end, if another program changed it meanwhile; what
+    it held is kept as far as that can be done.
     """
 
     def __init__(self, path: Path, *, lazy: bool = False) -> None:
@@ -54,13 +59,17 @@ class JsonLinesFile(ExitStack):
         self.path = path
         # Bytes of whole lines, and lines of this run. One tuple: an interrupt must not come between the two.
         self.whole = (path.stat().st_size if path.exists() else 0, 0)
-        self._file: FileIO | None = None if lazy else self._open()
+        self._is_released = False
+        if lazy:
+            self.callback(self._remove_if_empty)
+        self._file: FileIO | None = None if lazy and not path.exists() else self._open()
 
     def write(self, record: Record) -> None:
         """Append one line; after an OSError the file is unchanged."""
         if self._file is None:
             self._file = self._open()
         line = encode_line(record)
+        self.check(line)
         try:
             written = 0
             while written < len(line):
@@ -72,16 +81,86 @@ class JsonLinesFile(ExitStack):
                 self._file.truncate(self.whole[0])
             raise
 
+    def check(self, line: bytes = b"") -> None:
+        """ResultsError if another program changed the file; what it held is kept with `line`, and no more is written.
+
+        A file that was deleted is written again. If something else has its name, a file beside it gets the lines.
+        """
+        if self._file is None or self._is_released:
+            return
+        held, is_there = os.fstat(self._file.fileno()), False
+        with suppress(FileNotFoundError, NotADirectoryError):
+            is_there = os.path.samestat(os.stat(self.path), held)
+        if (is_there and held.st_size == self.whole[0]) or not stat.S_ISREG(held.st_mode):
+            return
+        self._is_released = True
+        raise ResultsError(self._repair(self._file, line) if is_there else self._recover(self._file, line))
+
+    def release(self) -> None:
+        """Check the file for the last time: from now on it may be replaced."""
+        self.check()
+        self._is_released = True
+
+    def _recover(self, file: FileIO, line: bytes) -> str:
+        """Write the lines of a file that has no name any more; returns what became of them."""
+        what = f"{self.path} was deleted or replaced by another program while the job ran"
+        place = Path(f"{self.path}{RECOVERED}")
+        try:
+            earlier = place.read_bytes() if place.exists() else b""  # of an earlier recovery
+            with replacing(place, like=os.fstat(file.fileno())) as copy:
+                copy.write(earlier)
+                file.seek(0)
+                shutil.copyfileobj(file, copy)
+                copy.write(line)
+        except OSError as error:
+            return f"{what}, and its lines are lost: {place} cannot be written: {error.strerror}"
+        lines = count(place.read_bytes().count(b"\n"), "line")
+        if not earlier:
+            with suppress(OSError):  # something else has the name, or the file system has no links
+                os.link(place, self.path)
+                place.unlink()
+                return f"{what}; what it held was written again ({lines})"
+        return f"{what}; what it held is in {place} ({lines}): move that to {self.path} to go on with it"
+
+    def _repair(self, file: FileIO, line: bytes) -> str:
+        """Append a line to a file that was changed, behind its last whole line; returns where it was changed."""
+        file.seek(0)
+        *lines, torn = file.readall().split(b"\n")
+        size = sum(len(each) + 1 for each in lines)
+        file.truncate(size)
+        file.write(line)
+        _sync(file)
+        for number, each in enumerate(lines, start=1):
+            try:
+                keyed_record(each + b"\n")
+            except ValueError:
+                return describe_damage(self.path, number)
+        if size + len(torn) < self.whole[0]:
+            return f"{self.path}:{len(lines) + 1}: another program cut off the file here while the job ran"
+        return f"{self.path}: another program wrote to the file while the job ran"
+
+    def _remove_if_empty(self) -> None:
+        with suppress(OSError):
+            if self.path.is_file() and not self.path.stat().st_size:
+                self.path.unlink()
+
     def _open(self) -> FileIO:
         """Open the file without a buffer, which would write parts of lines."""
         try:
             is_new = not self.path.exists()
-            file = self.enter_context(FileIO(self.path, "ab"))
+            is_regular = is_new or self.path.is_file()  # a pipe cannot be read too
+            file = self.enter_context(FileIO(self.path, "ab+" if is_regular else "ab"))
+            self.callback(self.release)
             if is_new:  # the lines of a file whose name is lost with the power are lost too
                 sync_folder(self.path.parent)
             return file
         except OSError as error:
             raise ConfigError(f"output {self.path} cannot be written: {error.strerror}") from error
+
+
+def describe_damage(path: Path, number: int) -> str:
+    """What is wrong with a line that another program changed while a job ran; `number` begins at 1."""
+    return f"{path}:{number}: no line of this job: another program changed it while the job ran; remove the line"
 
 
 def _sync(file: FileIO) -> None:
@@ -112,6 +191,15 @@ def parse_record(line: bytes) -> Record:
     return record
 
 
+def keyed_record(line: bytes) -> tuple[bytes, Record]:
+    """The key and the JSON object of a whole line of a document; ValueError if it is something else."""
+    record = parse_record(line)
+    try:
+        return key_of_line(record), record
+    except KeyError as error:
+        raise ValueError(f"a line without {error}") from error
+
+
 def sort_lines(
     path: Path, order: Iterable[bytes], is_outdated: Callable[[Record], bool], *, newest_only: bool = False
 ) -> tuple[int, int]:
@@ -119,27 +207,31 @@ def sort_lines(
 
     `order` names the keys of the lines, and a key perhaps more than once. Lines that no key names follow at the end,
     but those that are outdated are dropped. With `newest_only` only the last line of each key is kept. Returns the
-    number of lines kept and of lines dropped; after an OSError the file is unchanged.
+    number of lines kept and of lines dropped; after an OSError, or a ResultsError for a damaged line, the
+    file is unchanged.
     """
     places: defaultdict[bytes, deque[tuple[int, int, bool]]] = defaultdict(deque)  # offset, length, is outdated
-    count = offset = 0
+    number = offset = 0
     with open(path, "rb") as file:
-        for line in file:
-            record = parse_record(line)
-            alike = places[key_of_line(record)]
+        for number, line in enumerate(file, start=1):
+            try:
+                key, record = keyed_record(line)
+            except ValueError as error:
+                raise ResultsError(describe_damage(path, number)) from error
+            alike = places[key]
             if newest_only:
                 alike.clear()
             alike.append((offset, len(line), is_outdated(record)))
-            count, offset = count + 1, offset + len(line)
+            offset += len(line)
     named = [places[key].popleft() for key in order if places.get(key)]
     others = sorted(place for rest in places.values() for place in rest)
     kept = named + [place for place in others if not place[2]]
-    if len(kept) < count or any(after[0] < before[0] for before, after in pairwise(kept)):
+    if len(kept) < number or any(after[0] < before[0] for before, after in pairwise(kept)):
         with open(path, "rb") as source, replacing(path) as target:
             for offset, length, _ in kept:
                 source.seek(offset)
                 target.write(source.read(length))
-    return len(kept), count - len(kept)
+    return len(kept), number - len(kept)
 
 
 def write_parquet(lines: Path, path: Path) -> None:
@@ -161,7 +253,7 @@ def write_parquet(lines: Path, path: Path) -> None:
 def unpack_parquet(path: Path, lines: Path, is_own: Callable[[Record], bool]) -> None:
     """Write the JSON lines that a Parquet file was made of, all of them of the job that is resumed (`is_own`)."""
     try:
-        with replacing(lines) as file:
+        with replacing(lines, like=path.stat()) as file:
             for number, record in enumerate(parquet_records(path), start=1):
                 record |= {name: parse_json(record[name]) for name in _AS_JSON if name in record}
                 if not is_own(record):

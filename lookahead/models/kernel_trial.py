@@ -19,6 +19,7 @@ from platformdirs import user_cache_path
 from lookahead.kernels import dispatch, self_test
 from lookahead.kernels.dispatch import KernelVariant, Verdict
 from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.locks import locked
 
 SELF_TEST = "lookahead.kernels.self_test"  # the module that is run
 PATIENCE_S = 60  # for a process to start, and for each kernel; compiling one takes seconds
@@ -115,10 +116,15 @@ def _read_verdicts(path: Path) -> dict[str, Verdict]:
 
 
 def _write_verdicts(path: Path, machine: dict[str, str], known: dict[str, Verdict]) -> None:
-    """Keep what another test would find too; a folder that cannot be written to costs a test in every process."""
+    """Keep what another test would find too, beside what other processes kept meanwhile.
+
+    A folder that cannot be written to costs a test in every process.
+    """
     lasting = {name: verdict for name, verdict in known.items() if verdict.is_lasting}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({**machine, "verdicts": lasting}, indent=1))
+        with locked(path):
+            content = {**machine, "verdicts": _read_verdicts(path) | lasting}
+            write_atomically(path, json.dumps(content, indent=1))
     except OSError as error:
         _log.info("verdicts on kernels are not kept: %s", error)

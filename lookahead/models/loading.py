@@ -21,11 +21,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
-from filelock import FileLock
 from platformdirs import user_cache_path
 
 from lookahead.documents.byte_sources import in_time
 from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.utils.locks import locked
 
 if TYPE_CHECKING:
     import torch
@@ -311,7 +311,7 @@ def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> P
             "pip install 'lookahead-decoding[gguf]'"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with locked(folder, timeout_s=-1):  # a large model takes minutes
         if not folder.is_dir():
             dtype = _check(file)
             if announce is not None:

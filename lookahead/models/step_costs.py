@@ -12,6 +12,7 @@ import math
 import platform
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.config import refuses_removed
+from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError
 from lookahead.models import calibration
 from lookahead.models.model_state import state_of
 from lookahead.models.support import context_limit, validate_causal_lm
 from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.locks import locked
 
 _VERSION = 4  # of the files
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError)  # ConfigError is a ValueError
 
 
 def identity(model: nn.Module) -> dict[str, Any]:
@@ -72,15 +76,10 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     """
     path = cost_path(model, folder)
     try:
-        content = read_json(path)
-        if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
-            return False  # an older release wrote it
-        if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, identity(model)):
-            raise ConfigError("it is not of this version or for this model")
-        state_of(model).learned.costs["plain"].update(content["costs"])
+        state_of(model).learned.costs["plain"].update(_read_costs(path, identity(model)))
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
+    except _UNREADABLE as error:
         reason = " ".join(str(error).split())
         warnings.warn(f"the step costs in {path} are ignored, they will be measured: {reason}", stacklevel=2)
         return False
@@ -111,7 +110,9 @@ def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> b
 
 @refuses_removed
 def save_costs(model: PreTrainedModel, folder: Path | str | None = None) -> Path:
-    """Write the measured step costs of a model to a file, replacing an older one; returns its path.
+    """Write the measured step costs of a model to a file; returns its path.
+
+    A file that is there is changed under its lock: costs of batch sizes and contexts that only it knows stay.
 
     Args:
         model: The model.
@@ -122,9 +123,25 @@ def save_costs(model: PreTrainedModel, folder: Path | str | None = None) -> Path
     """
     path, costs = cost_path(model, folder), state_of(model).learned.costs["plain"].to_dict()
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"version": _VERSION, "for": identity(model), "costs": costs}
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    known = identity(model)
+    with locked(path):
+        merged = StepCost()
+        with suppress(*_UNREADABLE):  # then it is made anew
+            merged.update(_read_costs(path, known))
+        merged.update(costs)
+        content = {"version": _VERSION, "for": known, "costs": merged.to_dict()}
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
     return path
+
+
+def _read_costs(path: Path, known: dict[str, Any]) -> Any:
+    """The costs in a file; FileNotFoundError also if an older release wrote it, another `_UNREADABLE` if it is none."""
+    content = read_json(path)
+    if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
+        raise FileNotFoundError(path)
+    if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, known):
+        raise ConfigError("it is not of this version or for this model")
+    return content["costs"]
 
 
 @refuses_removed

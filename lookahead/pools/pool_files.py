@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from lookahead.errors import PoolError, count, one_line
 from lookahead.ngram.chains import SEPARATOR, IntArray
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.utils.fingerprints import tokenizer_fingerprint
+from lookahead.utils.locks import locked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +79,14 @@ def pool_errors(path: str) -> Iterator[None]:
         raise PoolError(str(error)) from error
 
 
+@contextmanager
+def changing(path: str) -> Iterator[None]:
+    """Hold the lock of a pool or memory file while it is read, changed and written; its errors are `PoolError`s."""
+    check_folder(path)
+    with pool_errors(path), locked(Path(path)):
+        yield
+
+
 @dataclass(slots=True)
 class PoolTotals:
     """What was read for a pool so far."""
@@ -109,17 +119,29 @@ def build_pool(
     totals: PoolTotals,
     observer: PoolObserver,
 ) -> PoolHeader:
-    """Make a pool of the documents of all inputs. An existing file is replaced when the new one is complete."""
+    """Make a pool of the documents of all inputs. An existing file is replaced when the new one is complete.
+
+    With `add` it is read again under its lock, with what other processes added meanwhile.
+    """
     fingerprint = tokenizer_fingerprint(tokenizer)
     with pool_errors(path):
-        before = [np.array(Pool.open(path, fingerprint).tokens[1:])] if add else []
+        if add:  # refuse a file that cannot be used before the documents are read
+            Pool.open(path, fingerprint)
     documents = list(read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer))
     if not documents:
         raise PoolError(f"{path}: no document to {'add' if add else 'make it of'}, {totals.rejected} could not be used")
+    with changing(path):
+        pool = Pool.open(path, fingerprint) if add else None
+        before = [] if pool is None else [np.array(pool.tokens[1:])]
+        is_learned = pool is not None and pool.header.learned == 1  # it stays a memory, to which jobs add
+        return write_pool(path, join_documents(before + documents), fingerprint, is_learned=is_learned)
+
+
+def join_documents(documents: Sequence[IntArray]) -> IntArray:
+    """At least one document, int32 `[tokens]` each, as one array with `SEPARATOR` between them."""
     separator = np.array([SEPARATOR], np.int32)
-    separated = [part for document in before + documents for part in (document, separator)][:-1]
-    with pool_errors(path):
-        return write_pool(path, np.concatenate(separated), fingerprint)
+    joined: IntArray = np.concatenate([part for document in documents for part in (separator, document)][1:])
+    return joined
 
 
 def read_tokens(

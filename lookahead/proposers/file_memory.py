@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from lookahead.errors import PoolError
 from lookahead.heads.layers import body_of
 from lookahead.models.support import decoder_vocabulary
 from lookahead.ngram import memory_file
 from lookahead.ngram.memory_file import MOST_TOKENS, MemoryHeader, Records, merge_records, read_memory, write_memory
-from lookahead.pools.pool_files import check_folder, pool_errors
+from lookahead.pools.pool_files import changing, pool_errors
 from lookahead.proposers.ngram import Memory
 from lookahead.utils.fingerprints import model_fingerprint
 
 EMPTY: Records = np.zeros((0, 5), np.uint64)
-_LOCK_S = 60.0  # of waiting for another process, which writes for less than a second
 
 FileMemory = tuple[Memory, MemoryHeader]
 """A memory that started from a file, and what binds it to its model."""
@@ -60,7 +56,7 @@ def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMP
 
     The bound of the header counts for a new file. New records replace those of the file, which replace old ones.
     """
-    with pool_errors(path), _locked(path):
+    with changing(path):
         known = EMPTY
         if os.path.lexists(path):
             header, known = read_memory(path, header)
@@ -83,23 +79,5 @@ def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = No
     everything = np.concatenate(parts)
     youngest = everything[np.argsort(everything[:, 0] & np.uint64(memory_file.OLDEST), kind="stable")]
     most = max(header.max_contexts for header in headers) if max_contexts is None else max_contexts
-    with pool_errors(path), _locked(path):
+    with changing(path):
         return write_memory(path, replace(headers[0], max_contexts=most), merge_records([youngest], most))
-
-
-@contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Keep other processes from merging. The lock has its own file, since the other one is replaced."""
-    place = Path(os.path.realpath(path))
-    check_folder(path)  # filelock would wait for one
-    lock = FileLock(place.with_name(f".{place.name}.lock"), timeout=_LOCK_S)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise PoolError(f"{path}: another process has been writing it for {_LOCK_S:.0f} s") from error
-    except NotImplementedError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        lock.release()

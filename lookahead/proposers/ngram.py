@@ -15,7 +15,7 @@ from lookahead.ngram.search import NO_CANDIDATES, NOT_VERIFIED, Search, Trie
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
 _MAX_LINKS = 32  # walked in each text
-_OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten when they are full
+OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten when they are full
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Memory:
     """Texts of finished requests, and the target's likeliest tokens after 262,144 contexts (16 MiB) by default."""
 
     recycled: RecycledTable = field(default_factory=RecycledTable)
-    outputs: ChainIndex = field(default_factory=lambda: ChainIndex(_OUTPUT_TOKENS))
+    outputs: ChainIndex = field(default_factory=lambda: ChainIndex(OUTPUT_TOKENS))
 
 
 @dataclass(slots=True)

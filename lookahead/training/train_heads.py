@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from lookahead.training.examples import Example, Say, answer_prompts, make_examp
 from lookahead.training.learners import EagleLearner, FusedEagleLearner, IndependentHeadsLearner, Learner
 from lookahead.utils.atomic import write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
+from lookahead.utils.locks import locked
 
 if TYPE_CHECKING:
     from lookahead.training.heads_trainer import HeadTrainer
@@ -98,8 +99,8 @@ def train_heads(
     lm_head(loaded.model)
     digest = xxhash.xxh3_64_hexdigest(json.dumps(records).encode())
     fingerprint = model_fingerprint(loaded.model, body_of(loaded.model))
-    _enter(output, {**asdict(settings), "model": fingerprint, "data": digest}, resume=resume)
-    with _cleaning_up(loaded.model, output):
+    run = {**asdict(settings), "model": fingerprint, "data": digest}
+    with _entered(output, run, resume=resume), _cleaning_up(loaded.model, output):
         prompts = [prompt for prompt, text in records if text is None and prompt is not None]
         answers: dict[str, list[int]] = {}
         if prompts:
@@ -113,9 +114,9 @@ def train_heads(
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         metrics: dict[str, float] = trainer.evaluate()
         write_heads(heads, output, loaded.model)
-    if settings.is_joint:
-        loaded.model.save_pretrained(output / "model")
-        loaded.tokenizer.save_pretrained(output / "model")
+        if settings.is_joint:
+            loaded.model.save_pretrained(output / "model")
+            loaded.tokenizer.save_pretrained(output / "model")
     return metrics
 
 
@@ -145,6 +146,20 @@ def _cleaning_up(model: PreTrainedModel, output: Path) -> Iterator[None]:
 def _last_checkpoint(output: Path) -> Path | None:
     whole = [path for path in output.glob("checkpoints/checkpoint-*") if (path / _DONE).is_file()]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+@contextmanager
+def _entered(output: Path, run: dict[str, Any], *, resume: bool) -> Iterator[None]:
+    """Hold the lock of the folder of a run, which is made or holds the same run; another process is refused."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(output, timeout_s=0))
+        except TimeoutError as error:
+            what = "is being written by another process; wait for it, stop it, or choose another --output"
+            raise TrainingError(f"{output} {what}") from error
+        _enter(output, run, resume=resume)
+        yield
 
 
 def _enter(output: Path, run: dict[str, Any], *, resume: bool) -> None:

@@ -1,4 +1,4 @@
-"""Atomic replacement of files."""
+"""Atomic replacement of files, which keep their mode, and their owner where the process may give them away."""
 
 from __future__ import annotations
 
@@ -6,24 +6,30 @@ import contextlib
 import glob
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+_PRIVATE = 0o600  # mode of a file that nobody else may read or write
+
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, like: os.stat_result | None = None) -> Iterator[BinaryIO]:
     """Write a temporary file beside `path` that replaces it once it is complete and on the disk.
 
+    It has the mode and the owner of the file that it replaces from the beginning, or those of `like` if there is none.
     On an error it is removed. Files left by killed processes are removed first.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
     with contextlib.suppress(OSError):
         remove_leftovers(path)
+    with contextlib.suppress(FileNotFoundError):
+        like = os.stat(path)
     while True:
         written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        file = open(written, "xb")  # noqa: SIM115 - closed below
+        file = _create(written, like)
         is_locked = _lock(file.fileno(), waits=True)
         if not is_locked or os.fstat(file.fileno()).st_nlink:
             break
@@ -43,6 +49,25 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         if lock is not None:
             os.close(lock)
     sync_folder(path.parent)
+
+
+def _create(path: Path, like: os.stat_result | None) -> BinaryIO:
+    """Create a file with the mode and, where this process may give it away, the owner and the group of another one.
+
+    It is never more readable than that: a group that could not be kept has no more rights than everybody.
+    """
+    if like is None or not hasattr(os, "fchown"):  # Windows
+        return open(path, "xb")
+    file = open(path, "xb", opener=lambda name, flags: os.open(name, flags, _PRIVATE))  # noqa: SIM115 - returned
+    mode = stat.S_IMODE(like.st_mode) & 0o777
+    for owner in ((like.st_uid, -1), (-1, like.st_gid)):
+        with contextlib.suppress(OSError):
+            os.fchown(file.fileno(), *owner)
+    if os.fstat(file.fileno()).st_gid != like.st_gid:
+        mode &= 0o707 | (mode & 0o007) << 3
+    with contextlib.suppress(OSError):  # a file system without modes
+        os.fchmod(file.fileno(), mode)
+    return file
 
 
 def remove_leftovers(path: Path) -> None:

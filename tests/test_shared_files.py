@@ -1,0 +1,250 @@
+"""Files that several processes change at once lose nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lookahead.cli.app import app
+from lookahead.errors import PoolError, TrainingError
+from lookahead.jobs.output_memory import OutputMemory
+from lookahead.kernels.dispatch import Verdict
+from lookahead.models import kernel_trial, step_costs
+from lookahead.models.loading import LoadedModel
+from lookahead.models.model_state import LearnedState, state_of, use_learned
+from lookahead.ngram.chains import SEPARATOR, ChainIndex
+from lookahead.ngram.memory_file import read_memory
+from lookahead.ngram.pool_file import Pool, read_header, write_pool
+from lookahead.proposers import ProposerState
+from lookahead.proposers.file_memory import merge_into
+from lookahead.proposers.ngram import OUTPUT_TOKENS
+from lookahead.training.train_heads import Settings, train_heads
+from lookahead.utils.locks import locked
+from tests.support.forked import Forked, command
+from tests.support.memories import MODEL, learned
+
+AT_ONCE = 4  # processes
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, workplace: None) -> Path:
+    """An empty working directory."""
+    return tmp_path
+
+
+def documents_of(path: str) -> list[tuple[int, ...]]:
+    """The documents of a pool, in the order of the file."""
+    tokens = Pool.open(path).tokens
+    return [tuple(part[part != SEPARATOR].tolist()) for part in np.split(tokens, np.flatnonzero(tokens < 0))[1:]]
+
+
+@contextlib.contextmanager
+def reading_at_once(*commands: tuple[str, ...]) -> Iterator[list[Forked]]:
+    """Run commands that read a document each, `{}` in its words: all have begun to read before one may go on."""
+    with contextlib.ExitStack() as stack:
+        processes, pipes = [], []
+        for i, words in enumerate(commands):
+            place = Path(f"process{i}")
+            place.mkdir()
+            os.mkfifo(place / "document")
+            named = [word.format(place / "document") for word in words]
+            processes.append(stack.enter_context(command(*named, folder=place)))
+        for i, process in enumerate(processes):
+            process.until(lambda i=i: pipes[i:] or pipes.extend(opened(Path(f"process{i}/document"))) or pipes[i:])
+        for i, pipe in enumerate(pipes):
+            with os.fdopen(pipe, "w") as document:
+                document.write(f"Document {i} is about the number {i}.")
+        yield processes
+
+
+def opened(pipe: Path) -> list[int]:
+    """The descriptor of a pipe to write to, once somebody reads it."""
+    try:
+        return [os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)]
+    except OSError as error:
+        assert error.errno == errno.ENXIO
+        return []
+
+
+def test_documents_that_processes_add_to_a_pool_at_once_are_all_there(model_folder: Path) -> None:
+    Path("first.txt").write_text("The first document.")
+    model = ("--model", str(model_folder))
+    assert CliRunner().invoke(app, ["pool", "build", "first.txt", "-o", "pool.lkp", *model]).exit_code == 0
+    with reading_at_once(*[("pool", "add", "pool.lkp", "{}", *model)] * AT_ONCE) as processes:
+        assert [process.wait() for process in processes] == [0] * AT_ONCE
+    assert len(set(documents_of("pool.lkp"))) == read_header("pool.lkp").documents == 1 + AT_ONCE
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["an older memory", "a new memory"])
+def test_outputs_of_jobs_that_run_at_once_are_all_in_their_memory(
+    is_there: bool, model_folder: Path, tiny_tokenizer: Any
+) -> None:
+    options = ("--pool", "memory.lkp", "--model", str(model_folder), "--max-new-tokens", "4", "--threads", "1")
+    if is_there:
+        Path("first.txt").write_text("The first document.")
+        assert CliRunner().invoke(app, ["summarize", "first.txt", "-o", "o.jsonl", *options]).exit_code == 0
+    jobs = [("summarize", "{}", "-o", f"out{i}.jsonl", *options) for i in range(AT_ONCE)]
+    with reading_at_once(*jobs) as processes:
+        assert [process.wait() for process in processes] == [0] * AT_ONCE, [each.stderr for each in processes]
+    texts = [tiny_tokenizer.decode(document) for document in documents_of("memory.lkp")]
+    assert [sum(f"about the number {i}." in text for text in texts) for i in range(AT_ONCE)] == [1] * AT_ONCE
+    assert sum("The first document." in text for text in texts) == is_there
+
+
+@pytest.fixture
+def memory_of(tiny_llama: Any, tiny_tokenizer: Any) -> Callable[..., OutputMemory]:
+    """Makes the memory of a new job that wrote some outputs."""
+
+    def make(*outputs: list[int]) -> OutputMemory:
+        model = copy.deepcopy(tiny_llama)
+        memory = OutputMemory(Path("memory.lkp"), model, tiny_tokenizer)
+        index = state_of(model).learned.of(ProposerState, ProposerState).memory.outputs
+        for output in outputs:
+            index.end_document()
+            index.append(output)
+        return memory
+
+    return make
+
+
+def test_a_job_adds_each_of_its_outputs_once_however_often_it_saves(memory_of: Callable[..., OutputMemory]) -> None:
+    memory_of([1, 2], [3]).save()
+    one, other = memory_of([4], [3]), memory_of([5, 6])
+    for memory in (one, other, one, other):
+        memory.save()
+    assert documents_of("memory.lkp") == [(1, 2), (3,), (4,), (3,), (5, 6)]
+
+
+def test_a_memory_that_was_removed_while_a_job_ran_is_made_anew_of_all_it_knows(
+    memory_of: Callable[..., OutputMemory],
+) -> None:
+    memory_of([1, 2]).save()
+    memory = memory_of([3])
+    Path("memory.lkp").unlink()
+    memory.save()
+    assert documents_of("memory.lkp") == [(1, 2), (3,)]
+
+
+def test_a_corpus_that_took_the_place_of_a_memory_while_a_job_ran_is_left_alone(
+    memory_of: Callable[..., OutputMemory],
+) -> None:
+    memory = memory_of([3])
+    memory.save()
+    write_pool("memory.lkp", np.array([7, 8], np.int32), read_header("memory.lkp").fingerprint)
+    with pytest.raises(PoolError, match=r"memory\.lkp: replaced by a corpus while the job ran"):
+        memory.save()
+    assert documents_of("memory.lkp") == [(7, 8)]
+
+
+def test_documents_can_be_added_to_a_memory_while_a_job_adds_its_outputs(
+    memory_of: Callable[..., OutputMemory], model_folder: Path
+) -> None:
+    memory_of([1]).save()
+    memory = memory_of([2])
+    Path("first.txt").write_text("The first document.")
+    added = CliRunner().invoke(app, ["pool", "add", "memory.lkp", "first.txt", "--model", str(model_folder)])
+    assert added.exit_code == 0
+    memory.save()
+    one, _, other = documents_of("memory.lkp")
+    assert (one, other) == ((1,), (2,))
+
+
+def test_the_newest_half_of_a_memory_stays_when_it_is_full_and_can_be_read(
+    memory_of: Callable[..., OutputMemory],
+) -> None:
+    half = OUTPUT_TOKENS // 2
+    memory_of([1] * (half - 2)).save()
+    memory_of([2] * (half // 2)).save()
+    assert read_header("memory.lkp").tokens > half
+    memory_of([3] * (half // 2 + 9)).save()
+    assert read_header("memory.lkp").tokens < half
+    assert [document[0] for document in documents_of("memory.lkp")] == [2, 3]
+
+
+def test_of_documents_beyond_half_of_an_index_the_newest_are_added() -> None:
+    index = ChainIndex(1024)
+    index.append_documents(np.arange(600, dtype=np.int32))
+    assert index.tokens[1:].tolist() == list(range(600 - 512, 600))
+
+
+def add_verdict(i: int) -> None:
+    kernel_trial._write_verdicts(Path("verdicts.json"), {"gpu": "none"}, {f"kernel {i}": Verdict()})
+
+
+def verdicts() -> int:
+    return len(kernel_trial._read_verdicts(Path("verdicts.json")))
+
+
+NETWORK = torch.nn.Linear(1, 1)
+
+
+def add_costs(i: int) -> None:
+    """Save the costs of steps of one size, as a process does that measured no others."""
+    learned = LearnedState()
+    learned.costs["plain"].observe(1, 0.1, rows=1 << i % 8, context=300 << 2 * (i // 8))
+    with use_learned(NETWORK, learned):
+        step_costs.save_costs(cast(Any, NETWORK), ".")
+
+
+def costs() -> int:
+    return len(json.loads(step_costs.cost_path(NETWORK, ".").read_text())["costs"])
+
+
+def add_context(i: int) -> None:
+    merge_into("m.lkm", MODEL, learned([i + 1]))
+
+
+@pytest.mark.parametrize(
+    ("add", "count"),
+    [
+        pytest.param(add_verdict, verdicts, id="verdicts on kernels"),
+        pytest.param(add_costs, costs, id="step costs"),
+        pytest.param(
+            lambda i: merge_into("m.lkm", MODEL, learned([i + 1])),
+            lambda: read_memory("m.lkm")[0].contexts,
+            id="memory",
+        ),
+    ],
+)
+def test_what_processes_add_to_a_file_at_once_is_all_there(
+    add: Callable[[int], object], count: Callable[[], int], folder: Path
+) -> None:
+    begin = time.time() + 0.3
+
+    def work(i: int) -> None:
+        time.sleep(begin - time.time())
+        for j in range(8):
+            add(8 * i + j)
+
+    processes = [Forked(lambda i=i: work(i), folder / f"stderr{i}") for i in range(AT_ONCE)]
+    assert [process.wait() for process in processes] == [0] * AT_ONCE, [each.stderr for each in processes]
+    assert count() == 8 * AT_ONCE
+
+
+def test_a_folder_of_heads_is_written_by_one_run(tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    Path("data.txt").write_text("What is this about?")
+    loaded, data, output = LoadedModel(tiny_llama, tiny_tokenizer), Path("data.txt"), Path("new/heads")
+    output.mkdir(parents=True)
+    message = "new/heads is being written by another process; wait for it, stop it, or choose another --output"
+    with locked(output), pytest.raises(TrainingError, match=message):
+        train_heads(loaded, data, output, Settings(kind="medusa"))
+    assert not list(output.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["gone", "a/b"])
+def test_the_lock_of_a_file_in_no_folder_makes_none(folder: str) -> None:
+    with pytest.raises(FileNotFoundError), locked(Path(folder, "file")):
+        pass
+    assert not Path(folder).exists()
