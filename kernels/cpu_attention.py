@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from lookahead.kernels.microkernel import COLUMNS, LANES, ROWS, STRIDE, multiply
 from lookahead.kernels.scalars import exp, jit_part
+from lookahead.utils.jit import njit
 
 BLOCK = 128  # slots worked on at once
 _SHIFTS = {torch.float32: (torch.int32, 0), torch.bfloat16: (torch.int16, 16)}  # how many bits a float32 has more

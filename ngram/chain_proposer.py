@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, count_hits, rates_at
 from lookahead.ngram.chains import LENGTH, SEPARATOR, ChainIndex, Chains, IntArray, add, as_tokens, chains_at
 from lookahead.ngram.search import FLOOR, RATES, TEXT, Search, grow
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
+from lookahead.utils.jit import njit
 
 _MOST_DRAFTED = 1024
 _SHORTEST, _LONGEST, _MAX_LINKS = 1, 16, 32  # tokens of a match; links walked in each text

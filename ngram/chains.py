@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.inlining import jit_inline
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
+from lookahead.utils.jit import njit
 
 IntArray = NDArray[np.int32]
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
@@ -15,6 +14,7 @@ from lookahead.ngram.chains import ChainIndex, Chains, IntArray, chains_at, find
 from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import ENTRY, ORDERS, TOP, WAYS, RecycledTable, hash_context, store_tree
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
+from lookahead.utils.jit import njit
 
 _MOST_TEXTS = 3
 FLOOR = 0.0001  # least probability of a node to be reached
