@@ -88,6 +88,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def count(number: int, one: str, many: str | None = None) -> str:
     """`1 document`, `2 documents`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -16,9 +16,9 @@ from torch.fx.experimental import _config as symbols
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lookahead.errors import first_line
 from lookahead.models import attention
 from lookahead.models.cache import TreeCache
-from lookahead.models.loading import first_line
 from lookahead.models.model_state import replaced, state_of
 
 _BACKEND = "inductor"
