@@ -111,11 +111,11 @@ class EnabledModels(ModelManager):
             raise UnsupportedModelError(f"model {model_id!r} cannot be loaded: {first_line(error)}") from error
 
 
-def _check_weights(model_class: Any, model_id: str, **_: Any) -> None:
+def _check_weights(model_class: Any, model_id: str, **options: Any) -> None:
     """Check the tensors of a checkpoint that transformers has loaded, by names and shapes, without their numbers."""
     name, _, revision = model_id.partition("@")
     config = AutoConfig.from_pretrained(name, revision=revision)
-    if not hasattr(config, "quantization_config"):  # such weights have no form without numbers
+    if getattr(config, "quantization_config", None) is None:  # such weights have no form without numbers
         load_weights(config, name, model_class, revision=revision, device_map="meta")
 
 

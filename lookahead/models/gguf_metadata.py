@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lookahead.errors import UnsupportedModelError
 
@@ -57,11 +57,11 @@ def _problems(values: dict[str, Any], shapes: dict[str, list[int]], keys: set[st
 
 def _keys_of(architecture: str) -> Sequence[str]:
     """The keys that transformers reads of a file, without the architecture in front of them."""
-    from transformers.integrations import GGUF_CONFIG_MAPPING
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     # Files write `qwen2moe` and `gpt-oss` where transformers has `qwen2_moe` and `gpt_oss`.
     plain = re.sub("[-_]", "", architecture)
-    tables = {re.sub("[-_]", "", name): table for name, table in GGUF_CONFIG_MAPPING.items()}
+    tables = {re.sub("[-_]", "", name): table for name, table in cast(Any, GGUF_CONFIG_MAPPING).items()}
     table = tables.get(plain.removesuffix("encoder"))
     return _SIZES if table is None else [key for key, renamed in table.items() if renamed is not None]
 

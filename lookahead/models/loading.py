@@ -96,7 +96,8 @@ def load(
             if getattr(config, "quantization_config", None) is not None:
                 raise ConfigError(f"its weights come quantized already; quantize must be None, got {quantize!r}")
             options["quantization_config"] = quantization
-        loaded = load_weights(config, location, dtype=chosen, **options).to(target)
+        loaded: Any = load_weights(config, location, dtype=chosen, **options)
+        loaded.to(target)
     return LoadedModel(loaded.eval(), tokenizer)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
-from numba.core import config
 
 from lookahead.utils.cache_folders import temporary_folder
 
@@ -32,7 +31,7 @@ def _with_any_cache(decorator: Callable[..., Any]) -> Any:
                 if _NO_FOLDER not in str(error):
                     raise
             folder = _temporary_cache()
-            config.CACHE_DIR = folder or ""
+            numba.config.CACHE_DIR = folder or ""  # type: ignore[attr-defined]
             return decorator(*arguments, **{**options, "cache": folder is not None})(function)
 
         return compile
