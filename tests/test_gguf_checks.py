@@ -206,6 +206,18 @@ def test_the_keys_of_every_architecture_are_needed_in_its_files(tmp_path: Path, 
             checked(tmp_path / "part.gguf", name)
 
 
+def test_what_transformers_reads_in_its_new_way_names_its_keys_too_and_a_foreign_architecture_is_no_missing_key(
+    tmp_path: Path, cache: Path
+) -> None:
+    for architecture, told in (
+        ("qwen35", "its metadata lacks 'qwen35.attention.key_length'"),
+        ("mammoth", "mammoth is"),
+    ):
+        file = write_gguf(tmp_path / "other.gguf", architecture, edit=key(f"{architecture}.feed_forward_length", None))
+        with pytest.raises(UnsupportedModelError, match=f"cannot be read by transformers: .*{re.escape(told)}"):
+            lookahead.load(file, device="cpu")
+
+
 @pytest.mark.parametrize(("numbers", "is_legal"), [([0, 2, 0], True), ([2, -1], False), ([1.5], False)])
 def test_a_size_may_be_a_number_for_each_block(tmp_path: Path, numbers: list[Any], is_legal: bool) -> None:
     from gguf import GGUFReader

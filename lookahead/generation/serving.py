@@ -89,7 +89,8 @@ class EnabledModels(ModelManager):
 
     def _load_model(self, *args: Any, **options: Any) -> PreTrainedModel:
         model: PreTrainedModel = self._load(super()._load_model, *args, **options)
-        self._load(partial(_check_weights, type(model)), args[0])
+        if options.get("gguf_file") is None:
+            self._load(partial(_check_weights, type(model)), args[0])
         try:
             enable(model, self._config)
             prepare_costs(model)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _VERSION = 2  # of conversions; those of version 1 were not checked and may hold random weights
 # Tensors that transformers reads in another way or derives: scales of rotary embeddings, tied outputs, and experts.
-_DROPPED = re.compile(r"rope_.*|output\.weight|.*\.ffn_\w+_(exps|projs)\.weight|.*\.(rope_freqs|attn_rot_embd)\.weight")
+_DROPPED = re.compile(r"rope_.*|output\.weight|.*\.ffn_\w+_(exps|projs)\.weight")
 _S_PER_MB = 0.2  # of a quantized file, on one thread
 
 
@@ -137,8 +137,7 @@ def _check_size(config: Any, numbers: int) -> None:
 
 def _check_names(sizes: dict[str, int], model: PreTrainedModel) -> None:
     """Refuse tensors that transformers drops without a word, as the biases of a model that has none there."""
-    sizes = {name: size for name, size in sizes.items() if not _DROPPED.fullmatch(name)}
-    if sum(sizes.values()) == model.num_parameters():
+    if sum(size for name, size in sizes.items() if not name.startswith("rope_")) == model.num_parameters():
         return
     try:
         from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
@@ -146,7 +145,7 @@ def _check_names(sizes: dict[str, int], model: PreTrainedModel) -> None:
         places = get_gguf_hf_weights_map(model, TensorProcessor())
     except (ImportError, NotImplementedError):  # what is read in transformers' new way was checked
         return
-    if dropped := sorted({*sizes} - {*places}):
+    if dropped := sorted(name for name in sizes.keys() - places if not _DROPPED.fullmatch(name)):
         raise UnsupportedModelError(f"transformers has no place for {', '.join(dropped)} in {type(model).__name__}")
 
 

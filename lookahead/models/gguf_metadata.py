@@ -40,9 +40,9 @@ def _problems(values: dict[str, Any], shapes: dict[str, list[int]], keys: set[st
     architecture = values["general.architecture"]
     if not isinstance(architecture, str):
         yield f"general.architecture must be the name of an architecture, got {architecture!r}"
-    table = _keys_of(architecture)
-    own = {key: f"{architecture}.{key}" for key in table}
-    for key in table:
+    needed = _keys_of(architecture)
+    own = {key: f"{architecture}.{key}" for key in needed or _SIZES}
+    for key in needed:
         is_there = own[key] in values
         if _EPSILON.fullmatch(key):
             is_there = any(_EPSILON.fullmatch(each.removeprefix(f"{architecture}.")) for each in values)
@@ -56,14 +56,17 @@ def _problems(values: dict[str, Any], shapes: dict[str, list[int]], keys: set[st
 
 
 def _keys_of(architecture: str) -> Sequence[str]:
-    """The keys that transformers reads of a file, without the architecture in front of them."""
+    """The keys that transformers reads of a file, without the architecture in front of them.
+
+    There are none if it has no table of them: it then names a missing key itself, or does not read the architecture.
+    """
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     # Files write `qwen2moe` and `gpt-oss` where transformers has `qwen2_moe` and `gpt_oss`.
     plain = re.sub("[-_]", "", architecture)
     tables = {re.sub("[-_]", "", name): table for name, table in cast(Any, GGUF_CONFIG_MAPPING).items()}
-    table = tables.get(plain.removesuffix("encoder"))
-    return _SIZES if table is None else [key for key, renamed in table.items() if renamed is not None]
+    table = tables.get(plain.removesuffix("encoder"), {})
+    return [key for key, renamed in table.items() if renamed is not None]
 
 
 def _problem_of_value(key: str, value: Any, most: int) -> Iterator[str]:
@@ -79,10 +82,10 @@ def _problem_of_value(key: str, value: Any, most: int) -> Iterator[str]:
 
 def _problems_of_tensors(architecture: str, values: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
     """Where the shapes of the tensors, innermost dimension first, contradict the metadata."""
-    predicting = values.get(f"{architecture}.nextn_predict_layers", 0)
+    predicting = values.get(f"{architecture}.nextn_predict_layers")
     blocks = 1 + max((int(found.group(1)) for name in shapes if (found := _BLOCK.match(name))), default=-1)
     stated = values.get(f"{architecture}.block_count", blocks)
-    if blocks > 0 and not stated - predicting <= blocks <= stated:
+    if blocks > 0 and not stated - (predicting if type(predicting) is int else 0) <= blocks <= stated:
         yield f"{architecture}.block_count must be {blocks}, the number of blocks among its tensors, got {stated}"
     for key, tensor in (("embedding_length", "token_embd"), ("feed_forward_length", "blk.0.ffn_down")):
         shape, stated = shapes.get(f"{tensor}.weight"), values.get(f"{architecture}.{key}")

@@ -75,7 +75,7 @@ def load(
         ConfigError: The dtype is not one of these, the device does not exist, or nothing can be quantized so.
         UnsupportedModelError: There is no such model, it is not a language model that can be loaded, or a tensor of it
             is missing, unexpected or of another shape.
-        OSError: The cache folder cannot be written.
+        OSError: Neither the cache folder nor one for temporary files can be written.
     """
     name = DEFAULT_MODEL if model is None else os.fspath(model)
     location, is_local = locate_model(name)

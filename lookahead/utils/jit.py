@@ -31,7 +31,8 @@ def _with_any_cache(decorator: Callable[..., Any]) -> Any:
                 if _NO_FOLDER not in str(error):
                     raise
             folder = _temporary_cache()
-            numba.config.CACHE_DIR = folder or ""  # type: ignore[attr-defined]
+            if folder is not None:
+                numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
             return decorator(*arguments, **{**options, "cache": folder is not None})(function)
 
         return compile
