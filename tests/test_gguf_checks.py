@@ -209,12 +209,11 @@ def test_the_keys_of_every_architecture_are_needed_in_its_files(tmp_path: Path, 
 def test_what_transformers_reads_in_its_new_way_names_its_keys_too_and_a_foreign_architecture_is_no_missing_key(
     tmp_path: Path, cache: Path
 ) -> None:
-    for architecture, told in (
-        ("qwen35", "its metadata lacks 'qwen35.attention.key_length'"),
-        ("mammoth", "mammoth is"),
-    ):
+    # Older releases of transformers do not know qwen35.
+    told_of = {"qwen35": r"(lacks .qwen35\.\w|architecture qwen35)", "mammoth": "architecture mammoth"}
+    for architecture, told in told_of.items():
         file = write_gguf(tmp_path / "other.gguf", architecture, edit=key(f"{architecture}.feed_forward_length", None))
-        with pytest.raises(UnsupportedModelError, match=f"cannot be read by transformers: .*{re.escape(told)}"):
+        with pytest.raises(UnsupportedModelError, match=f"cannot be read by transformers: .*{told}"):
             lookahead.load(file, device="cpu")
 
 
