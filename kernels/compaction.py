@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lookahead.kernels.dispatch import MAX_NODES, check_tensor, require, slot_shortcoming
+from lookahead.utils.addresses import KeepsAddresses
 
 _WORD = 4  # bytes
 _BLOCK_WORDS = 32
 _LEAST_NODES = 16  # most paths are short, and share one compiled variant
 
 
-class SlotBuffers:
+class SlotBuffers(KeepsAddresses):
     """The KV buffers of all layers, `[rows, capacity, …]` on one device, by address; valid while the buffers live.
 
     ValueError if they are none that `lookahead.kernels.dispatch.slot_shortcoming` accepts.

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -17,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from lookahead.utils.addresses import array_at
+from lookahead.utils.jit import cfunc
 
 _LIBRARY = "libtorch_cpu.so"
 _SIGNATURE = types.void(types.int64)
@@ -71,7 +71,7 @@ def _in_turn(address: Any) -> None:
 @cache
 def _compile(function: Callable[[Any], None]) -> Any:
     """The function as one of C; not at import, for not every CPU has the instructions."""
-    return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(function)
+    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(function)
 
 
 @cache

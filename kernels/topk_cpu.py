@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels.scalars import exp, jit_part
+from lookahead.utils.jit import njit
 
 IntArray = NDArray[np.int32]
 

@@ -107,6 +107,11 @@ def with_place(error: BaseException) -> str:
     return f"{named(error)}{place}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def count(number: int, one: str, many: str | None = None) -> str:
     """`1 document`, `2 documents`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

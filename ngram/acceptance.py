@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.features import KIND_OF, PRIOR, is_own_copy
 from lookahead.ngram.inlining import jit_inline
 from lookahead.utils.addresses import array_at
+from lookahead.utils.jit import njit
 
 Float32Array = NDArray[np.float32]
 

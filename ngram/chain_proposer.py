@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, count_hits, rates_at
 from lookahead.ngram.chains import LENGTH, SEPARATOR, ChainIndex, Chains, IntArray, add, as_tokens, chains_at
 from lookahead.ngram.search import FLOOR, RATES, TEXT, Search, grow
-from lookahead.utils.addresses import array_at
+from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
+from lookahead.utils.jit import njit
 
 _MOST_DRAFTED = 1024
 _SHORTEST, _LONGEST, _MAX_LINKS = 1, 16, 32  # tokens of a match; links walked in each text
@@ -24,7 +24,7 @@ SAMPLES = 16  # tokens compared at the end of a known text, and as many or more 
 NEVER = 1 << 62
 
 
-class ChainRequest:
+class ChainRequest(KeepsAddresses):
     """One request: its text, its search, and the chain drafted last."""
 
     __slots__ = ("_chain", "_record", "_search", "address", "text")
@@ -33,9 +33,12 @@ class ChainRequest:
         self.text = text  # prompt and output, one open document
         self._search = search
         self._chain = np.zeros((4, max_draft + 1), np.int32), np.zeros(max_draft + 1, np.float32)
-        addresses = [each.ctypes.data for each in (search.record, *self._chain)]
-        self._record = np.array([*addresses, max_draft + 1, 0, len(self)], np.int64)
-        self.address = int(self._record.ctypes.data)  # as the compiled functions take it
+        self._record = np.array([*(0,) * _ROOM, max_draft + 1, 0, len(self)], np.int64)
+        self._readdress()
+
+    def _readdress(self) -> None:
+        self._record[:_ROOM] = addresses_of([self._search.record, *self._chain])
+        (self.address,) = addresses_of([self._record])  # as the compiled functions take it
 
     def __len__(self) -> int:
         """Tokens of the prompt and the output so far."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.inlining import jit_inline
-from lookahead.utils.addresses import array_at
+from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
+from lookahead.utils.jit import njit
 
 IntArray = NDArray[np.int32]
 
@@ -26,7 +26,7 @@ _GROWTH = 1.25  # of a full arena; doubling it would leave up to half of it empt
 _ARENA, _HEADS, _LINKS, _SLOTS, LENGTH, _MOST = range(6)
 
 
-class Chains:
+class Chains(KeepsAddresses):
     """Hash chains over an arena of documents. `ChainIndex` grows them, `Pool` maps them from a file.
 
     `arena` is int32 `[capacity]`, with `SEPARATOR` before each document. `heads`, int32 `[LEVELS, slots]`, holds the
@@ -60,7 +60,12 @@ class Chains:
     def state(self, state: tuple[IntArray, IntArray, IntArray, int]) -> None:
         self._arrays = state[:3]
         most = state[0].size if self._max_tokens is None else min(state[0].size, self._max_tokens)
-        self.record[:] = *(each.ctypes.data for each in self._arrays), state[1].shape[1], state[3], most
+        self.record[:] = *addresses_of(self._arrays), state[1].shape[1], state[3], most
+
+    def _readdress(self) -> None:
+        arena, heads, links, length = self.state
+        arena, heads, links = (np.require(each, requirements=["C", "W"]) for each in (arena, heads, links))
+        self.state = arena, heads, links, length
 
     @property
     def nbytes(self) -> int:

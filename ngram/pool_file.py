@@ -10,7 +10,7 @@ import os
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -53,7 +53,8 @@ class Pool(Chains):
 
     Processes share the pages of the file. `write_pool` replaces a file and never changes one, so a mapping stays valid.
     Another program that changes the file could crash this process (a page beyond the end of a file is a bus error) or
-    lead a search out of its memory: `is_intact` is checked before each use.
+    lead a search out of its memory: `is_intact` is checked before each use. A copy is the pool itself, and a pickle
+    opens the same file again.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
@@ -69,6 +70,12 @@ class Pool(Chains):
         self._version, self._is_intact = version, True
         self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
+
+    def __deepcopy__(self, memo: object) -> Pool:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reopen, (self.path.absolute(), self.header)
 
     @property
     def is_intact(self) -> bool:
@@ -118,6 +125,14 @@ class Pool(Chains):
                 f"{self.path}: made with another tokenizer: its fingerprint is {self.header.fingerprint:016x}, that of "
                 f"this tokenizer is {fingerprint:016x}"
             )
+
+
+def _reopen(path: Path, header: PoolHeader) -> Pool:
+    """Open the file of a pickled pool; ValueError if it was replaced since."""
+    pool = Pool.open(path)
+    if pool.header != header:
+        raise ValueError(f"{path}: replaced since the pool was pickled")
+    return pool
 
 
 def write_pool(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.inlining import jit_inline
+from lookahead.utils.jit import njit
 
 IntArray = NDArray[np.int32]
 FREE: NDArray[np.float64] = np.zeros(0)  # costs if nodes are free

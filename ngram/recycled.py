@@ -8,11 +8,11 @@ Source: Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.inlining import jit_inline
+from lookahead.utils.jit import njit
 
 FloatArray = NDArray[np.float32]
 

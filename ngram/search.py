@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
@@ -14,7 +13,8 @@ from lookahead.ngram.candidates import MOST_OPTIONS, NODE, OCCURRENCE, score, sp
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, chains_at, find_matches
 from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import ENTRY, ORDERS, TOP, WAYS, RecycledTable, hash_context, store_tree
-from lookahead.utils.addresses import array_at
+from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
+from lookahead.utils.jit import njit
 
 _MOST_TEXTS = 3
 FLOOR = 0.0001  # least probability of a node to be reached
@@ -48,7 +48,7 @@ NOT_VERIFIED: Verified = _NONE, _NONE, np.zeros((0, TOP), np.int32), np.zeros((0
 NO_CANDIDATES = Trie(_NONE, _NONE, np.zeros(0, np.float32), _NONE, _NONE)
 
 
-class Search:
+class Search(KeepsAddresses):
     """Merges earlier continuations of a context and the target's recycled tokens into a tree, likeliest paths first.
 
     Each occurrence is followed to the end of its document; at the end of the open document it continues with the path
@@ -77,11 +77,14 @@ class Search:
         self._texts = *texts, *(_NO_TEXT,) * (_MOST_TEXTS - len(texts))
         memory = memory if memory is not None else _NO_MEMORY
         self._learned = rates.table, rates.prior, rates.frequent, memory.entries, memory.now
-        arrays = *(text.record for text in self._texts), *self._learned[:4]
         # What the memory learned before is foreign.
         known = len(memory.entries), len(texts), memory.now[0]
         # As the compiled functions take it.
-        self.record = np.array([*(each.ctypes.data for each in arrays), *known, *bounds], np.int64)
+        self.record = np.array([*(0,) * _GROUPS, *known, *bounds], np.int64)
+        self._readdress()
+
+    def _readdress(self) -> None:
+        self.record[:_GROUPS] = addresses_of([*(text.record for text in self._texts), *self._learned[:4]])
 
     def grow(
         self,

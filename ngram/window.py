@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import SEPARATOR, IntArray
 from lookahead.ngram.prune import union
 from lookahead.ngram.search import Trie
+from lookahead.utils.jit import njit
 
 UNKNOWN = -1  # where the target was not asked
 _WINDOW_PROB = 0.05  # of a window node once its parent was chosen

@@ -51,7 +51,7 @@ KNOW_TRANSFORMERS = {
 KNOW_THE_TERMINAL = {"cli", "__main__"}
 # Packages of an extra, imported inside the function that needs them.
 OPTIONAL = {
-    "models.loading": {"gguf"},
+    "models.gguf_files": {"gguf"},
     "kernels": {"triton"},
     "generation.serving": {"fastapi", "jinja2", "uvicorn"},
     "jobs.worker_pool": {"ray"},
@@ -156,13 +156,14 @@ def test_only_the_command_line_knows_the_terminal():
     assert not [module.name for module in strangers if {"typer", "click", "rich"} & _foreign(module)]
 
 
-LIGHT = {"lookahead.utils.addresses", "lookahead.utils.replacing"}
+LIGHT = {f"lookahead.utils.{name}" for name in ("addresses", "cache_folders", "jit", "replacing")}
 
 
 def test_what_indexes_and_kernels_share_is_light():
     light = [module for module in MODULES if module.name in LIGHT]
     assert {module.name for module in light} == LIGHT
-    assert all(_foreign(module) <= {"numpy", "numba"} for module in light)
+    assert all(_foreign(module) <= {"numpy", "numba", "lookahead"} for module in light)
+    assert all(name in LIGHT for module in light for name in _imports(module) if name.startswith("lookahead"))
 
 
 def test_indexes_know_tokens_only():

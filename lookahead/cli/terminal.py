@@ -31,6 +31,7 @@ from lookahead.jobs import job_figures as report
 from lookahead.jobs.job import JobTotals
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions
 from lookahead.models import loading
+from lookahead.models.gguf_files import convert_once, is_gguf
 
 if TYPE_CHECKING:
     from lookahead.pools.pool_files import PoolTotals
@@ -203,8 +204,8 @@ def remembering(options: DraftingOptions, model: Any) -> Iterator[None]:
 
 def convert(location: str) -> None:
     """Convert a GGUF file, unless an earlier run did, and say so."""
-    if loading.is_gguf(location):
-        loading.convert_once(Path(location), lambda line: say("note", line))
+    if is_gguf(location):
+        convert_once(Path(location), lambda line: say("note", line))
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.drafting.budget import Ema, EnableRule
+from lookahead.utils.jit import njit
 
 _MARGIN = 1.25  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
 _PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too

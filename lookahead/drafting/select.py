@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.ngram.prune import FREE, Limits, rank, select, union
+from lookahead.utils.jit import njit
 
 if TYPE_CHECKING:
     from lookahead.drafting.proposal import Proposal

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from lookahead.utils.jit import njit
 
 IntArray = NDArray[np.int32]
 

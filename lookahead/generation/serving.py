@@ -8,17 +8,19 @@ import socket
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.errors import ConfigError, UnsupportedModelError, first_line
 from lookahead.generation.enable import Generate, enable
-from lookahead.models.loading import first_line, locate_model, resolve_device, resolve_dtype, to_safetensors
+from lookahead.models.checkpoints import load_weights
+from lookahead.models.loading import locate_model, resolve_device, resolve_dtype, to_safetensors
 from lookahead.models.quantized import resolve_quantize
 from lookahead.models.step_costs import prepare_costs
 
@@ -87,6 +89,8 @@ class EnabledModels(ModelManager):
 
     def _load_model(self, *args: Any, **options: Any) -> PreTrainedModel:
         model: PreTrainedModel = self._load(super()._load_model, *args, **options)
+        if options.get("gguf_file") is None:
+            self._load(partial(_check_weights, type(model)), args[0])
         try:
             enable(model, self._config)
             prepare_costs(model)
@@ -106,6 +110,14 @@ class EnabledModels(ModelManager):
             return load(f"{name}@{revision or 'main'}", gguf_file=gguf_file, **options)
         except Exception as error:  # dozens of unrelated types, as in `lookahead.load`
             raise UnsupportedModelError(f"model {model_id!r} cannot be loaded: {first_line(error)}") from error
+
+
+def _check_weights(model_class: Any, model_id: str, **options: Any) -> None:
+    """Check the tensors of a checkpoint that transformers has loaded, by names and shapes, without their numbers."""
+    name, _, revision = model_id.partition("@")
+    config = AutoConfig.from_pretrained(name, revision=revision)
+    if getattr(config, "quantization_config", None) is None:  # such weights have no form without numbers
+        load_weights(config, name, model_class, revision=revision, device_map="meta")
 
 
 def check_packages() -> None:

@@ -19,10 +19,10 @@ from threading import Thread, get_ident
 from typing import Any, NamedTuple, TextIO
 
 from lookahead.documents.decode_text import Document, Reject
-from lookahead.errors import ClusterError, ConfigError, LookaheadError
+from lookahead.errors import ClusterError, ConfigError, LookaheadError, first_line
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job_options import WorkerOptions
-from lookahead.models.loading import first_line, load, prepare_process
+from lookahead.models.loading import load, prepare_process
 from lookahead.summarization.summarizer import Outcome, Summarized, Summarizer, Summary
 
 TRIES = 3  # workers that may die with a document in flight before it is rejected

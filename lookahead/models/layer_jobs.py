@@ -16,6 +16,7 @@ from lookahead.kernels.jobs import Job, run_table, table_of
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
 from lookahead.models.cache import TreeCache
 from lookahead.models.exact_attention import Turns
+from lookahead.utils.addresses import KeepsAddresses
 
 LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 MOST = 64  # tokens of a pass, and nodes of its tree, that a table is made for
@@ -120,7 +121,7 @@ def _packed(weights: Sequence[PackedWeight]) -> Iterator[Tensor]:
     return (each.packed for each in weights)
 
 
-class LayerTable:
+class LayerTable(KeepsAddresses):
     """All layers of a pass over one row whose nodes attend alone, as one call.
 
     Its numbers are addresses and sizes. Each is affine in the tokens of the pass and the slot of the first, so that

@@ -1,31 +1,21 @@
-"""Find models by name and load them with their tokenizers. Remote code is never run; torch is imported on first use.
-
-transformers dequantizes a GGUF file whenever it reads one, which takes longer than most requests. So a GGUF file is
-converted once, to a folder in the platform's cache folder whose name holds a hash of the file.
-"""
+"""Find models by name and load them with their tokenizers. Remote code is never run; torch is imported on first use."""
 
 from __future__ import annotations
 
 import functools
-import glob
 import importlib.util
 import os
 import re
-import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import xxhash
-from platformdirs import user_cache_path
-
 from lookahead.documents.byte_sources import in_time
-from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.utils.locks import locked
+from lookahead.errors import ConfigError, UnsupportedModelError, first_line
+from lookahead.models.checkpoints import load_weights, no_bars
+from lookahead.models.gguf_files import convert_once, is_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +38,6 @@ _HUB_S = 10.0  # the Hub is asked once, without the retries of its client
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
-
-_S_PER_MB = 0.2  # of a quantized file, on one thread
 
 
 class LoadedModel(NamedTuple):
@@ -85,8 +73,9 @@ def load(
 
     Raises:
         ConfigError: The dtype is not one of these, the device does not exist, or nothing can be quantized so.
-        UnsupportedModelError: There is no such model, or it is not a language model that can be loaded.
-        OSError: The cache folder cannot be written.
+        UnsupportedModelError: There is no such model, it is not a language model that can be loaded, or a tensor of it
+            is missing, unexpected or of another shape.
+        OSError: Neither the cache folder nor one for temporary files can be written.
     """
     name = DEFAULT_MODEL if model is None else os.fspath(model)
     location, is_local = locate_model(name)
@@ -100,21 +89,16 @@ def load(
     location = to_safetensors(location)
 
     options: dict[str, Any] = {"local_files_only": is_local, "trust_remote_code": False}
-    with _no_bars(), _loading(f"model {name!r}"):
+    with no_bars(), _loading(f"model {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(location, **options)
         config = AutoConfig.from_pretrained(location, **options)
         if quantization is not None:
             if getattr(config, "quantization_config", None) is not None:
                 raise ConfigError(f"its weights come quantized already; quantize must be None, got {quantize!r}")
             options["quantization_config"] = quantization
-        loaded = _auto_class(config).from_pretrained(location, dtype=chosen, **options).to(target)
+        loaded: Any = load_weights(config, location, dtype=chosen, **options)
+        loaded.to(target)
     return LoadedModel(loaded.eval(), tokenizer)
-
-
-def _auto_class(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 @functools.cache
@@ -157,21 +141,6 @@ def prepare_process(threads: int | None) -> None:
     logging.disable_progress_bar()
 
 
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers while a model is loaded."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-@_no_bars()
 def to_safetensors(location: str) -> str:
     """The folder that a GGUF file is converted to; any other location unchanged."""
     return str(convert_once(Path(location))) if is_gguf(location) else location
@@ -206,11 +175,6 @@ def resolve_dtype(name: str | torch.dtype, device: torch.device, quantize: str |
     return dtypes.get(str(name), on_cpu if device.type == "cpu" else "auto")
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:
     """The path of a folder, which holds one of `files`, or of a GGUF file, or the name on the Hub; and if it is here.
 
@@ -239,11 +203,6 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
         )
     _check_hub(model, tuple(files))
     return model, False
-
-
-def is_gguf(path: str | Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
-    return Path(path).suffix.lower() == ".gguf" and os.path.isfile(path)
 
 
 def _default_file() -> Path:
@@ -293,80 +252,3 @@ def _did_you_mean(model: str, files: Sequence[str]) -> str:
         names |= dict.fromkeys((DEFAULT_MODEL, "smollm2-135m-instruct"), DEFAULT_MODEL)
     close = get_close_matches(str(path).lower(), names, n=1, cutoff=_CLOSE)
     return f"; did you mean {('./' if model.startswith('./') else '') + names[close[0]]!r}?" if close else ""
-
-
-def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> Path:
-    """Convert a GGUF file to safetensors with its tokenizer, or find the folder of an earlier conversion.
-
-    The folder is in the platform's cache folder. Quantized weights become bf16, others keep their dtype. A lock lets
-    one process convert a file and others wait. `announce` is called with one line of text before a conversion.
-    """
-    folder = user_cache_path("lookahead", appauthor=False) / "models" / f"{file.stem}-{_hash_of(file)[:16]}"
-    if folder.is_dir():
-        return folder
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UnsupportedModelError(
-            f"model {file.name} is a GGUF file, and reading it needs {' and '.join(missing)}: "
-            "pip install 'lookahead-decoding[gguf]'"
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder, timeout_s=-1):  # a large model takes minutes
-        if not folder.is_dir():
-            dtype = _check(file)
-            if announce is not None:
-                seconds = max(5, round(file.stat().st_size / 1e6 * _S_PER_MB, -1))
-                announce(f"converting {file.stem.partition('.Q')[0]} once (about {seconds:.0f} seconds)")
-            for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as place:
-                made = Path(place) / "model"
-                _convert(file, made, dtype)
-                made.replace(folder)  # so a folder with this name is whole
-    return folder
-
-
-def _convert(file: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Save what a GGUF file holds as transformers saves any model."""
-    import transformers
-    from transformers import AutoConfig, AutoTokenizer
-
-    options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
-        auto = _auto_class(AutoConfig.from_pretrained(file.parent, **options))
-        if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model = auto.from_pretrained(file.parent, dtype=dtype, **options)
-        if model.generation_config.eos_token_id is None:
-            model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # transformers, tokenizers and safetensors raise dozens of unrelated types here
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk; transformers raises others without a number
-        raise UnsupportedModelError(f"model {file.name} cannot be read by transformers: {first_line(error)}") from error
-
-
-def _check(file: Path) -> torch.dtype:
-    """The dtype that most weights of a GGUF file are converted to, after checking that all of it is there."""
-    import torch
-    from gguf import GGUFReader
-
-    try:
-        tensors = GGUFReader(file).tensors
-    except Exception as error:  # NumPy's errors, and the reader's own, for bytes that are missing or mean nothing
-        raise UnsupportedModelError(f"model {file.name} is truncated or no GGUF file: {first_line(error)}") from error
-    weights: Counter[str] = Counter()
-    for tensor in tensors:
-        weights[tensor.tensor_type.name] += int(tensor.n_elements)
-    (main, _), *_ = weights.most_common(1) or [("", 0)]
-    return {"F32": torch.float32, "F16": torch.float16}.get(main, torch.bfloat16)
-
-
-def _hash_of(file: Path) -> str:
-    state = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while chunk := stream.read(2**22):
-            state.update(chunk)
-    return state.hexdigest()

@@ -18,7 +18,6 @@ from timeit import timeit
 
 import torch
 import xxhash
-from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 from torch import Tensor
 from torch.nn.functional import linear
@@ -26,6 +25,7 @@ from torch.nn.functional import linear
 from lookahead.kernels import packed_product
 from lookahead.models.product_bits import Layout, lay_out
 from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.locks import locked
 
 LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
@@ -33,7 +33,6 @@ _CACHES = 1 << 26  # bytes that are read before each of them, so that weights co
 _FEW_ROWS = (4, 16)  # of those products
 _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
-_LOCK_S = 30  # to wait for another process, which measures for less than a second
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +50,13 @@ def faster_ways(
     path = user_cache_path("lookahead", appauthor=False) / "products" / f"{_machine()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=_LOCK_S):
+        with locked(path):
             known = _read(path)
             if case not in known:
                 known[case] = measure(dtype, threads, rows, gain)
                 write_atomically(path, json.dumps({"choices": known}, indent=1))
             return known[case]
-    except (OSError, Timeout) as error:
+    except OSError as error:
         _log.info("which products are faster is not kept: %s", error)
         return measure(dtype, threads, rows, gain)
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.exact_attention import Turns
+from lookahead.utils.jit import njit
 
 
 class AttentionSpan(NamedTuple):

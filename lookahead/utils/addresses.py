@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
+
+
+class KeepsAddresses:
+    """Base class of objects that keep addresses of arrays, for compiled functions.
+
+    A copy that kept the addresses of the original would read and write the memory of the original, even after that is
+    freed. So every copy, shallow, deep or from a pickle, has arrays of its own, and `_readdress` writes their addresses
+    into it. A class without `_readdress` cannot be copied.
+    """
+
+    __slots__ = ()
+
+    def _readdress(self) -> None:
+        """Write the addresses of the arrays that the object has now."""
+        raise TypeError(f"{type(self).__name__} keeps addresses of memory that it does not own, and cannot be copied")
+
+    def __copy__(self) -> Any:
+        return copy.deepcopy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self)._readdress is KeepsAddresses._readdress:
+            self._readdress()
+        return super().__reduce_ex__(protocol)
+
+    def __setstate__(self, state: Any) -> None:
+        attributes, slots = state if isinstance(state, tuple) else (state, {})
+        for name, value in {**(attributes or {}), **slots}.items():
+            # Arrays that another process shares are read-only.
+            setattr(self, name, np.require(value, requirements="W") if isinstance(value, np.ndarray) else value)
+        self._readdress()
+
+
+def addresses_of(arrays: Iterable[NDArray[Any]]) -> list[int]:
+    """The addresses of arrays; ValueError unless compiled functions can read and write them as `array_at` has them.
+
+    Whoever keeps an address derives from `KeepsAddresses`.
+    """
+    addresses = []
+    for each in arrays:
+        if not each.flags.carray:
+            raise ValueError("an array that is used by its address must be writable, aligned and in C order")
+        addresses.append(int(each.ctypes.data))
+    return addresses
 
 
 def array_at(address: Any, shape: Any, dtype: Any) -> NDArray[Any]:

@@ -1,0 +1,96 @@
+"""Weights of a checkpoint, every tensor of which is checked: transformers fills what is missing with random numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lookahead.errors import UnsupportedModelError, count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MOST_NAMED = 8  # tensors that an error names
+# Causal masks, which old releases of transformers saved with the weights of attention.
+_MASK = re.compile(r"\battn(\.attention)?\.(bias|masked_bias|causal_mask)$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads the language model of a configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Disable the progress bars of transformers while a model is loaded."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def load_weights(config: Any, location: Any, model_class: Any = None, **options: Any) -> PreTrainedModel:
+    """Load a model by `from_pretrained`, whose options these are; by `auto_class` if no class is named.
+
+    Every tensor of the model must be in the checkpoint, with its shape, and the checkpoint may hold no others. What
+    transformers derives or leaves out by design is not missed: tied embeddings, buffers, rotary frequencies, layers for
+    multi-token prediction, and what a quantized checkpoint keeps beside its weights.
+
+    Raises:
+        UnsupportedModelError: A tensor is missing, unexpected or of another shape; the message names it.
+    """
+    # Without `ignore_mismatched_sizes` transformers raises an error that names no tensor.
+    options |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    try:
+        model, info = (model_class or auto_class(config)).from_pretrained(location, **options)
+    except RuntimeError as error:
+        if "CONVERSION" not in str(error):  # a heading in the log of transformers, which has the names
+            raise
+        problem = "tensors that become one in the model, as those of experts, are missing or of another shape"
+        raise UnsupportedModelError(f"the checkpoint does not fit its configuration: {problem}") from error
+    unexpected = {*info["unexpected_keys"]} - {*_unused_by_design(model, info["unexpected_keys"], is_quantized)}
+    mismatched = [
+        f"{name} is {tuple(found)} instead of {tuple(expected)}" for name, found, expected in info["mismatched_keys"]
+    ]
+    faults = [
+        *_fault("lacks", info["missing_keys"]),
+        *_fault("has other shapes than the configuration says, in", mismatched),
+        *_fault("has, beyond the model,", unexpected),
+        *(str(each) for each in info["error_msgs"]),
+    ]
+    if faults:
+        raise UnsupportedModelError(f"the checkpoint does not fit {type(model).__name__}: it {'; it '.join(faults)}")
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _fault(what: str, names: Any) -> Iterator[str]:
+    """Nothing if there are no names, else what is wrong with these tensors."""
+    if shown := sorted(names):
+        more = f" and {len(shown) - _MOST_NAMED:,} more" if len(shown) > _MOST_NAMED else ""
+        yield f"{what} {count(len(shown), 'tensor')}: {', '.join(shown[:_MOST_NAMED])}{more}"
+
+
+def _unused_by_design(model: PreTrainedModel, names: Any, is_quantized: bool) -> Iterator[str]:
+    """The tensors of a checkpoint that a model of transformers is complete without."""
+    config = model.config.get_text_config()
+    buffers, modules = dict(model.named_buffers()), dict(model.named_modules())
+    layers = getattr(config, "num_hidden_layers", None) or 0
+    predicting = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", None) or 0
+    for name in names:
+        layer, (module, _, _) = _LAYER.search(name), name.rpartition(".")
+        is_predicting = layer is not None and layers <= int(layer.group(1)) < layers + predicting
+        is_scale = is_quantized and module in modules
+        if name in buffers or _MASK.search(name) or is_predicting or is_scale:
+            yield name
