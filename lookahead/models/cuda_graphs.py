@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
+from lookahead.errors import first_line
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import CACHE, TreeCache
-from lookahead.models.loading import first_line
-from lookahead.models.model_state import ModelState, Version, state_of, version_of
+from lookahead.models.model_code import Version, version_of
+from lookahead.models.model_state import ModelState, state_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows
 
 _FEWEST_SLOTS = 1024  # a row
