@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tests.support.text_tokenizers import TOKENIZERS
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import lookahead
@@ -34,6 +33,7 @@ from tests.support.families import FAMILIES, build
 from tests.support.small_layers import MODELS as LAYERED
 from tests.support.small_layers import made
 from tests.support.stateful import DoneTracker, Grammar, calls_of
+from tests.support.text_tokenizers import TOKENIZERS
 
 # A full attention, a windowed one, sinks and prepared masks: what differs in how a tree is attended to.
 MODELS = ("Llama", "Gemma2", "GptOss", "GPTJ")
