@@ -17,6 +17,7 @@ from lookahead.models.cache import CACHE
 from lookahead.models.support import support_of
 from tests.support.adversarial_proposers import among_decoys, drafting_by, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, build, cases
+from tests.support.pass_recorder import probe
 from tests.test_encoder_decoder import (
     BATCH,
     BRANCH,
@@ -104,6 +105,8 @@ def test_every_row_accepts_what_is_right_of_its_own_tree(name: str) -> None:
     handle = model.register_forward_pre_hook(
         lambda _, inputs, options: rows.append(len(options["decoder_input_ids"])), with_kwargs=True
     )
+    probe(model)
+    rows.clear()
     with drafting_by(for_some):
         got = generate(model, RAGGED, **WANDERING, custom_generate=lookahead.decode, lookahead_config=FIXED)
     handle.remove()

@@ -7,6 +7,8 @@ import gc
 import weakref
 from functools import partial
 from threading import Barrier, Thread
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -109,3 +111,24 @@ def test_a_verdict_stands_while_another_thread_decodes(tiny_llama: PreTrainedMod
     model.model.layers[0].mlp.forward = lambda x: x
     state.probed("a probe", model, probe)
     assert probes == [1, 1]
+
+
+def test_verdicts_of_a_hook_that_comes_and_goes_are_kept_and_old_ones_are_not():
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    probes: list[int] = []
+    state = state_of(model)
+    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(_attn_implementation="sdpa"))
+
+    def found() -> int:
+        return state.probed("letter", model, lambda: probes.append(1) or len(probes))
+
+    for _ in range(3):
+        assert found() == 1
+        handle = model[0].register_forward_hook(lambda *_: None)
+        assert found() == 2
+        handle.remove()
+    for version in range(3, 7):
+        with torch.no_grad():
+            model[0].weight += 1
+        assert found() == version
+    assert len(state._probed["letter"]) == 4

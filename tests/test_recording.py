@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -238,7 +239,8 @@ def test_a_recording_that_fails_leaves_the_stream_of_the_caller_current(fake_cud
     with pytest.raises(RuntimeError, match="capture failed"):
         CudaGraphs(CPU)(lambda: (NUMBERS,))
     assert fake_cuda.current is fake_cuda.default
-    assert not graphs._recording.locked()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: graphs._recording.acquire(timeout=5) and not graphs._recording.release()).result()
 
 
 def test_graphs_share_a_pool_while_one_of_them_lives_and_take_a_new_one_then(fake_cuda: FakeCuda) -> None:

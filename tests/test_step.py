@@ -16,9 +16,8 @@ from lookahead.generation.hf import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / name) for name in ("lookahead", "ngram", "kernels"))
-# 14 of the functions, in 5 of the files, are fused layers of a CPU, which the model calls. With AVX-512 trees have a
-# kernel in a file of its own.
-MOST_FUNCTIONS, MOST_FILES = 63, 19
+# 14 of the functions, in 5 of the files, are fused layers of a CPU, which the model calls.
+MOST_FUNCTIONS, MOST_FILES = 64, 19
 
 
 def test_a_step_runs_few_functions_of_few_files(tiny_llama) -> None:

@@ -115,8 +115,9 @@ def test_a_row_that_ends_is_filled_at_once(tiny_llama, tiny_tokenizer):
     scheduler = Scheduler(reader, rows=2)
     prompts, done, passes = texts(6), [], []
     waiting = list(enumerate(prompts))
-    many(tiny_llama, tiny_tokenizer, prompts[:1])  # with the passes that the first use of a model takes
     counter = tiny_llama.register_forward_pre_hook(lambda *_: passes.append(1))
+    many(tiny_llama, tiny_tokenizer, prompts[:1])  # with the passes that the first use of a model takes
+    passes.clear()
     while waiting or not scheduler.is_idle:
         while waiting and scheduler.is_free:
             scheduler.put(*waiting.pop(0))

@@ -287,7 +287,7 @@ def test_an_interrupt_in_the_middle_of_a_line_leaves_only_whole_lines(tmp_path, 
     real = file._file
 
     class Interrupted:
-        truncate, seek, close = real.truncate, real.seek, real.close
+        truncate, seek, close, fileno = real.truncate, real.seek, real.close, real.fileno
 
         def write(self, data):
             real.write(data[:5])

@@ -114,7 +114,7 @@ class ChainLengths:
         `path_probs` is float64 `[rows, longest]`, 0 behind the end of a chain.
         """
         rows, cost = len(path_probs), self._cost_of(len(path_probs))
-        if not cost.plain.count:
+        if not cost.plain.count or not rows:
             lengths: list[int] = np.count_nonzero(path_probs, axis=1).tolist()
             return lengths
         plain = cost.plain.value

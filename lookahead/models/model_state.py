@@ -15,6 +15,7 @@ from lookahead.drafting.cost_model import StepCost
 from lookahead.models.model_code import Version, version_of
 
 T = TypeVar("T")
+_MOST_VERSIONS = 4  # of a model, whose verdicts are kept
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +51,7 @@ class ModelState:
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
         self.problems: dict[str, str] = {}  # what turned a faster path off, by path
-        self._probed: dict[str, tuple[Version, Any]] = {}
+        self._probed: defaultdict[str, dict[int, tuple[Version, Any]]] = defaultdict(dict)  # by name and version
         self._probing = RLock()  # a signal handler may decode while its thread probes
 
     def note_problem(self, path: str, problem: str) -> None:
@@ -60,16 +61,22 @@ class ModelState:
             _log.warning("%s: %s", path, problem)
 
     def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
-        """The result of a probe, cached until a weight or the code of a pass changes; other threads wait for it."""
+        """The result of a probe for the weights and the code of a pass as they are; other threads wait for it.
+
+        The newest results are kept: hooks may come and go around every call.
+        """
         with self._probing:
-            version, known = version_of(model), self._probed.get(name)
-            if known is not None and known[0].number == version.number:
-                value: T = known[1]
-                return value
-            with outside_passes():
-                value = probe()
-            self._probed[name] = version_of(model), value
-            return value
+            known, number = self._probed[name], version_of(model).number
+            if number not in known:
+                with outside_passes():
+                    value = probe()
+                version = version_of(model)
+                number = version.number
+                known[number] = version, value
+                while len(known) > _MOST_VERSIONS:
+                    del known[next(iter(known))]
+            result: T = known[number][1]
+            return result
 
 
 _guard = RLock()

@@ -41,6 +41,8 @@ def locked(path: Path, timeout_s: float = _LOCK_S) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
+        if not os.path.exists(lock.lock_file):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent)) from error
         what = f"another process has been writing it{f' for {timeout_s:.0f} s' if timeout_s else ''}"
         raise TimeoutError(errno.ETIMEDOUT, what, str(path)) from error
     except NotImplementedError:  # a file system without locks

@@ -6,22 +6,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from lookahead.models.self_check import is_bitwise, kernels_agree
+from lookahead.models.support import support_of
 
 Run = Callable[[], tuple[Tensor, ...]]
 
 
 @contextmanager
-def counted_passes(model: nn.Module) -> Iterator[list[None]]:
+def counted_passes(model: Any) -> Iterator[list[None]]:
     """A list that holds an element for every forward pass of a model within the block."""
     passes: list[None] = []
     handle = model.register_forward_pre_hook(lambda *_: passes.append(None))
+    probe(model)  # a hook is code of a pass, so verdicts are found anew
+    passes.clear()
     try:
         yield passes
     finally:
         handle.remove()
+
+
+def probe(model: Any) -> None:
+    """Find all verdicts on a model, so that the passes that follow are those of decoding."""
+    shape = support_of(model, shortest=1, max_length=8).shape
+    is_bitwise(model)
+    for packs in (True, False) if shape != "none" and not model.config.is_encoder_decoder else ():
+        kernels_agree(model, shape, packs=packs)
 
 
 class Recording(TorchDispatchMode):
