@@ -206,8 +206,6 @@ def test_documents_of_a_job_are_drafted_for_and_each_is_read_once(
 ) -> None:
     model, texts = build(ENCODER_DECODERS[name]), [DOCUMENT[5:], DOCUMENT[:60], DOCUMENT[20:]]
     model.generation_config.no_repeat_ngram_size = 5  # with processors of its own, as BART's and T5's checkpoints have
-    summarizer = Summarizer(model, tiny_tokenizer, max_new_tokens=12, config=FIXED)
-    expected = [summarizer.summarize(text) for text in texts]
     read, encoder = [], type(model.get_encoder()).forward
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:  # transformers looks for this name
@@ -215,6 +213,9 @@ def test_documents_of_a_job_are_drafted_for_and_each_is_read_once(
         return encoder(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model.get_encoder()), "forward", counted)
+    summarizer = Summarizer(model, tiny_tokenizer, max_new_tokens=12, config=FIXED)
+    expected = [summarizer.summarize(text) for text in texts]
+    read.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that they are decoded plainly would be one
         done = list(summarizer.summarize_all(Document(number, text) for number, text in enumerate(texts)))

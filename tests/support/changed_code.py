@@ -292,13 +292,6 @@ for _name, _place in PLACES.items():
 
 
 @change
-def a_hook_before_an_MLP(model: Any) -> Iterator[None]:
-    handle = model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    yield
-    handle.remove()
-
-
-@change
 def a_hook_for_all_modules(model: Any) -> Iterator[None]:
     norms = kind_of(model, "RMSNorm")
     handle = register_module_forward_hook(lambda module, args, out: out * 1.3 if isinstance(module, norms) else None)
