@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -183,12 +183,14 @@ def version_of(model: Any) -> Version:
     weights = [each for module in modules for each in module._parameters.values() if each is not None]
     # Offloaded weights are other objects after every pass, and inference tensors have no version.
     weights = [each for each in weights if not each.is_meta and not each.is_inference()]
-    owns = [each for module in modules if (each := module.__dict__.get("forward")) is not None and not is_ours(each)]
+    owns = [(at, each) for at, module in enumerate(modules) if (each := module.__dict__.get("forward")) is not None]
+    owns = [(at, each) for at, each in owns if not is_ours(each)]
     compiled = [each for module in modules if (each := module._compiled_call_impl) is not None]
-    hooks = [each for each in _hooks_of(modules) if not is_ours(each)]
+    hooks = [(at, each) for at, each in _hooks_of(modules) if not is_ours(each)]
+    placed = [each for _, each in (*owns, *hooks)]
     attention = [each for functions in attention_code(model, modules) for each in functions]
     code = code_of(frozenset(map(type, modules)))
-    users = [each for each in (*owns, *hooks, *attention, *code.foreign) if not is_shipped(each)]
+    users = [each for each in (*placed, *attention, *code.foreign) if not is_shipped(each)]
     configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
     flags = [
         [_plain(value) for each in configs for value in list(vars(each).values())],
@@ -197,23 +199,24 @@ def version_of(model: Any) -> Version:
             for each in modules
             if "layer_idx" in each.__dict__ or "is_causal" in each.__dict__
         ],
+        [at for at, _ in (*owns, *hooks)],
         [*map(_switches_of, users)],
         [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
         arithmetic_flags(),
     ]
-    references = [_reference(each) for each in (*weights, *owns, *compiled, *map(_code_in, hooks), *attention)]
+    codes = [each for _, each in owns] + [_code_in(each) for _, each in hooks]
+    references = [_reference(each) for each in (*weights, *codes, *compiled, *attention)]
     versions = [each._version for each in weights]
     return Version(hash((code.number, *map(id, references), *versions, repr(flags))), [*references, code])
 
 
-def _hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """The functions that run around the calls of modules: their own hooks, and torch's for all modules."""
-    for module in modules:
+def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
+    """The functions that run around the calls of modules, with the module's place: torch's for all modules have -1."""
+    for at, module in enumerate(modules):
         if module._forward_hooks or module._forward_pre_hooks:
-            yield from list(module._forward_hooks.values())
-            yield from list(module._forward_pre_hooks.values())
-    yield from list(modules_of_torch._global_forward_hooks.values())
-    yield from list(modules_of_torch._global_forward_pre_hooks.values())
+            yield from ((at, hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+    for hooks in (modules_of_torch._global_forward_hooks, modules_of_torch._global_forward_pre_hooks):
+        yield from ((-1, hook) for hook in list(hooks.values()))
 
 
 def is_ours(function: Any) -> bool:
