@@ -9,7 +9,7 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from lookahead.drafting.sizes import MAX_NODES_LIMIT, BranchSize
+from lookahead.drafting.sizes import DEFAULT_NODES, MAX_NODES_LIMIT, BranchSize
 from lookahead.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class LookaheadConfig:
         """Most draft nodes of one row's tree, with `max_nodes=None` decided; without a branch that costs decide on."""
         if self.max_nodes is not None:
             return self.max_nodes
-        budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else 64 - self.cuda_graphs
+        budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else DEFAULT_NODES - self.cuda_graphs
         if self.branch_size is not None and not self.decides_branch:
             budget += self.branch_size.nodes
         return min(budget, MAX_NODES_LIMIT)

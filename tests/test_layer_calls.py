@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from lookahead import LookaheadConfig
 from lookahead.kernels import packed_product
 from lookahead.models import exact_attention, fused_layers, linears, product_bits
 from lookahead.models.exact_attention import takes_rows
@@ -98,6 +99,22 @@ def test_all_layers_are_one_call_for_one_prompt_and_two_each_for_several(dtype, 
                     assert len(tables) == (1 if rows == 1 else 0)
     finally:
         torch.set_num_threads(before)
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_the_largest_tree_of_the_default_options_is_one_call(dtype, fused, calls, tables, own_code):
+    model, most = made(dtype=dtype, **WIDE), LookaheadConfig().node_budget + 1
+    if dtype == HALF and not takes_rows(model.config):
+        pytest.skip("torch's attention has other bits on this CPU")
+    for nodes in (most - 1, most, most + 1):
+        expected = own_code(made(dtype=dtype, **WIDE), 1, nodes)
+        tables.clear()
+        got = logits_of(model, 1, nodes)
+        assert tables == ([nodes] * 2 if nodes <= most else [])
+        for ours, own in zip(got, expected, strict=True):
+            error = 0.0 if dtype == HALF else 1e-4 * float(own.abs().max())
+            torch.testing.assert_close(ours, own, rtol=0, atol=error)
 
 
 @on_x86

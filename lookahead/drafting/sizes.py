@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_NODES_LIMIT = 512
+DEFAULT_NODES = 64  # of a draft, the root not counted
 
 
 class BranchSize(NamedTuple):

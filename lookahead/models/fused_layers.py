@@ -26,7 +26,7 @@ from lookahead.models.cache import CACHE, TreeCache
 from lookahead.models.layer_jobs import (
     FEWEST_SLOTS,
     LINEARS,
-    MOST,
+    MAX_TABLE_NODES,
     LayerParts,
     LayerTable,
     Positions,
@@ -265,7 +265,7 @@ def _all_layers(stack: _Stack, hidden: Tensor, positions: Positions, cache: Any)
         turns_by_kernel(each.attention, cache.layers[0], weights[0].outputs // dim, each.options)
         for each in stack.by_window
     ]
-    if turns[0] is None or None in turns or len(turns[0].trees[0]) > MOST:
+    if turns[0] is None or None in turns or len(turns[0].trees[0]) > MAX_TABLE_NODES:
         return None
     table: Any = cache.table
     if table is None or not table.serves(weights):

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.kernels import layer_ops, row_attention
 from lookahead.kernels.jobs import Job, run_table, table_of
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
@@ -19,7 +20,7 @@ from lookahead.models.exact_attention import Turns
 from lookahead.utils.addresses import KeepsAddresses
 
 LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-MOST = 64  # tokens of a pass, and nodes of its tree, that a table is made for
+MAX_TABLE_NODES = DEFAULT_NODES + 1  # of the tree of a pass that a table is made for, its root included
 FEWEST_SLOTS = 16  # of a cache, to see how numbers change with the slot
 
 Positions = tuple[Tensor, Tensor]
@@ -132,9 +133,10 @@ class LayerTable(KeepsAddresses):
         self, layers: Sequence[LayerParts], weights: Sequence[PackedWeight], cache: TreeCache, hidden: Tensor, dim: int
     ) -> None:
         self._layers, self._weights, self._slots = layers, weights, cache.slots  # the cache holds the table
-        self._hidden, self._space = hidden.new_empty(1, MOST, hidden.shape[2]), Space.of(hidden, weights[:7], MOST)
-        self._positions = hidden.new_empty(1, MOST, dim), hidden.new_empty(1, MOST, dim)
-        self._nodes, self._tree = (np.zeros(shape, np.int64) for shape in ((1, 2, MOST), (1, 3)))
+        most, size = MAX_TABLE_NODES, hidden.shape[2]
+        self._hidden, self._space = hidden.new_empty(1, most, size), Space.of(hidden, weights[:7], most)
+        self._positions = hidden.new_empty(1, most, dim), hidden.new_empty(1, most, dim)
+        self._nodes, self._tree = (np.zeros(shape, np.int64) for shape in ((1, 2, most), (1, 3)))
         self._threads = torch.get_num_threads()
         for at in range(len(layers)):
             cache.places(at)  # which allocates what the slots of a pass need
@@ -154,7 +156,7 @@ class LayerTable(KeepsAddresses):
         )
 
     def run(self, hidden: Tensor, positions: Positions, turns: Turns) -> Tensor:
-        """The result of the last layer for hidden states `[1, tokens, size]`; at most `MOST` tokens and nodes."""
+        """The result of the last layer for hidden states `[1, tokens, size]`; at most `MAX_TABLE_NODES` of them."""
         tokens, tree = hidden.shape[1], turns.trees[0]
         self._hidden[:, :tokens] = hidden
         for held, each in zip(self._positions, positions, strict=True):

@@ -77,7 +77,7 @@ def fused(monkeypatch) -> Iterator[list[int]]:
 def trees_of(rows: int, nodes: int, seed: int) -> list[TokenTree]:
     source = np.random.default_rng(seed)
     parents = [[0, *(int(source.integers(max(0, i - 3), i)) for i in range(1, nodes))] for _ in range(rows)]
-    return [TokenTree.from_parents(source.integers(3, 100, nodes), each) for each in parents]
+    return [TokenTree.from_parents(source.permutation(np.arange(3, 100))[:nodes], each) for each in parents]
 
 
 def logits_of(model: Any, rows: int, nodes: int, **options: Any) -> list[torch.Tensor]:
