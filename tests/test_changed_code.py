@@ -14,7 +14,7 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.models import layer_jobs, support
+from lookahead.models import layer_jobs, support, target
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES, PLACES, Switched
 from tests.support.small_layers import HALF, MODELS, SINGLE, made
@@ -170,3 +170,23 @@ def test_a_signal_handler_may_decode_wherever_it_interrupts(dtype):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert calls and all(each == expected for each in calls)
+
+
+def test_without_a_cache_a_users_code_runs_as_generate_runs_it():
+    model = made("llama", SINGLE)
+
+    def odd(module: Any, args: Any, out: Any) -> Any:  # where there is no cache, whole texts are read again and again
+        return out.roll(1, -1) if out.shape[1] > IDS.shape[1] else out
+
+    model.model.layers[0].mlp.register_forward_hook(odd)
+    assert ours(model, use_cache=False) == tokens(model, use_cache=False) != tokens(model)
+
+
+def test_a_long_prompt_is_read_at_once_where_a_users_code_sees_the_passes(monkeypatch):
+    monkeypatch.setattr(target, "PREFILL_CHUNK", 4)
+    model, seen = made("llama", SINGLE), []
+    model.model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    ours(model)  # probed
+    seen.clear()
+    assert ours(model) == tokens(model)
+    assert seen[0] == IDS.shape[1]

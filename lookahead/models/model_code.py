@@ -169,6 +169,7 @@ class Version(NamedTuple):
 
     number: int
     references: list[Any]
+    users: list[Any]  # the functions that neither transformers nor torch ships
 
 
 def version_of(model: Any) -> Version:
@@ -207,7 +208,7 @@ def version_of(model: Any) -> Version:
     codes = [each for _, each in owns] + [_code_in(each) for _, each in hooks]
     references = [_reference(each) for each in (*weights, *codes, *compiled, *attention)]
     versions = [each._version for each in weights]
-    return Version(hash((code.number, *map(id, references), *versions, repr(flags))), [*references, code])
+    return Version(hash((code.number, *map(id, references), *versions, repr(flags))), [*references, code], users)
 
 
 def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:

@@ -23,6 +23,7 @@ from lookahead.models.cuda_graphs import GraphRunner, KeptGraphs
 from lookahead.models.exact_attention import takes_rows
 from lookahead.models.kernel_trial import try_kernels
 from lookahead.models.linears import LinearScope
+from lookahead.models.model_code import version_of
 from lookahead.models.model_state import outside_passes
 from lookahead.models.product_bits import Bits
 from lookahead.models.tree_pass import AttentionSpan, TreePass
@@ -200,7 +201,10 @@ class Target:
         is_sdpa = self._model.config.get_text_config()._attn_implementation == "sdpa"
         is_fused = is_sdpa and not cached.any() and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
-        size = width if is_whole or self._reads_at_once else PREFILL_CHUNK
+        is_whole = is_whole or self._reads_at_once
+        # A hook may edit the end of a prompt, and would meet the end of every part.
+        is_whole = is_whole or (width > PREFILL_CHUNK and bool(version_of(self._model).users))
+        size = width if is_whole else PREFILL_CHUNK
         self.is_bitwise = self.is_exact and size >= width and len(prompts) == 1
         report(0, width)
         for start in range(0, width, size):
