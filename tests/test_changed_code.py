@@ -67,8 +67,14 @@ def test_what_is_changed_after_a_first_use_is_what_runs(change, dtype, name):
         assert ours(model) == tokens(model)
 
 
+# What shows at once in other numbers is found by the same comparison, whatever it is.
+SUBTLE = [
+    name for name in CHANGES if not name.startswith(("global", "torch", "class method")) and "everywhere" not in name
+]
+
+
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", SUBTLE)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_what_was_changed_before_a_first_use_is_what_runs(change, dtype):
     model = made("llama", dtype, **WIDE)
