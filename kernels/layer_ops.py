@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from lookahead.kernels.jobs import Job, take
+from lookahead.kernels.jobs import Job, claim_part
 from lookahead.kernels.scalars import exp, jit_part, narrow, widen
 from lookahead.utils.addresses import array_at
 
@@ -209,7 +209,7 @@ def _gate(address, kind):
 @jit_part
 def _work(address, kind):
     """One thread does the whole of a job: it takes less time than waking the others."""
-    if take(address) > 0:
+    if claim_part(address) > 0:
         return
     job, numbers = array_at(address, (3,), np.int64)[2], address + 24
     if job == _NORM:

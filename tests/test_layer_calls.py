@@ -42,7 +42,7 @@ def calls(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(fused_layers, "run", counted)
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
+    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
     return jobs
 
 

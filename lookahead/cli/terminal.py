@@ -189,7 +189,7 @@ def prepare(options: DeviceOptions, location: str) -> None:
 
 
 @contextmanager
-def remembering(options: DraftingOptions, model: Any) -> Iterator[None]:
+def memory_file_saved_at_exit(options: DraftingOptions, model: Any) -> Iterator[None]:
     """Open the memory file of a command, if it has one, and save it at the end, an early end included."""
     if options.memory is not None:
         from lookahead.generation.model_memory import open_memory

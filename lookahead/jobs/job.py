@@ -111,10 +111,10 @@ class _Run:
             if isinstance(document, Reject):
                 self.reject(document)
                 continue
-            content, before = self._writer.take(document)
-            if before is not None:
-                self._totals.earlier += before == "finished"
-                self._totals.rejected += before == "rejected"
+            content, earlier = self._writer.register(document)
+            if earlier is not None:
+                self._totals.earlier += earlier == "finished"
+                self._totals.rejected += earlier == "rejected"
                 self._observer(document.id, self._totals)
             elif content is None:
                 yield document

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
-from lookahead.models.attention import turns_by_kernel
+from lookahead.models.attention import per_node_by_kernel
 from lookahead.models.cache import CACHE, TreeCache
 from lookahead.models.layer_jobs import (
     FEWEST_SLOTS,
@@ -38,7 +38,7 @@ from lookahead.models.layer_jobs import (
 )
 from lookahead.models.linears import packed_weights
 from lookahead.models.model_code import arithmetic_flags, code_of, is_intercepted
-from lookahead.models.model_state import pass_local, replaced
+from lookahead.models.model_state import pass_local, patched_attribute
 from lookahead.models.quantized import QuantizedLinear
 
 _FAMILIES = {
@@ -79,7 +79,7 @@ def serving(model: nn.Module) -> Iterator[None]:
     """
     with torch.inference_mode():
         forwards = _forwards_of(model)
-    with replaced("forward", forwards):
+    with patched_attribute("forward", forwards):
         yield
 
 
@@ -100,7 +100,7 @@ def running(*, as_one: bool = False) -> Iterator[None]:
 
 
 def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, None, Callable[..., Any]]]:
-    """The modules that can be fused, and what takes the place of their `forward`, for `replaced`."""
+    """The modules that can be fused, and what takes the place of their `forward`, for `patched_attribute`."""
     modules = list(model.modules())
     if torch.is_autocast_enabled("cpu"):  # products have another type than their inputs
         return []
@@ -261,16 +261,16 @@ def _all_layers(stack: _Stack, hidden: Tensor, positions: Positions, cache: Any)
     ):
         return None
     dim = positions[0].shape[-1]
-    turns = [
-        turns_by_kernel(each.attention, cache.layers[0], weights[0].outputs // dim, each.options)
+    per_node = [
+        per_node_by_kernel(each.attention, cache.layers[0], weights[0].outputs // dim, each.options)
         for each in stack.by_window
     ]
-    if turns[0] is None or None in turns or len(turns[0].trees[0]) > MOST:
+    if per_node[0] is None or None in per_node or len(per_node[0].trees[0]) > MOST:
         return None
     table: Any = cache.table
     if table is None or not table.serves(weights):
         table = cache.table = LayerTable(stack.layers, weights, cache, hidden, dim)
-    return table.run(hidden, positions, turns[0]) if table.is_right else None
+    return table.run(hidden, positions, per_node[0]) if table.is_right else None
 
 
 def _fused(
