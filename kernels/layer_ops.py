@@ -26,7 +26,7 @@ _LANES = 8  # float32 of a vector, for all x86 CPUs: torch does not build its su
 _WIDTH = _PARTIALS * _LANES
 
 _F = np.float32
-_MOST = _F(80.0)  # from here on SiLU is the number itself
+_MAX_EXP_INPUT = _F(80.0)  # from here on SiLU is the number itself
 _NORM, _ROTATION, _GATING = range(3)  # kinds of jobs
 
 
@@ -201,7 +201,7 @@ def _gate(address, kind):
     gate, up = _numbers_at(gate_at, size, kind), _numbers_at(up_at, size, kind)
     for i in range(size):
         x = widen(gate[i])
-        power = exp(-x if x < _MOST else -_MOST)
+        power = exp(-x if x < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)
         activated = widen(narrow(x / (_F(1.0) + power), gate[i]))
         gate[i] = narrow(activated * widen(up[i]), gate[i])
 

@@ -32,7 +32,7 @@ and into the slots behind it."""
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
 # Numbers of the queries times slots up to which the kernel for rows, in one call with all layers, takes less time than
 # masked attention in calls of its own; where bits do not matter.
-_MOST_WORK = 7 << 20
+_MAX_KERNEL_PRODUCTS = 7 << 20
 _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows is compared with SDPA
 
 
@@ -170,7 +170,7 @@ def attends_by_kernel(
     if not row_attention.is_supported(keys, keys, values) or (window is not None and per_node.deepest + 1 >= window):
         return False
     if not is_exact:
-        return heads * dim * sum(map(len, per_node.trees)) * (per_node.deepest + 1) <= _MOST_WORK
+        return heads * dim * sum(map(len, per_node.trees)) * (per_node.deepest + 1) <= _MAX_KERNEL_PRODUCTS
     # For a single head torch would share the sums of a product among its threads.
     return own is sdpa_attention_forward and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads, arithmetic_flags())
 

@@ -51,8 +51,8 @@ _HEAD_NORMS = "q_norm", "k_norm"
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _NORMS = {(module, f"{family}RMSNorm") for (module, _), family in _FAMILIES.items()}
 _DTYPES = torch.float32, torch.bfloat16
-_MOST = 1 << 17  # numbers of the hidden states that are served
-_MOST_SHARED = 1 << 15  # where torch would share them among threads; the kernels run on one
+_MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that are served
+_MAX_SHARED_ELEMENTS = 1 << 15  # where torch would share them among threads; the kernels run on one
 _RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 _ROWS = 32  # whose mean squares are compared
 _TOLERANCE = 1e-4  # of float32, relative to the largest output
@@ -91,7 +91,7 @@ def running(*, as_one: bool = False) -> Iterator[None]:
     """
     outer = getattr(_thread, "most", 0), getattr(_thread, "is_whole", False)
     is_served = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_intercepted())
-    _thread.most = (_MOST if torch.get_num_threads() == 1 else _MOST_SHARED) if is_served else 0
+    _thread.most = (_MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS) if is_served else 0
     _thread.is_whole, _thread.done = is_served and as_one, None
     try:
         yield

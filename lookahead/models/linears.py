@@ -41,7 +41,7 @@ from lookahead.models.quantized import QuantizedLinear
 
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
 _UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
-_MOST_ROWS = 128  # of float32 that are multiplied by packed weights; for more of them no weight is packed
+_MAX_PACKED_ROWS = 128  # of float32 that are multiplied by packed weights; for more of them no weight is packed
 _MANY_ROWS = (64,)
 _FEWEST_ROWS = 8  # of one product in a larger layer
 _ONE_ROW = 1.15  # the same for one row by the kernel of this package, which does whole layers at once
@@ -207,7 +207,7 @@ def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: _Mod
     (bits, packs, fewest), weight = mode, layer._parameters["weight"]
     assert weight is not None
     if weight.dtype == torch.float32:  # fewer rows wait for the weight, which torch reads faster
-        return packed.weight(layer) if packs and fewest <= rows <= _MOST_ROWS else None
+        return packed.weight(layer) if packs and fewest <= rows <= _MAX_PACKED_ROWS else None
     if not packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
         return None
     if bits == "torch" or (bits != "alone" and rows > MAX_ROWS):
@@ -255,7 +255,7 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Pack
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
-                return lay_out(weight, LAYOUTS[backends[0]], _MOST_ROWS)
+                return lay_out(weight, LAYOUTS[backends[0]], _MAX_PACKED_ROWS)
             layout, most = best_layout(weight, bias, bits, backends)
             if not most:
                 return None

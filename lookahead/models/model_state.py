@@ -15,7 +15,7 @@ from lookahead.drafting.cost_model import StepCost
 from lookahead.models.model_code import Version, version_of
 
 T = TypeVar("T")
-_MOST_VERSIONS = 4  # of a model, whose verdicts are kept
+_MAX_VERSIONS = 4  # of a model, whose verdicts are kept
 _log = logging.getLogger(__name__)
 
 
@@ -73,7 +73,7 @@ class ModelState:
                 version = version_of(model)
                 number = version.number
                 known[number] = version, value
-                while len(known) > _MOST_VERSIONS:
+                while len(known) > _MAX_VERSIONS:
                     del known[next(iter(known))]
             result: T = known[number][1]
             return result
