@@ -164,7 +164,11 @@ def test_a_long_prompt_in_bf16_is_read_once_where_its_products_allow_it(
     expected = found(model, **options)
     read.clear()
     pasts, copy = list[Any](), beams.copy_prefix_from
-    seen = lambda past, *rest, **more: (pasts.append(past), copy(past, *rest, **more))  # noqa: E731
+
+    def seen(past: Any, *rest: Any, **more: Any) -> None:
+        pasts.append(past)
+        copy(past, *rest, **more)
+
     monkeypatch.setattr(beams, "copy_prefix_from", seen)
     got = found(model, **options, custom_generate=lookahead.decode)
     assert [layer.keys.numel() for past in pasts for layer in past.layers] == [0, 0]  # not held twice

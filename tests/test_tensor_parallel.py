@@ -87,7 +87,7 @@ def test_every_process_of_a_model_emits_the_tokens_of_generate(folder: Path) -> 
     assert {path.name for path in folder.glob("done*")} == {"done0", "done1"}
 
 
-def test_a_model_that_one_process_holds_is_no_ensemble(tiny_llama: Any) -> None:
+def test_a_model_that_one_process_holds_is_no_group(tiny_llama: Any) -> None:
     assert tensor_parallel_group(tiny_llama) is None
 
 
