@@ -167,7 +167,7 @@ class Datastore:
     """Texts, in token ids, in which what followed the end of another text is found; sizes are those of REST's code."""
 
     LONGEST, SHORTEST = 16, 2  # tokens of a match
-    LENGTH, MOST = 10, 5000  # tokens of a continuation, and continuations that are read
+    LENGTH, MAX_CONTINUATIONS = 10, 5000  # tokens of a continuation, and continuations that are read
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         ends = [-1] * self.LENGTH
@@ -188,7 +188,7 @@ class Datastore:
                 for side in (bisect_left, bisect_right)
             ]
             if sides[0] < sides[1]:
-                places = self._order[sides[0] : min(sides[1], sides[0] + self.MOST)] + length
+                places = self._order[sides[0] : min(sides[1], sides[0] + self.MAX_CONTINUATIONS)] + length
                 return self._tokens[places[:, None] + np.arange(self.LENGTH)]
         return np.zeros((0, self.LENGTH), np.int32)
 

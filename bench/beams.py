@@ -99,9 +99,9 @@ def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
         searches.append(self)
         return prefill(self, *args, **kwargs)
 
-    def adopt(past: Any, cache: Any, skipped: Any, **options: Any) -> None:
+    def copy_prefix_from(past: Any, cache: Any, skipped: Any, **options: Any) -> None:
         at_prefill.append(held(past))
-        hf_outputs.adopt(past, cache, skipped, **options)
+        hf_outputs.copy_prefix_from(past, cache, skipped, **options)
         at_prefill.append(held(past) + held(cache))
 
     def figures(out: Any) -> dict[str, int]:
@@ -109,7 +109,7 @@ def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
             return {"kv_bytes": held(out[CACHE])} if isinstance(out.get(CACHE), DynamicCache) else {}
         return {"kv_bytes": max([*at_prefill, held(searches[-1]._target.cache)])}
 
-    with mock.patch.object(BeamModel, "_prefill", read), mock.patch.object(beams, "adopt", adopt):
+    with mock.patch.object(BeamModel, "_prefill", read), mock.patch.object(beams, "copy_prefix_from", copy_prefix_from):
         yield figures
 
 

@@ -18,7 +18,7 @@ from lookahead.models.cuda_graphs import CAPTURE_AT, Graph, Run
 from lookahead.models.target import Target
 from lookahead.verification.exact import read_scores
 
-MOST_BYTES = 4 << 30  # of the buffer that is read: far more than a GPU caches, and room for it beside a model
+MAX_READ_BYTES = 4 << 30  # of the buffer that is read: far more than a GPU caches, and room for it beside a model
 BACK_TO_BACK = 8  # replays that are timed together
 WARM_UP = CAPTURE_AT + 2  # a shape is recorded and checked by then
 
@@ -138,7 +138,7 @@ def read_bandwidth(size: int, device: torch.device, trials: int) -> dict[str, An
 
     The buffer has `size` bytes, at most 4 GiB.
     """
-    source = torch.rand(min(size, MOST_BYTES) // 4, dtype=torch.float32, device=device)
+    source = torch.rand(min(size, MAX_READ_BYTES) // 4, dtype=torch.float32, device=device)
     copied = torch.empty_like(source)
     ways = {"reduction": (source.sum, source.nbytes), "copy": (lambda: copied.copy_(source), 2 * source.nbytes)}
     watch = Stopwatch(device)

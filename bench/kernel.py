@@ -42,7 +42,7 @@ Attend = Callable[[Sequence[Layer]], tuple[Tensor, ...]]  # what every layer att
 TOLERANCE = 1e-2
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
 WARM_UP = 3
-MOST_QUERIES = 64  # nodes times query heads of a KV head up to which reading memory is what takes the time
+MAX_MEMORY_BOUND_QUERIES = 64  # nodes times query heads of a KV head up to which reading memory is what takes the time
 KEPT = (0, 2, 3, 7, 11)  # nodes of the path that compaction keeps
 LAUNCHES = 32  # of compaction in one graph
 
@@ -210,7 +210,7 @@ def figures_of(results: Sequence[dict[str, Any]], groups: int, compaction: float
             if key[1] >= least_context and (method, *key) in timed
         ]
 
-    few = {key: each["of_copy"] for key, each in ours.items() if key[2] * groups <= MOST_QUERIES}
+    few = {key: each["of_copy"] for key, each in ours.items() if key[2] * groups <= MAX_MEMORY_BOUND_QUERIES}
     found = {
         "copy_share_32k": [share for key, share in few.items() if key[1] >= 32768],
         "copy_share_8k": [share for key, share in few.items() if key[:2] == (1, 8192)],

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lookahead.kernels.dispatch import MAX_NODES, check_tensor, require, slot_shortcoming
+from lookahead.kernels.dispatch import MAX_NODES, check_tensor, require, slots_unsupported_reason
 from lookahead.utils.addresses import KeepsAddresses
 
 _WORD = 4  # bytes
@@ -21,11 +21,11 @@ _LEAST_NODES = 16  # most paths are short, and share one compiled variant
 class SlotBuffers(KeepsAddresses):
     """The KV buffers of all layers, `[rows, capacity, …]` on one device, by address; valid while the buffers live.
 
-    ValueError if they are none that `lookahead.kernels.dispatch.slot_shortcoming` accepts.
+    ValueError if they are none that `lookahead.kernels.dispatch.slots_unsupported_reason` accepts.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
-        problem = slot_shortcoming(buffers)
+        problem = slots_unsupported_reason(buffers)
         require(problem is None, str(problem))
         self.capacity = buffers[0].shape[1]
         self.device = buffers[0].device

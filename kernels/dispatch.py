@@ -115,7 +115,7 @@ def attention_for(
             the kernel only where the test found that it is no slower than torch's attention.
         later: Options that later calls will have, so that their variant is tested with this one.
     """
-    if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
+    if not runs_on(query.device) or unsupported_reason(query, keys, values) is not None:
         return None
     from lookahead.kernels.tree_attention import bind
 
@@ -147,7 +147,7 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
     verdict = verdicts.get(variant)
     if verdict is None:
         wanted[variant] = None
-    if verdict is None or verdict.problem or slot_shortcoming(buffers) is not None:
+    if verdict is None or verdict.problem or slots_unsupported_reason(buffers) is not None:
         return None
     from lookahead.kernels.compaction import SlotBuffers, compact
 
@@ -234,7 +234,7 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def shortcoming(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
+def unsupported_reason(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
     """Why the attention kernel does not support these tensors, or None if it does."""
     dtype, device = query.dtype, query.device
     for name, tensor in (("query", query), ("keys", keys), ("values", values)):
@@ -269,7 +269,7 @@ def shortcoming(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
     return None
 
 
-def slot_shortcoming(buffers: Sequence[Tensor]) -> str | None:
+def slots_unsupported_reason(buffers: Sequence[Tensor]) -> str | None:
     """Why the compaction kernel does not support KV buffers `[rows, capacity, …]`, or None if it does."""
     if not buffers:
         return "buffers must hold at least one buffer, got none"

@@ -30,8 +30,8 @@ the tensors whose addresses are among the numbers."""
 def run(*jobs: Job) -> None:
     """Do jobs one after the other, each on as many threads as torch is set to.
 
-    A function receives the address of int64 numbers: one for `take`, the number of parts, and those of its job. It
-    works on parts that it is given by `take`, until it is given none. Where torch has no OpenMP of GNU's interface, as
+    A function receives the address of int64 numbers: one for `claim_part`, the number of parts, and those of its job.
+    It works on parts from `claim_part` until there is none. Where torch has no OpenMP of GNU's interface, as
     on macOS and Windows, the calling thread works alone.
     """
     threads = min(torch.get_num_threads(), max((job[1] for job in jobs), default=1))
@@ -102,7 +102,7 @@ _call: Any = _call_at
 
 
 @intrinsic
-def _take(context: Any, address: Any) -> Any:
+def _claim_part(context: Any, address: Any) -> Any:
     """The number of the next part; no other thread gets it."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -112,4 +112,4 @@ def _take(context: Any, address: Any) -> Any:
     return types.int64(types.int64), emit
 
 
-take: Any = _take
+claim_part: Any = _claim_part

@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from lookahead.kernels.jobs import Job, take
+from lookahead.kernels.jobs import Job, claim_part
 from lookahead.kernels.scalars import exp, jit_part, narrow, widen
 from lookahead.utils.addresses import array_at
 
@@ -26,7 +26,7 @@ _LANES = 8  # float32 of a vector, for all x86 CPUs: torch does not build its su
 _WIDTH = _PARTIALS * _LANES
 
 _F = np.float32
-_MOST = _F(80.0)  # from here on SiLU is the number itself
+_MAX_EXP_INPUT = _F(80.0)  # from here on SiLU is the number itself
 _NORM, _ROTATION, _GATING = range(3)  # kinds of jobs
 
 
@@ -201,7 +201,7 @@ def _gate(address, kind):
     gate, up = _numbers_at(gate_at, size, kind), _numbers_at(up_at, size, kind)
     for i in range(size):
         x = widen(gate[i])
-        power = exp(-x if x < _MOST else -_MOST)
+        power = exp(-x if x < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)
         activated = widen(narrow(x / (_F(1.0) + power), gate[i]))
         gate[i] = narrow(activated * widen(up[i]), gate[i])
 
@@ -209,7 +209,7 @@ def _gate(address, kind):
 @jit_part
 def _work(address, kind):
     """One thread does the whole of a job: it takes less time than waking the others."""
-    if take(address) > 0:
+    if claim_part(address) > 0:
         return
     job, numbers = array_at(address, (3,), np.int64)[2], address + 24
     if job == _NORM:

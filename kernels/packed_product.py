@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.kernels.jobs import Job, run, take
+from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.large_pages import zeros
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of, transpose
 from lookahead.kernels.scalars import jit_part, narrow, widen
@@ -100,7 +100,7 @@ def _lay_out(address: Any) -> None:
     terms, lines = array_at(terms_at, (outputs * count,), np.float32), array_at(lines_at, (count,), np.int64)
     packed = array_at(packed_at, (panels, count, COLUMNS), np.float32)
     square = np.empty(LANES * LANES, np.float32)
-    panel = take(address)
+    panel = claim_part(address)
     while panel < panels:
         for column in range(0, min(COLUMNS, outputs - panel * COLUMNS), LANES):
             row = panel * COLUMNS + column
@@ -114,7 +114,7 @@ def _lay_out(address: Any) -> None:
             for term in range(whole, count):
                 for i in range(min(LANES, outputs - row)):
                     packed[panel, lines[term], column + i] = terms[(row + i) * count + term]
-        panel = take(address)
+        panel = claim_part(address)
 
 
 def quantize(weight: Tensor, bits: int) -> Tensor:
@@ -244,13 +244,13 @@ def _order_halves(address: Any) -> None:
     turns = inputs // _SUMS
     x = array_at(x_at, (rows, turns, _SUMS // 2, 2), np.uint16)
     out = array_at(out_at, (rows, _SUMS // 2, turns, 2), np.float32)
-    row = take(address)
+    row = claim_part(address)
     while row < rows:
         for i in range(_SUMS // 2):
             for turn in range(turns):
                 pair = x[row, turn, _ORDER[i]]
                 out[row, i, turn, 0], out[row, i, turn, 1] = widen(pair[0]), widen(pair[1])
-        row = take(address)
+        row = claim_part(address)
 
 
 @jit_part
@@ -259,7 +259,7 @@ def _round(address, number):
     _, rows, x_at, out_at, inputs, length, block = array_at(address, (7,), np.int64)
     x, out = array_at(x_at, (rows, inputs), number), array_at(out_at, (rows, length), np.int32)
     line = np.zeros(-(-inputs // block) * block, np.float32)
-    row = take(address)
+    row = claim_part(address)
     while row < rows:
         for i in range(inputs):
             line[i] = widen(x[row, i])
@@ -269,7 +269,7 @@ def _round(address, number):
                 _round_block(line[place : place + 64], out[row, begin : begin + size], 64)
             else:
                 _round_block(line[place : place + 32], out[row, begin : begin + size], 32)
-        row = take(address)
+        row = claim_part(address)
 
 
 @jit_part
@@ -353,7 +353,7 @@ def _multiply(address, left, kind, number, add, most):
     _, parts, x_at, rows, length, terms, block, together = array_at(address, (_SHARED,), np.int64)
     x = array_at(x_at, (rows, length), left)
     sums, others = np.empty(most * COLUMNS, np.float32), np.empty(2 * _LEVELS * most * COLUMNS, np.float32)
-    part = take(address)
+    part = claim_part(address)
     while part < parts:
         of, own = address + 8 * _SHARED, part
         packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
@@ -374,7 +374,7 @@ def _multiply(address, left, kind, number, add, most):
                     for i in range(count if bias_at else 0):
                         sum_of[i] += widen(own_bias[i])
                     _store(sum_of, out[first + row, begin : begin + count])
-        part = take(address)
+        part = claim_part(address)
 
 
 @jit_part

@@ -19,7 +19,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from lookahead.kernels.jobs import Job, run, take
+from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of, transpose
 from lookahead.kernels.scalars import exp, jit_part, narrow, to_intrinsic, widen
 from lookahead.utils.addresses import array_at
@@ -131,7 +131,7 @@ def _attend(address, number, word, size):
     peaks, totals = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
     transposed, block = np.empty((dim, _STEP), np.float32), np.empty((BLOCK, dim), np.float32)
     held = np.empty(most, np.int64)  # by depth, the node whose values stand in the block
-    part = take(address)
+    part = claim_part(address)
     while part < parts:
         row, head = part // kv_heads, part % kv_heads
         query, out = (
@@ -150,7 +150,7 @@ def _attend(address, number, word, size):
             query, keys, values, words, nodes[0], nodes[1], start, count, scored, head, groups, scale,
             queries[:padded], scores[:padded], sums[:padded], peaks, totals, transposed, block, held, out,
         )  # fmt: skip
-        part = take(address)
+        part = claim_part(address)
 
 
 @jit_part

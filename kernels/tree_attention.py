@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from lookahead.kernels.attend import attend, merge
-from lookahead.kernels.dispatch import KernelVariant, check_tree, require, shortcoming, variant_of
+from lookahead.kernels.dispatch import KernelVariant, check_tree, require, unsupported_reason, variant_of
 
 TRITON_VERSION: str = triton.__version__
 _LOG2E = 1.4426950408889634
@@ -102,7 +102,7 @@ def tree_attention(
     Raises:
         ValueError: An argument is not as described; the message names it.
     """
-    problem = shortcoming(query, keys, values)
+    problem = unsupported_reason(query, keys, values)
     require(problem is None, str(problem))
     require(query.is_cuda or _interprets(), f"query must be on a CUDA device, got {query.device}")
     check_tree(query, lengths, nodes, depths, words, sinks)

@@ -24,16 +24,16 @@ _TABLE_RANKS = 5  # the first four ranks, and all others
 _PROB_EDGES = np.array([0.01, 0.03, 0.1, 0.3, 0.6, 0.85], np.float32)
 _PSEUDO_HITS = 2.0
 _EXPECTED_MEMORY = 64.0  # expected hits at which counts are halved, so that old text counts less
-_MOST_CERTAIN = 0.99
+_MAX_PROBABILITY = 0.99
 
 _PSEUDO_COUNTS = 16.0
 _MEMORY = 400.0
 # Fisher information of the odds of a kind: before any trial, and the maximum that trials add.
-_FIRST_KNOWN, _MOST_KNOWN = 8.0, 50.0
-_LEAST_ODDS, _MOST_ODDS = 0.1, 16.0
+_FIRST_INFORMATION, _MAX_INFORMATION = 8.0, 50.0
+_MIN_ODDS, _MAX_ODDS = 0.1, 16.0
 
 _COUNTED = 64  # tokens whose frequency is counted
-_MOST_COUNT = 4096
+_MAX_COUNT = 4096
 _FIRST_KIND = len(KIND_OF)  # rows of the table after those of the features: the odds of the kinds
 _ROWS = _FIRST_KIND + KIND_OF.max() + 1
 
@@ -80,7 +80,7 @@ class AcceptanceTable:
         `kinds` holds the level and the rank of each token, int32 `[..., 2]`; `draft_probs` is float32 `[...]`.
         """
         counts = self._counts[self._cells(kinds, draft_probs)] + _PSEUDO_HITS
-        probs = np.minimum(_MOST_CERTAIN, draft_probs * counts[..., 0] / counts[..., 1])
+        probs = np.minimum(_MAX_PROBABILITY, draft_probs * counts[..., 0] / counts[..., 1])
         calibrated: Float32Array = np.nan_to_num(probs).astype(np.float32)  # heads that overflow give NaN
         return calibrated
 
@@ -140,7 +140,7 @@ def _count(frequent, tokens):
         at = 0
         while at < frequent.shape[0] - 1 and frequent[at, 0] != token:
             at += 1
-        if frequent[at, 1] == _MOST_COUNT:
+        if frequent[at, 1] == _MAX_COUNT:
             for other in range(frequent.shape[0]):
                 frequent[other, 1] //= 2
         count = frequent[at, 1] + 1
@@ -176,9 +176,9 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
         feature = features[nodes[i]]
         row, kind, prob = table[feature], table[_FIRST_KIND + KIND_OF[feature]], hit_rate(table, feature)
         # The odds of its kind take a Newton step towards the result.
-        kind[1] = min(_MOST_KNOWN, kind[1] + prob * (1.0 - prob))
-        odds = kind[0] * np.exp((hits[i] - prob) / (_FIRST_KNOWN + kind[1]))
-        kind[0] = min(_MOST_ODDS, max(_LEAST_ODDS, odds))
+        kind[1] = min(_MAX_INFORMATION, kind[1] + prob * (1.0 - prob))
+        odds = kind[0] * np.exp((hits[i] - prob) / (_FIRST_INFORMATION + kind[1]))
+        kind[0] = min(_MAX_ODDS, max(_MIN_ODDS, odds))
         row[1] += hits[i]
         row[2] += 1.0
         if row[2] >= _MEMORY:

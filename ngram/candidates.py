@@ -21,8 +21,8 @@ from lookahead.ngram.features import (
 from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import TOP, UNIT, find_context
 
-MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
-_MOST_FOREIGN = RANKS // 2  # options found first in other texts; the rest is for the row's own text
+MAX_OPTIONS = RANKS + max(TOP, FREQUENT)
+_MAX_FOREIGN_OPTIONS = RANKS // 2  # options found first in other texts; the rest is for the row's own text
 _FOLLOWED = 6  # occurrences followed further of those that agree on a token
 _LONG = 2  # tokens; a match of this length replaces the recycled context
 _SHORT = 5  # tokens; no frequent tokens are offered beside a match of this length
@@ -69,7 +69,7 @@ def split(texts, own, matches, node, options):
             at_option += 1
         option = options[at_option]
         if at_option == count:
-            if count == RANKS or (text > 0 and foreign == _MOST_FOREIGN):
+            if count == RANKS or (text > 0 and foreign == _MAX_FOREIGN_OPTIONS):
                 continue
             foreign += text > 0
             option["token"], option["sources"], option["members"], option["length"] = token, 0, 0, 0

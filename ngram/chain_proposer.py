@@ -13,7 +13,7 @@ from lookahead.ngram.search import FLOOR, RATES, TEXT, Search, grow
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
 from lookahead.utils.jit import njit
 
-_MOST_DRAFTED = 1024
+_MAX_DRAFT_TOKENS = 1024
 _SHORTEST, _LONGEST, _MAX_LINKS = 1, 16, 32  # tokens of a match; links walked in each text
 _CONTEXT = 16  # tokens before an output that are kept with it, so that its beginning is found too
 # The record of a request, int64: where its search, its chain and the probabilities of that lie; the nodes that these
@@ -68,8 +68,8 @@ class ChainProposer:
         pool: Chains | None = None,  # a corpus, of token ids that the target knows
         min_probability: float = 0.02,  # a chain ends before a token that is less likely than this to be reached
     ) -> None:
-        if not 1 <= max_draft <= _MOST_DRAFTED:
-            raise ValueError(f"max_draft must be from 1 to {_MOST_DRAFTED}, got {max_draft}")
+        if not 1 <= max_draft <= _MAX_DRAFT_TOKENS:
+            raise ValueError(f"max_draft must be from 1 to {_MAX_DRAFT_TOKENS}, got {max_draft}")
         self.max_draft = max_draft
         self.min_probability = min_probability
         self.rates = HitRates()

@@ -23,7 +23,7 @@ SEPARATOR = -1  # between documents; token ids are never negative, so no match c
 _FIRST_CAPACITY = 1024
 _GROWTH = 1.25  # of a full arena; doubling it would leave up to half of it empty
 # The record of chains, int64: where their arrays lie, the slots of a level, and the entries in use and at most.
-_ARENA, _HEADS, _LINKS, _SLOTS, LENGTH, _MOST = range(6)
+_ARENA, _HEADS, _LINKS, _SLOTS, LENGTH, _CAPACITY = range(6)
 
 
 class Chains(KeepsAddresses):
@@ -199,9 +199,9 @@ def _link(arena, heads, links, begin, end):
 def chains_at(record):
     """The arena, heads and links of chains, and the entries in use, by their record."""
     length, slots = record[LENGTH], record[_SLOTS]
-    arena = array_at(record[_ARENA], (record[_MOST],), np.int32)
+    arena = array_at(record[_ARENA], (record[_CAPACITY],), np.int32)
     heads = array_at(record[_HEADS], (LEVELS, slots), np.int32)
-    return arena, heads, array_at(record[_LINKS], (record[_MOST], LEVELS), np.int32), length
+    return arena, heads, array_at(record[_LINKS], (record[_CAPACITY], LEVELS), np.int32), length
 
 
 @njit(cache=True, error_model="numpy")
@@ -209,7 +209,7 @@ def add(record, new):
     """Add tokens to the open document, and link all but separators; returns whether there was room."""
     arena, heads, links, length = chains_at(record)
     end = length + new.size
-    if end > record[_MOST]:
+    if end > record[_CAPACITY]:
         return False
     for at in range(new.size):
         arena[length + at] = new[at]

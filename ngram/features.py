@@ -45,10 +45,10 @@ _BOTH_RANKS = 3
 _BOTH_CONTEXTS = 4
 _FOREIGN_SHARE = np.array([1.0, 0.8])  # factor for a context that another request learned
 # A recycled token alone: by the known context, its bucket, and the longest match, which is for another token.
-_BESIDE_STARTS = (0, 1, 2, 3, 5, 10)
-_BESIDE_SHARE = np.array([1.0, 0.75, 0.75, 0.7, 0.5, 0.2])
-_BESIDES = len(_BESIDE_STARTS)
-_BESIDE_OF = np.searchsorted(_BESIDE_STARTS, np.arange(129), side="right") - 1
+_COMPETING_STARTS = (0, 1, 2, 3, 5, 10)
+_COMPETING_SHARE = np.array([1.0, 0.75, 0.75, 0.7, 0.5, 0.2])
+_COMPETING_BUCKETS = len(_COMPETING_STARTS)
+_COMPETING_OF = np.searchsorted(_COMPETING_STARTS, np.arange(129), side="right") - 1
 # A frequent token, without a recycled context: by its rank and the longest match for others.
 FREQUENT = 8
 _FREQUENT_PRIOR = 0.06 * 0.88 ** np.arange(FREQUENT)
@@ -57,7 +57,7 @@ _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 _FIRST_COPY = _LENGTH_OF[COPY] * RANKS * _SUPPORTS
 _FIRST_BOTH = _LENGTHS * RANKS * _SUPPORTS
 _FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_CONTEXTS * _BUCKETS
-_FIRST_FREQUENT = _FIRST_MEMORY + 2 * ORDERS * (_BUCKETS - 1) * _BESIDES
+_FIRST_FREQUENT = _FIRST_MEMORY + 2 * ORDERS * (_BUCKETS - 1) * _COMPETING_BUCKETS
 
 
 def _tables() -> tuple[IntArray, FloatArray]:
@@ -88,7 +88,7 @@ def _tables() -> tuple[IntArray, FloatArray]:
     both_kind = 4 + _BUCKETS * (np.arange(_BOTH_CONTEXTS) // 2)[:, None] + buckets
     both_kind = np.where(buckets == 0, foreign[:, None, None], both_kind)
 
-    memory = np.outer(_FOREIGN_SHARE, _ORDER_SHARE)[..., None, None] * _BUCKET_PRIOR[:, None] * _BESIDE_SHARE
+    memory = np.outer(_FOREIGN_SHARE, _ORDER_SHARE)[..., None, None] * _BUCKET_PRIOR[:, None] * _COMPETING_SHARE
     memory_kind = 4 + 2 * _BUCKETS + np.arange(2 * (_BUCKETS - 1)).reshape(2, 1, -1, 1)
     frequent = _FREQUENT_PRIOR[:, None] * _FREQUENT_SHARE
     pairs = (match_kind, match), (both_kind, _prob(odds)), (memory_kind, memory), (2 + 4 * _BUCKETS, frequent)
@@ -152,13 +152,13 @@ def feature_of_both(rank, support, order, is_foreign, bucket):
 
 
 @jit_inline
-def feature_of_memory(order, is_foreign, bucket, beside):
-    """The row for a recycled token; the longest match for other tokens has `beside` tokens (0: none)."""
+def feature_of_memory(order, is_foreign, bucket, competing_match_len):
+    """The row for a recycled token; the longest match for other tokens has `competing_match_len` tokens (0: none)."""
     row = (ORDERS * is_foreign + order - 1) * (_BUCKETS - 1) + bucket - 1
-    return _FIRST_MEMORY + row * _BESIDES + _BESIDE_OF[min(beside, _BESIDE_OF.size - 1)]
+    return _FIRST_MEMORY + row * _COMPETING_BUCKETS + _COMPETING_OF[min(competing_match_len, _COMPETING_OF.size - 1)]
 
 
 @jit_inline
-def feature_of_frequent(rank, beside):
-    """The row for the frequent token of a rank; the longest match for other tokens has `beside` tokens."""
-    return _FIRST_FREQUENT + rank * _BESIDES + _BESIDE_OF[min(beside, _BESIDE_OF.size - 1)]
+def feature_of_frequent(rank, competing_match_len):
+    """The row for the frequent token of a rank; the longest match for other tokens has `competing_match_len` tokens."""
+    return _FIRST_FREQUENT + rank * _COMPETING_BUCKETS + _COMPETING_OF[min(competing_match_len, _COMPETING_OF.size - 1)]

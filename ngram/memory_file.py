@@ -20,11 +20,11 @@ from lookahead.ngram.recycled import ENTRY, TOP, UNIT, WAYS, RecycledTable, grou
 
 VERSION = 1
 DEFAULT_CONTEXTS = 1 << 18
-MOST_CONTEXTS = 1 << 26
-MOST_TOKENS = (1 << 24) - 1  # token ids are below it
+MAX_CONTEXTS = 1 << 26
+MAX_VOCABULARY = (1 << 24) - 1  # token ids are below it
 _BINDING = (("fingerprint", "016x"), ("vocabulary", "d"))  # fields that bind a file to its model
 OLDEST = 255  # age of a context: merges since it was last learned
-_NONE = MOST_TOKENS  # stored for no token
+_NONE = MAX_VOCABULARY  # stored for no token
 _RECORD = np.dtype([("word", np.uint64), ("tokens", np.uint8, (TOP, 3)), ("probs", np.uint8, TOP)])
 _WORDS = _RECORD.itemsize // 8
 
@@ -45,7 +45,7 @@ class MemoryHeader(FileHeader):
 
     def sizes(self) -> tuple[int, bool]:
         """As `FileHeader.sizes`."""
-        is_possible = self.contexts <= self.max_contexts <= MOST_CONTEXTS and self.vocabulary <= MOST_TOKENS
+        is_possible = self.contexts <= self.max_contexts <= MAX_CONTEXTS and self.vocabulary <= MAX_VOCABULARY
         return HEADER_BYTES + 8 * _WORDS * self.contexts, is_possible
 
 
@@ -76,8 +76,8 @@ def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) 
 
 def write_memory(path: str | os.PathLike[str], header: MemoryHeader, records: Records) -> MemoryHeader:
     """Write records to a memory file, atomically; returns its header, with their number and checksum."""
-    if not 1 <= header.vocabulary <= MOST_TOKENS:
-        raise ValueError(f"{path}: the vocabulary must be from 1 to {MOST_TOKENS}, got {header.vocabulary}")
+    if not 1 <= header.vocabulary <= MAX_VOCABULARY:
+        raise ValueError(f"{path}: the vocabulary must be from 1 to {MAX_VOCABULARY}, got {header.vocabulary}")
     return replace(header, contexts=len(records)).write(path, records)
 
 

@@ -21,7 +21,9 @@ class Limits(NamedTuple):
     max_depth: int
     min_probability: float = 0.0  # nodes less likely to be reached are left out
     is_chain: bool = False  # only the likeliest child of a node is kept
-    worth: float = 0.0  # tokens that a verified node is worth, accepted or not, as a source learns from its logits
+    node_bonus_tokens: float = (
+        0.0  # tokens that a verified node is worth, accepted or not, as a source learns from its logits
+    )
 
 
 # Rows of the scratch memory of `select`: one array needs one allocation, and no references are counted.
@@ -67,7 +69,7 @@ def select(parents, depths, path_probs, required, limits, costs):
 
     Returns the nodes as they were laid out, int64 `[n]`.
     """
-    max_nodes, max_depth, min_probability, is_chain, worth = limits
+    max_nodes, max_depth, min_probability, is_chain, node_bonus_tokens = limits
     count = len(path_probs)
     scratch = np.empty((5, count), np.int64)
     rank(path_probs, scratch[_RANKED])
@@ -77,7 +79,7 @@ def select(parents, depths, path_probs, required, limits, costs):
         if required[node] and depths[node] <= max_depth and size <= max_nodes:
             scratch[_KEPT, node] = 1
             size += 1
-            expected += path_probs[node] + worth
+            expected += path_probs[node] + node_bonus_tokens
     best_size, last, best_rate = size, 0, 0.0
     if costs.size > 0:
         best_rate = expected / costs[size]
@@ -89,7 +91,7 @@ def select(parents, depths, path_probs, required, limits, costs):
             continue
         scratch[_KEPT, node] = 1
         size, end = size + 1, node
-        expected += path_probs[node] + worth
+        expected += path_probs[node] + node_bonus_tokens
         if costs.size == 0 or expected / costs[size] > best_rate:
             best_size, last = size, at
             best_rate = expected / costs[size] if costs.size > 0 else 0.0

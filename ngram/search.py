@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
-from lookahead.ngram.candidates import MOST_OPTIONS, NODE, OCCURRENCE, score, split
+from lookahead.ngram.candidates import MAX_OPTIONS, NODE, OCCURRENCE, score, split
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, chains_at, find_matches
 from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import ENTRY, ORDERS, TOP, WAYS, RecycledTable, hash_context, store_tree
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
 from lookahead.utils.jit import njit
 
-_MOST_TEXTS = 3
+_MAX_TEXTS = 3
 FLOOR = 0.0001  # least probability of a node to be reached
 # The record of a search, int64: where the records of its texts, its hit rates and its memory lie; the sets of the
 # memory, its bit, and its time at the start; and the bounds.
@@ -74,7 +74,7 @@ class Search(KeepsAddresses):
     def __init__(
         self, texts: Sequence[Chains], rates: HitRates, memory: RecycledTable | None, bounds: tuple[int, int, int]
     ) -> None:
-        self._texts = *texts, *(_NO_TEXT,) * (_MOST_TEXTS - len(texts))
+        self._texts = *texts, *(_NO_TEXT,) * (_MAX_TEXTS - len(texts))
         memory = memory if memory is not None else _NO_MEMORY
         self._learned = rates.table, rates.prior, rates.frequent, memory.entries, memory.now
         # What the memory learned before is foreign.
@@ -142,13 +142,13 @@ def grow(record, context, options, max_nodes, found, probs):
     table, _, frequent = rates_at(record[RATES:])
     rates = table, frequent
     tail = texts[0][0][: texts[0][3]] if own else context
-    most = _MOST_TEXTS * walked + 1
+    most = _MAX_TEXTS * walked + 1
     matches = np.empty(most, OCCURRENCE), np.empty((3, most), np.int64)
     nodes, size = np.zeros(max_nodes + 1, NODE), 1
     nodes[0]["prob"] = nodes[0]["path_prob"] = 1.0
     if tail.size > 0 and tail[-1] >= 0:
         count = 0
-        for text in range(_MOST_TEXTS):
+        for text in range(_MAX_TEXTS):
             count = _find(texts[text], text, tail, bounds, matches, count)
             if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches elsewhere
                 bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
@@ -201,7 +201,7 @@ def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
     own, floor, is_chain = begin
     max_nodes = len(nodes) - 1
     recalls, orders, hashes = memory[0].shape[0] > 1, 0, np.empty(ORDERS, np.uint64)
-    tips, options = np.empty(max_nodes, NODE), np.empty(MOST_OPTIONS, NODE)
+    tips, options = np.empty(max_nodes, NODE), np.empty(MAX_OPTIONS, NODE)
     live = 0
     for at_node in range(max_nodes):
         node = nodes[at_node]

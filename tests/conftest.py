@@ -219,7 +219,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(Recording(run))
         return made[-1]
 
-    monkeypatch.setattr(cuda_graphs, "graph_shortcoming", lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "graphs_unsupported_reason", lambda *_: None)
     monkeypatch.setattr(cuda_graphs, "CudaGraphs", lambda *_, **__: capture)
     monkeypatch.setattr(cuda_graphs, "state_of", lambda model: states.setdefault(model, ModelState()))
     return made

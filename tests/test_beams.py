@@ -163,8 +163,13 @@ def test_a_long_prompt_in_bf16_is_read_once_where_its_products_allow_it(
     options: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 20, "eos_token_id": None, "output_logits": True}
     expected = found(model, **options)
     read.clear()
-    pasts, own = list[Any](), beams.adopt
-    monkeypatch.setattr(beams, "adopt", lambda past, *rest, **more: (pasts.append(past), own(past, *rest, **more)))
+    pasts, copy = list[Any](), beams.copy_prefix_from
+
+    def seen(past: Any, *rest: Any, **more: Any) -> None:
+        pasts.append(past)
+        copy(past, *rest, **more)
+
+    monkeypatch.setattr(beams, "copy_prefix_from", seen)
     got = found(model, **options, custom_generate=lookahead.decode)
     assert [layer.keys.numel() for past in pasts for layer in past.layers] == [0, 0]  # not held twice
     assert [each[0] for each in read if each[1] == ids.shape[1]] == [1 if is_alike else 3]

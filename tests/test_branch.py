@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.drafting.budget import CAP, REFILL, EnableRule, LookaheadBranch
+from lookahead.drafting.budget import CAP, REFILL, DraftingBudget, LookaheadBranch
 from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.proposal import Feedback
@@ -60,7 +60,7 @@ OTHERS, BRANCH = 1, 2  # the bits of their nodes
 def controller_of(size: BranchSize | None = SIZE, node_budget: int = BUDGET) -> tuple[Controller, LookaheadBranch]:
     branch = LookaheadBranch(size)
     proposers: Any = [Others(), JacobiProposer(size or SIZE, branch)]
-    return Controller(StepCost(), EnableRule(), branch, proposers, node_budget=node_budget), branch
+    return Controller(StepCost(), DraftingBudget(), branch, proposers, node_budget=node_budget), branch
 
 
 def record_of(own_nodes: int, nodes: int, own: float, tokens: float, host_s: float, step_s: float) -> StepRecord:
@@ -338,7 +338,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         chosen.append(self.is_on)
 
     monkeypatch.setattr(LookaheadBranch, "choose", choose)
-    monkeypatch.setattr(EnableRule, "proposes", lambda self, rows: True)
+    monkeypatch.setattr(DraftingBudget, "proposes", lambda self, rows: True)
     return chosen
 
 

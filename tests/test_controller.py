@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.drafting.budget import CAP, OVERDRAFT, REFILL, START, EnableRule, LookaheadBranch
+from lookahead.drafting.budget import CAP, OVERDRAFT, REFILL, START, DraftingBudget, LookaheadBranch
 from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.proposal import Proposal
@@ -26,8 +26,8 @@ def alike(rows: int) -> BatchValue:
     return BatchValue(np.full(rows, 10_000.0), np.arange(rows + 1.0))
 
 
-def controller_of(cost: StepCost | None = None, rule: EnableRule | None = None, **options: Any) -> Controller:
-    return Controller(cost or StepCost(), rule or EnableRule(), node_budget=BUDGET, **options)
+def controller_of(cost: StepCost | None = None, budget: DraftingBudget | None = None, **options: Any) -> Controller:
+    return Controller(cost or StepCost(), budget or DraftingBudget(), node_budget=BUDGET, **options)
 
 
 def chain(chances: list[float]) -> Proposal:
@@ -67,7 +67,7 @@ class Machine:
             offers = [merge(0, [chain(claimed)], Limits(BUDGET, 99)) for _ in range(self.rows)]
             drafts = fit(offers, plan.costs, plan.value)
             if not self.controller.accepts(plan, drafts):
-                drafts = [draft.bare() for draft in drafts]
+                drafts = [draft.root_only() for draft in drafts]
         nodes = len(drafts[0].tree)
         tokens = 1 + min(accepted, nodes - 1)
         took = self.step_cost(nodes)
@@ -162,44 +162,44 @@ def test_a_number_of_rows_for_which_drafting_loses_does_not_stop_another_for_whi
     assert many.lost < 0.05 * many.seconds
 
 
-def outputs(rule: EnableRule, count: int, chances: list[float], accepted: int) -> list[Machine]:
+def outputs(budget: DraftingBudget, count: int, chances: list[float], accepted: int) -> list[Machine]:
     cost, machines = StepCost(), []
     for _ in range(count):
-        machines.append(Machine(node_cost=0.1, look=0.2, controller=controller_of(cost, rule)))
+        machines.append(Machine(node_cost=0.1, look=0.2, controller=controller_of(cost, budget)))
         for _ in range(50):
             machines[-1].step(chances, accepted)
     return machines
 
 
 def test_what_earlier_outputs_saved_is_not_lost_again_once_they_save_nothing() -> None:
-    rule = EnableRule()
-    outputs(rule, 3, [0.9] * 16, 16)
-    lost = [machine.lost for machine in outputs(rule, 40, [], 0)]
+    budget = DraftingBudget()
+    outputs(budget, 3, [0.9] * 16, 16)
+    lost = [machine.lost for machine in outputs(budget, 40, [], 0)]
     assert max(lost[20:]) < START + REFILL * 50
 
 
 def test_of_what_a_lucky_output_saved_the_next_may_lose_half() -> None:
-    rule = EnableRule()
-    outputs(rule, 20, [], 0)
-    outputs(rule, 1, [0.9] * 16, 16)
-    (following,) = outputs(rule, 1, [], 0)
+    budget = DraftingBudget()
+    outputs(budget, 20, [], 0)
+    outputs(budget, 1, [0.9] * 16, 16)
+    (following,) = outputs(budget, 1, [], 0)
     assert following.lost < 0.6 * CAP
 
 
 def test_where_outputs_save_a_lot_one_that_lost_it_all_does_not_keep_the_next_from_drafting() -> None:
-    rule = EnableRule()
-    outputs(rule, 3, [0.9] * 16, 16)
-    outputs(rule, 1, [0.9] * 16, 0)
-    (following,) = outputs(rule, 1, [0.9] * 16, 16)
+    budget = DraftingBudget()
+    outputs(budget, 3, [0.9] * 16, 16)
+    outputs(budget, 1, [0.9] * 16, 0)
+    (following,) = outputs(budget, 1, [0.9] * 16, 16)
     assert following.drafted > 40
 
 
 def test_what_is_left_of_the_budget_has_to_hold_what_a_draft_may_lose_unless_it_is_a_long_match() -> None:
-    rule = EnableRule()
-    assert rule.verifies(1, 1.1, at_risk=0.2)
-    rule.record(1, drafted=True, tokens=1.0, forward=1.0 + START, usual=1.0 + START, proposing=0.0)
-    assert not rule.verifies(1, 1.1, at_risk=0.2)
-    assert rule.verifies(1, 2.0, at_risk=0.2)
+    budget = DraftingBudget()
+    assert budget.verifies(1, 1.1, at_risk=0.2)
+    budget.record(1, drafted=True, tokens=1.0, forward=1.0 + START, usual=1.0 + START, proposing=0.0)
+    assert not budget.verifies(1, 1.1, at_risk=0.2)
+    assert budget.verifies(1, 2.0, at_risk=0.2)
 
 
 def step_of(seconds: float) -> Machine:
@@ -225,9 +225,9 @@ def test_a_loop_is_noticed_within_a_few_steps_after_drafts_that_lost_the_budget(
     machine = Machine(node_cost=0.1, look=look)
     for _ in range(4):
         machine.step([], 0)
-    rule = machine.controller.rule
-    rule.record(1, drafted=True, tokens=1.0, forward=2.0 + START, usual=2.0 + START, proposing=look)
-    assert not rule.verifies(1, 1.1)
+    budget = machine.controller.budget
+    budget.record(1, drafted=True, tokens=1.0, forward=2.0 + START, usual=2.0 + START, proposing=look)
+    assert not budget.verifies(1, 1.1)
     for _ in range(20):
         machine.step([0.95] * 16, 16)
     assert machine.drafted >= 15
@@ -242,15 +242,15 @@ def test_long_matches_that_are_always_wrong_lose_a_few_plain_steps_and_the_share
 
 
 def test_a_step_that_was_held_up_is_not_paid_in_full() -> None:
-    rule = EnableRule()
-    rule.record(1, drafted=True, tokens=1.0, forward=50.0, usual=1.2, proposing=0.0)
-    assert rule.verifies(1, 1.1, at_risk=0.5)
+    budget = DraftingBudget()
+    budget.record(1, drafted=True, tokens=1.0, forward=50.0, usual=1.2, proposing=0.0)
+    assert budget.verifies(1, 1.1, at_risk=0.5)
 
 
 def test_where_outputs_save_a_lot_a_bad_beginning_of_one_does_not_stop_drafting_in_it() -> None:
-    rule = EnableRule()
-    outputs(rule, 3, [0.9] * 16, 16)
-    machine = Machine(node_cost=0.1, look=0.2, controller=controller_of(rule=rule))
+    budget = DraftingBudget()
+    outputs(budget, 3, [0.9] * 16, 16)
+    machine = Machine(node_cost=0.1, look=0.2, controller=controller_of(budget=budget))
     for accepted in 3 * [0] + 47 * [16]:
         machine.step([0.9] * 16, accepted)
     assert machine.drafted > 40
@@ -258,11 +258,11 @@ def test_where_outputs_save_a_lot_a_bad_beginning_of_one_does_not_stop_drafting_
 
 @pytest.mark.parametrize("teaches", [False, True])
 def test_a_node_is_worth_more_than_its_tokens_where_a_source_learns_from_it(teaches) -> None:
-    cost, rule = StepCost(), EnableRule()
-    rule.record_plain(1)  # the first step is plain
+    cost, budget = StepCost(), DraftingBudget()
+    budget.record_plain(1)  # the first step is plain
     cost.calibrate([1, 33], [1.0, 1.1], rows=1, context=0)
-    plan = controller_of(cost, rule, branch=LookaheadBranch(None, teaches=teaches)).plan([100], 100)
-    assert (plan.worth > 0.0) == teaches
+    plan = controller_of(cost, budget, branch=LookaheadBranch(None, teaches=teaches)).plan([100], 100)
+    assert (plan.node_bonus_tokens > 0.0) == teaches
 
 
 def test_the_trees_of_rows_that_step_together_are_sized_together() -> None:
@@ -323,12 +323,12 @@ def test_tokens_are_worth_the_time_by_which_the_batch_then_ends_sooner(rows, ste
     assert batch.steps_saved(tokens) == pytest.approx(sooner / plain[-1])
 
 
-@pytest.mark.parametrize("lasting", [0.0, 0.5, 1.0])
-def test_the_less_it_is_known_when_rows_end_the_more_their_tokens_count_alike(lasting: float) -> None:
-    batch = BatchValue.of([50, 90], np.array([0.0, 3.0, 3.0]), lasting)
+@pytest.mark.parametrize("p_runs_to_limit", [0.0, 0.5, 1.0])
+def test_the_less_it_is_known_when_rows_end_the_more_their_tokens_count_alike(p_runs_to_limit: float) -> None:
+    batch = BatchValue.of([50, 90], np.array([0.0, 3.0, 3.0]), p_runs_to_limit)
     ahead, behind = batch.steps_saved([4, 0]), batch.steps_saved([0, 4])
-    assert ahead == pytest.approx((1 - lasting) * 2)
-    assert behind == pytest.approx((1 - lasting) * 2 + lasting * 4)
+    assert ahead == pytest.approx((1 - p_runs_to_limit) * 2)
+    assert behind == pytest.approx((1 - p_runs_to_limit) * 2 + p_runs_to_limit * 4)
 
 
 def test_a_row_that_is_ahead_is_not_drafted_for_where_the_others_take_as_long_without_it() -> None:
@@ -344,24 +344,24 @@ def test_a_row_that_is_ahead_is_not_drafted_for_where_the_others_take_as_long_wi
 
 @pytest.mark.parametrize("is_refilled", [True, False])
 def test_a_token_is_worth_the_same_in_every_row_while_rows_are_refilled(is_refilled):
-    cost, rule = StepCost(), EnableRule()
+    cost, budget = StepCost(), DraftingBudget()
     for _ in range(20):
         cost.observe(1, 0.010, rows=2)
-    controller = controller_of(cost, rule, runs_to_limit=True)
-    rule.record_plain(2)
+    controller = controller_of(cost, budget, runs_to_limit=True)
+    budget.record_plain(2)
     plan = controller.plan([5, 100], 50, is_refilled=is_refilled)
     assert plan.drafts
-    worth = [plan.value.steps_saved(tokens) for tokens in ([3.0, 1.0], [1.0, 3.0])]
-    assert (worth[0] == pytest.approx(worth[1]) == pytest.approx(2.0)) == is_refilled
-    assert is_refilled or worth[0] < worth[1]  # else the one that has more to go ends the batch
+    saved = [plan.value.steps_saved(tokens) for tokens in ([3.0, 1.0], [1.0, 3.0])]
+    assert (saved[0] == pytest.approx(saved[1]) == pytest.approx(2.0)) == is_refilled
+    assert is_refilled or saved[0] < saved[1]  # else the one that has more to go ends the batch
 
 
 def test_slow_first_proposals_and_failed_first_drafts_do_not_blind_a_large_model() -> None:
-    rule = EnableRule()
-    rule.begin_output()
+    budget = DraftingBudget()
+    budget.begin_output()
     for drafted, proposing in ((False, 0.1), (True, 0.06), (True, 0.005), (False, 0.005)):
         took = 1.7 if drafted else 1.0
-        rule.record(1, drafted=drafted, tokens=1.0, forward=took, usual=took, proposing=proposing)
+        budget.record(1, drafted=drafted, tokens=1.0, forward=took, usual=took, proposing=proposing)
     for _ in range(32):
-        assert rule.proposes(1)
-        rule.record(1, drafted=False, tokens=1.0, forward=1.0, usual=1.0, proposing=0.005)
+        assert budget.proposes(1)
+        budget.record(1, drafted=False, tokens=1.0, forward=1.0, usual=1.0, proposing=0.005)

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 import lookahead
 import lookahead.drafting.cost_model
-from lookahead.drafting.budget import EnableRule
+from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import NODE_COST, StepCost, padded_nodes
 from lookahead.drafting.proposal import Proposal
@@ -200,8 +200,8 @@ def test_a_node_that_teaches_a_source_is_drafted_where_its_chance_alone_does_not
     chain = Proposal(np.array([0, 1], np.int32), np.zeros(2, np.int32), np.array([1.0, 0.05], np.float32))
     costs = np.array([0.0, 1.0, 1.06])
     assert len(merge(0, [chain], Limits(1, 9), costs=costs).tree) == 1
-    assert len(merge(0, [chain], Limits(1, 9, worth=0.02), costs=costs).tree) == 2
-    assert len(merge(0, [chain], Limits(1, 9, min_probability=0.1, worth=0.02), costs=costs).tree) == 1
+    assert len(merge(0, [chain], Limits(1, 9, node_bonus_tokens=0.02), costs=costs).tree) == 2
+    assert len(merge(0, [chain], Limits(1, 9, min_probability=0.1, node_bonus_tokens=0.02), costs=costs).tree) == 1
 
 
 def test_nodes_that_cost_too_much_are_not_drafted_at_all() -> None:
@@ -230,7 +230,7 @@ def test_nodes_are_padded_to_a_power_of_two_or_the_most_there_are(nodes: int, mo
 
 def test_the_cost_of_padded_steps_is_a_staircase_and_recording_is_no_part_of_it() -> None:
     cost = StepCost()
-    controller = Controller(cost, EnableRule(), node_budget=63, is_padded=True)
+    controller = Controller(cost, DraftingBudget(), node_budget=63, is_padded=True)
 
     def step(nodes: int, tokens: int, seconds: float, *, is_cold: bool = False) -> None:
         root = TokenTree.root(5), np.zeros(1, np.int32)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small layers are packed too, and no product is measured."""
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("onednn",))
+    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("onednn",))
 
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])

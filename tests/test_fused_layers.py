@@ -210,7 +210,7 @@ def test_under_autocast_layers_are_not_even_compared(fused, monkeypatch):
 
 
 def test_prompts_of_many_tokens_are_left_to_the_model(fused, monkeypatch):
-    monkeypatch.setattr(fused_layers, "_MOST", 72 * 5)
+    monkeypatch.setattr(fused_layers, "_MAX_FUSED_ELEMENTS", 72 * 5)
     model = made()
     with torch.inference_mode(), fused_layers.serving(model), fused_layers.running():
         model(torch.arange(3, 9)[None])

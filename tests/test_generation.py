@@ -347,7 +347,7 @@ def test_the_likeliest_tokens_are_read_only_where_the_proposers_were_asked(
         return whole(logits, with_top=with_top)
 
     monkeypatch.setattr("lookahead.engine.engine.read_scores", listen)
-    monkeypatch.setattr("lookahead.drafting.budget.EnableRule.proposes", lambda *_: proposes)
+    monkeypatch.setattr("lookahead.drafting.budget.DraftingBudget.proposes", lambda *_: proposes)
     tiny_llama.generate(
         torch.tensor([[3, 4, 5, 3, 4]]), max_new_tokens=12, do_sample=False, custom_generate=lookahead.decode
     )

@@ -118,7 +118,7 @@ def test_no_bits_are_promised_under_autocast_and_what_was_found_there_is_not_kep
 @pytest.mark.parametrize("packs", [True, False])
 def test_under_autocast_products_have_the_type_that_it_chooses(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("onednn",))
+    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("onednn",))
     model, x = torch.nn.Sequential(torch.nn.Linear(24, 19)), torch.randn(40, 24)
     scope = linears.LinearScope(model, packs=packs)
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():

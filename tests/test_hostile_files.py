@@ -75,7 +75,7 @@ def test_a_large_group_that_is_no_smaller_in_the_file_is_read(tmp_path, monkeypa
 def test_of_a_remote_parquet_file_no_more_is_copied_than_there_is_room_for(monkeypatch):
     memory = fsspec.filesystem("memory")
     memory.pipe("/hostile/large.parquet", b"PAR1" + bytes(5 << 20))
-    monkeypatch.setattr(opening, "MOST_COPIED", 2 << 20)
+    monkeypatch.setattr(opening, "MAX_COPIED_BYTES", 2 << 20)
     (reject,) = read_documents(find_inputs(["memory://hostile/large.parquet"]))
     assert "cannot copy more than 0.00195 GiB to a temporary file; download it" in reject.error
 

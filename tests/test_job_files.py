@@ -260,7 +260,7 @@ def test_a_job_file_holds_any_text() -> None:
 def test_the_fingerprint_and_the_manifest_of_a_job_are_those_of_earlier_versions():
     options = JobOptions(max_new_tokens=20, overlap=3, keep_parts=True).identity
     identity = JobIdentity(
-        model="m", weights="46a787416c3d53f4", tokenizer="cd0a67a4e3605b8c", manners="a83a5b96718c6a21",
+        model="m", weights="46a787416c3d53f4", tokenizer="cd0a67a4e3605b8c", generation_fingerprint="a83a5b96718c6a21",
         dtype="float32", options=options,
     )  # fmt: skip
     assert identity.fingerprint == "976f4a8161d8c94a"

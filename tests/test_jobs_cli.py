@@ -12,7 +12,7 @@ import pytest
 
 import lookahead
 from lookahead.config import LookaheadConfig
-from lookahead.jobs.job import MOST_PARTS
+from lookahead.jobs.job import MAX_TIMED_PARTS
 from lookahead.jobs.output_memory import OutputMemory
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models.model_state import state_of
@@ -260,9 +260,9 @@ def test_a_dry_run_counts_and_estimates_and_writes_nothing(summarize, docs, cli_
 def test_a_dry_run_says_what_of_a_long_document_it_summarized(summarize, cli_folder):
     (cli_folder / "book.txt").write_text("The cat sat on the mat. " * 400)
     estimate = json.loads(summarize("book.txt", "--dry-run").stdout)
-    assert estimate["timed_parts"] == MOST_PARTS < estimate["tried_parts"] == estimate["parts"]
+    assert estimate["timed_parts"] == MAX_TIMED_PARTS < estimate["tried_parts"] == estimate["parts"]
     text = summarize("book.txt", "--dry-run", "--format", "text").stdout
-    assert f"time, from {MOST_PARTS} of {estimate['parts']} parts of 1 document" in text
+    assert f"time, from {MAX_TIMED_PARTS} of {estimate['parts']} parts of 1 document" in text
 
 
 # What is asked for

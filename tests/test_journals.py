@@ -214,7 +214,7 @@ def test_a_job_is_alone_also_when_its_files_were_replaced() -> None:
         for name in "ba":
             journal.append(*line(name))
         for document in documents("ab"):
-            journal.take(document)
+            journal.register(document)
         before = OUT.stat().st_ino
         journal.finish()
         assert OUT.stat().st_ino != before

@@ -80,7 +80,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def attention_for(
         query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any], *how: Any
     ) -> Callable[..., Tensor]:
-        problem = dispatch.shortcoming(query, keys, values)
+        problem = dispatch.unsupported_reason(query, keys, values)
         assert problem is None, problem
 
         def announced(*tensors: Tensor, sinks: Tensor | None, **tree: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return announced
 
     def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None]:
-        assert dispatch.slot_shortcoming(buffers) is None
+        assert dispatch.slots_unsupported_reason(buffers) is None
         told["bindings"] += 1
 
         def compact(**plan: Tensor) -> None:
@@ -285,14 +285,14 @@ def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(
     without, expected = run()
     torch.testing.assert_close(scored, expected, rtol=1e-4, atol=1e-4)
     for row in range(3):
-        for got, want in zip(with_kernel.take(row), without.take(row), strict=True):
+        for got, want in zip(with_kernel.extract_row(row), without.extract_row(row), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_prompts_and_models_the_kernel_cannot_take_stay_with_sdpa(tiny_llama: LlamaForCausalLM) -> None:
     odd = torch.zeros(1, 4, 3, 24)
     assert dispatch.attention_for(odd, odd.transpose(1, 2), odd.transpose(1, 2), {}) is None
-    assert "head size of query must be a multiple of 16" in str(dispatch.shortcoming(odd, odd, odd))
+    assert "head size of query must be a multiple of 16" in str(dispatch.unsupported_reason(odd, odd, odd))
     ids = torch.tensor([[5, 9, 31, 5, 9]])
     expected = tiny_llama.generate(ids, max_new_tokens=9, do_sample=False)
     got = tiny_llama.generate(ids, max_new_tokens=9, do_sample=False, custom_generate=lookahead.decode)

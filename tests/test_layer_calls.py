@@ -43,7 +43,7 @@ def calls(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(fused_layers, "run", counted)
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
+    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
     return jobs
 
 
@@ -124,7 +124,7 @@ def test_where_masked_attention_takes_less_time_float32_attends_by_it(fused, cal
         target.prefill([np.arange(3, 14, dtype=np.int32)])
         expected = target.score(trees_of(1, 9, 0))
         assert len(tables) == 1
-        monkeypatch.setattr(exact_attention, "_MOST_WORK", 6 * 32 * 9 * 11 - 1)
+        monkeypatch.setattr(exact_attention, "_MAX_KERNEL_PRODUCTS", 6 * 32 * 9 * 11 - 1)
         torch.testing.assert_close(target.score(trees_of(1, 9, 0)), expected, rtol=1e-4, atol=1e-4)
     assert len(tables) == 1
 

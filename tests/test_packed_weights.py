@@ -41,7 +41,7 @@ def multiplied(monkeypatch) -> list[int]:
 def packs_everything(monkeypatch) -> None:
     """Small layers are packed too, and no product is measured."""
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("onednn",))
+    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("onednn",))
 
 
 def model_of(**options: Any) -> nn.Module:
@@ -323,7 +323,7 @@ def test_the_option_takes_auto_or_false(wrong):
 
 
 def test_activations_and_a_bias_that_are_not_contiguous_are_read_as_they_stand(monkeypatch):
-    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
+    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
     model, x = model_of(), torch.randn(24, 3, 40).transpose(0, 2)
     model[0].bias = nn.Parameter(torch.randn(19, 3)[:, 1])
     assert torch.allclose(run(LinearScope(model), model, x), model(x.contiguous()), atol=1e-5)

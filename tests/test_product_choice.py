@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lookahead.models import product_choice
-from lookahead.models.product_choice import faster_ways
+from lookahead.models.product_choice import measured_backends
 
 CASE = torch.float32, 7  # threads of no other test
 
@@ -19,9 +19,9 @@ CASE = torch.float32, 7  # threads of no other test
 def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Forget what this process measured, and keep it in a folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    faster_ways.cache_clear()
+    measured_backends.cache_clear()
     yield
-    faster_ways.cache_clear()
+    measured_backends.cache_clear()
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *ways: str) -> list[Any]:
@@ -36,38 +36,38 @@ def kept_in(folder: Path) -> Path:
 
 
 def test_a_later_process_makes_the_choice_of_the_first(monkeypatch, tmp_path):
-    first = measured(monkeypatch, "onednn", "own")
-    assert faster_ways(*CASE) == ("onednn", "own") and len(first) == 1
-    faster_ways.cache_clear()
+    first = measured(monkeypatch, "onednn", "packed")
+    assert measured_backends(*CASE) == ("onednn", "packed") and len(first) == 1
+    measured_backends.cache_clear()
     second = measured(monkeypatch)
-    assert faster_ways(*CASE) == ("onednn", "own") and not second
-    assert faster_ways(torch.bfloat16, 7) == () and len(second) == 1
+    assert measured_backends(*CASE) == ("onednn", "packed") and not second
+    assert measured_backends(torch.bfloat16, 7) == () and len(second) == 1
     assert len(json.loads(kept_in(tmp_path).read_text())["choices"]) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"choices": 3}', '{"choices": {"a": 3}}'])
 def test_a_file_that_holds_something_else_is_written_anew(text, monkeypatch, tmp_path):
-    measured(monkeypatch, "own")
-    faster_ways(*CASE)
+    measured(monkeypatch, "packed")
+    measured_backends(*CASE)
     kept_in(tmp_path).write_text(text)
-    faster_ways.cache_clear()
-    assert faster_ways(*CASE) == ("own",)
-    assert list(json.loads(kept_in(tmp_path).read_text())["choices"].values()) == [["own"]]
+    measured_backends.cache_clear()
+    assert measured_backends(*CASE) == ("packed",)
+    assert list(json.loads(kept_in(tmp_path).read_text())["choices"].values()) == [["packed"]]
 
 
 def test_ways_that_this_version_does_not_know_are_left_out(monkeypatch, tmp_path):
-    measured(monkeypatch, "own")
-    faster_ways(*CASE)
-    kept_in(tmp_path).write_text(kept_in(tmp_path).read_text().replace('"own"', '"another", "own"'))
-    faster_ways.cache_clear()
-    assert faster_ways(*CASE) == ("own",)
+    measured(monkeypatch, "packed")
+    measured_backends(*CASE)
+    kept_in(tmp_path).write_text(kept_in(tmp_path).read_text().replace('"packed"', '"another", "packed"'))
+    measured_backends.cache_clear()
+    assert measured_backends(*CASE) == ("packed",)
 
 
 def test_without_a_folder_to_write_to_every_process_measures(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
-    calls = measured(monkeypatch, "own")
-    assert faster_ways(*CASE) == ("own",) and len(calls) == 1
+    calls = measured(monkeypatch, "packed")
+    assert measured_backends(*CASE) == ("packed",) and len(calls) == 1
 
 
 @pytest.mark.parametrize("cpu", ["model name : one", "model name : another"])

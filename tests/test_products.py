@@ -55,7 +55,7 @@ def test_products_on_several_threads_have_the_same_bits(dtype):
 
 @needs_halves
 def test_long_rows_have_the_bits_of_torch_for_one_row():
-    layout, most = product_bits.best_layout(torch.empty(96, 1536).bfloat16(), None, "alone", ("own",))
+    layout, most = product_bits.best_layout(torch.empty(96, 1536).bfloat16(), None, "alone", ("packed",))
     if not most:
         pytest.skip("torch sums one row in an order that is not known")
     x, weight = torch.randn(32, 1536).bfloat16(), torch.randn(96, 1536).bfloat16()
@@ -83,7 +83,7 @@ def test_rows_of_any_shape_go_to_the_kernel_of_this_package(shape, dtype, monkey
     taken: list[int] = []
     own = packed_product.multiply
     monkeypatch.setattr(packed_product, "multiply", lambda *rest: taken.append(rest[1].numel() // 64) or own(*rest))
-    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
+    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
     monkeypatch.setattr(linears, "best_layout", lambda *layer: (Layout(block=512), 32))
     scope = LinearScope(model)
     with torch.inference_mode(), scope.serving(), scope.running("any"):
@@ -98,7 +98,7 @@ def test_rows_of_any_shape_go_to_the_kernel_of_this_package(shape, dtype, monkey
 def test_where_torch_multiplies_each_row_alone_any_number_of_rows_has_its_bits(outputs, inputs, has_bias):
     weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(260, inputs).bfloat16()
     bias = torch.randn(outputs).bfloat16() if has_bias else None
-    layout, _ = product_bits.best_layout(weight, bias, "together", ("own",))
+    layout, _ = product_bits.best_layout(weight, bias, "together", ("packed",))
     if any(llvm.get_host_cpu_features().get(name) for name in ("avx512f", "avxneconvert")):
         pytest.skip("torch multiplies rows together on this CPU")
     assert product_bits.takes_any_rows(Kind.of(weight, bias), layout)
@@ -110,7 +110,7 @@ def test_where_torch_multiplies_each_row_alone_any_number_of_rows_has_its_bits(o
 @needs_halves
 def test_a_prompt_goes_to_the_kernel_only_if_any_number_of_rows_has_the_bits_of_torch(monkeypatch):
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
+    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
     taken: list[int] = []
     own = packed_product.multiply
     monkeypatch.setattr(packed_product, "multiply", lambda *rest: taken.append(len(rest[1])) or own(*rest))

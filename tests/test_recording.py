@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.models import cuda_graphs as graphs
-from lookahead.models.cuda_graphs import CAPTURE_AT, CudaGraphs, Watch, graph_shortcoming
+from lookahead.models.cuda_graphs import CAPTURE_AT, CudaGraphs, Watch, graphs_unsupported_reason
 from lookahead.models.target import Target
 from tests.support.families import FAMILIES, build
 from tests.support.pass_recorder import Recording
@@ -149,16 +149,16 @@ def test_what_waits_for_the_host_alone_is_no_business_of_the_watch() -> None:
 
 def test_a_model_that_is_not_on_one_gpu_is_not_recorded() -> None:
     model = torch.nn.Linear(2, 2, device=META)
-    assert graph_shortcoming(model, CPU) == "it is on cpu"
+    assert graphs_unsupported_reason(model, CPU) == "it is on cpu"
     gpu = torch.device("cuda", 0)
-    assert graph_shortcoming(model, gpu) == "its weights are on meta, and a recording is of one GPU"
+    assert graphs_unsupported_reason(model, gpu) == "its weights are on meta, and a recording is of one GPU"
 
     class OnTheGpu(torch.nn.Module):
         def parameters(self, recurse: bool = True) -> Any:
             yield type("Weight", (), {"device": gpu})
 
-    assert graph_shortcoming(OnTheGpu(), gpu) is None
-    assert "on cuda:0, and" in str(graph_shortcoming(OnTheGpu(), torch.device("cuda", 1)))
+    assert graphs_unsupported_reason(OnTheGpu(), gpu) is None
+    assert "on cuda:0, and" in str(graphs_unsupported_reason(OnTheGpu(), torch.device("cuda", 1)))
 
 
 class FakeCuda:

@@ -223,7 +223,7 @@ def test_a_job_of_which_every_document_failed_has_a_report(report) -> None:
 
 
 def test_many_documents_make_a_small_page_that_says_how(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tallies, "MOST_REASONS", 20)
+    monkeypatch.setattr(tallies, "MAX_REASONS", 20)
     results = tmp_path / "out.jsonl"
     whole = [json.dumps(line(n, lengths=(1 + n % 7,) * 3, seconds=0.1 + n % 11)) + "\n" for n in range(5000)]
     results.write_text("".join(whole))

@@ -17,7 +17,7 @@ from lookahead.kernels import jobs, row_attention
 from lookahead.kernels.microkernel import LANES
 from lookahead.kernels.row_attention import BLOCK
 from lookahead.models import exact_attention
-from lookahead.models.exact_attention import Turns, attend_in_turn, has_bits_of_sdpa, takes_rows
+from lookahead.models.exact_attention import PerNodeAttention, attend_per_node, has_bits_of_sdpa, takes_rows
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the kernel is for x86"
@@ -53,9 +53,9 @@ def one_by_one(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, sta
 
 
 def by_rows(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start: int) -> Tensor:
-    turns = Turns([tree], [start], [len(tree) - len(query)])
+    per_node = PerNodeAttention([tree], [start], [len(tree) - len(query)])
     tensors = (each[None] for each in (query, keys, values))
-    return row_attention.row_attention(*tensors, **turns.tensors, scale=query.shape[2] ** -0.5)[0]
+    return row_attention.row_attention(*tensors, **per_node.tensors, scale=query.shape[2] ** -0.5)[0]
 
 
 @pytest.mark.parametrize("start", [0, 1, 15, 16, 100, BLOCK - 7, BLOCK, BLOCK + 1, 2 * BLOCK - 4])
@@ -105,11 +105,12 @@ def test_rows_of_any_length_and_tree_have_the_bits_that_each_has_alone(heads, kv
     capacity = keys.view(4, slots, kv_heads, 32), values.view(4, slots, kv_heads, 32)
     key, value = (each[:, : BLOCK + 20].transpose(1, 2) for each in capacity)  # as the cache shows its first slots
     shared: dict[str, Any] = {"window": None, "crops": False, "own": exact_attention.sdpa_attention_forward}
-    together = attend_in_turn(Layer(), query, key, value, Turns(trees, starts, [0] * 4), **shared, options={})
+    per_node = PerNodeAttention(trees, starts, [0] * 4)
+    together = attend_per_node(Layer(), query, key, value, per_node, **shared, options={})
     for row, (tree, start) in enumerate(zip(trees, starts, strict=True)):
         one, nodes = slice(row, row + 1), len(tree)
-        turns = Turns([tree], [start], [0])
-        alone = attend_in_turn(Layer(), query[one, :, :nodes], key[one], value[one], turns, **shared, options={})
+        per_node = PerNodeAttention([tree], [start], [0])
+        alone = attend_per_node(Layer(), query[one, :, :nodes], key[one], value[one], per_node, **shared, options={})
         assert torch.equal(together[row, :nodes], alone[0])
         assert not together[row, nodes:].any()
 
@@ -174,11 +175,11 @@ class Layer(torch.nn.Module):
 
 
 def attend(tree: TokenTree, scored: int, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A layer's attention by turns, and the tensors' own."""
+    """A layer's attention node by node, and the tensors' own."""
     query, keys, values = (each.to(dtype) for each in tensors_of(40, len(tree) - scored, 4, 2, 32))
-    got = attend_in_turn(
+    got = attend_per_node(
         Layer(), query.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
-        Turns([tree], [40 - len(tree)], [scored]), window=window, crops=False,
+        PerNodeAttention([tree], [40 - len(tree)], [scored]), window=window, crops=False,
         own=exact_attention.sdpa_attention_forward, options={},
     )  # fmt: skip
     return got[0], one_by_one(query, keys, values, tree, 40 - len(tree), scored)

@@ -12,7 +12,7 @@ from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from lookahead.errors import ConfigError
 from lookahead.jobs import job
-from lookahead.jobs.job import MOST_PARTS, estimate_job, select_documents
+from lookahead.jobs.job import MAX_TIMED_PARTS, estimate_job, select_documents
 from lookahead.jobs.job_options import JobOptions
 from lookahead.summarization.prompting import PromptFitter
 from tests.support.stand_ins import StandIn
@@ -77,11 +77,15 @@ def test_an_estimate_of_books_summarizes_some_parts_of_each_and_reckons_by_token
     estimate = estimate_job(books, fitter, worker.summarize_all, JobOptions(max_new_tokens=8))
     tried = min(copies, 3)
     parts = len(fitter.fit(books[0].text).parts)
-    assert parts > 5 * MOST_PARTS and estimate.parts == copies * parts
-    assert (estimate.tried, estimate.tried_parts, estimate.timed_parts) == (tried, tried * parts, tried * MOST_PARTS)
+    assert parts > 5 * MAX_TIMED_PARTS and estimate.parts == copies * parts
+    assert (estimate.tried, estimate.tried_parts, estimate.timed_parts) == (
+        tried,
+        tried * parts,
+        tried * MAX_TIMED_PARTS,
+    )
     assert len(worker.seen) == tried
     for text in worker.seen:
-        assert len(fitter.fit(text).parts) <= MOST_PARTS + 1 and any(text in book.text for book in books)
+        assert len(fitter.fit(text).parts) <= MAX_TIMED_PARTS + 1 and any(text in book.text for book in books)
     assert estimate.seconds == pytest.approx(sum(len(book.text) for book in books), rel=0.01)
 
 
@@ -92,7 +96,7 @@ def test_an_estimate_of_ordinary_documents_summarizes_them_whole(tiny_llama, tin
         [Document(1, "One."), Document(2, long)], fitter, worker.summarize_all, JobOptions(max_new_tokens=8)
     )
     assert worker.seen == ["One.", long]
-    assert 2 < estimate.tried_parts == estimate.timed_parts == estimate.parts <= MOST_PARTS
+    assert 2 < estimate.tried_parts == estimate.timed_parts == estimate.parts <= MAX_TIMED_PARTS
     assert estimate.seconds == len("One.") + len(long)
 
 

@@ -66,10 +66,10 @@ def work(rank: int, folder: Path) -> None:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-        ensemble = tensor_parallel_group(model)
-        assert ensemble is not None and ensemble.leads == (rank == 0)
+        tp_group = tensor_parallel_group(model)
+        assert tp_group is not None and tp_group.leads == (rank == 0)
         # Every process measures whether oneDNN is faster, and no two need find the same.
-        linears.faster_ways = lambda *kind: ("onednn",) if rank == 0 else ()
+        linears.measured_backends = lambda *kind: ("onednn",) if rank == 0 else ()
         compare(model, tokenizer, rank)
         fixed = LookaheadConfig(draft="fixed")
         alone = [lookahead.generate(model, tokenizer, text, config=fixed, max_new_tokens=30) for text in PROMPTS]
@@ -87,7 +87,7 @@ def test_every_process_of_a_model_emits_the_tokens_of_generate(folder: Path) -> 
     assert {path.name for path in folder.glob("done*")} == {"done0", "done1"}
 
 
-def test_a_model_that_one_process_holds_is_no_ensemble(tiny_llama: Any) -> None:
+def test_a_model_that_one_process_holds_is_no_group(tiny_llama: Any) -> None:
     assert tensor_parallel_group(tiny_llama) is None
 
 

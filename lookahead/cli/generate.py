@@ -13,7 +13,7 @@ from rich.text import Text
 
 import lookahead
 from lookahead.cli.options import PromptOptions, SamplingOptions, read_prompt_file
-from lookahead.cli.terminal import console, harmless, load, prepare, reading, remembering, say, table
+from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, prepare, reading, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN
 from lookahead.errors import ConfigError, PromptError
@@ -74,7 +74,7 @@ def generate(options: GenerateOptions) -> None:
     from lookahead.generation.prompts import as_chat
 
     decoding = options.sampling if options.num_beams is None else {**options.sampling, "num_beams": options.num_beams}
-    with remembering(options, loaded.model), reading() as on_prefill:
+    with memory_file_saved_at_exit(options, loaded.model), reading() as on_prefill:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
         pieces = lookahead.stream(
             *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncate,
@@ -129,7 +129,7 @@ def chat(options: ChatOptions) -> None:
     )
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    with remembering(options, loaded.model):
+    with memory_file_saved_at_exit(options, loaded.model):
         are_answered = _talk(conversation, options.max_new_tokens)
     if not are_answered:
         raise typer.Exit(1)
@@ -248,7 +248,7 @@ def serve(options: ServeOptions) -> None:
     address = f"[{options.host}]" if ":" in options.host else options.host
     say("serving", f"{name} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
     try:
-        with suppress(KeyboardInterrupt), remembering(options, models.first):
+        with suppress(KeyboardInterrupt), memory_file_saved_at_exit(options, models.first):
             server.run(sockets=[listener])  # uvicorn finishes its work and then passes the signal on
     finally:
         models.shutdown()

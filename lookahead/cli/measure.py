@@ -15,7 +15,7 @@ from rich.text import Text
 
 import lookahead
 from lookahead.cli.options import PromptOptions, read_prompt_file
-from lookahead.cli.terminal import console, load, remembering, say, table
+from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
@@ -118,7 +118,7 @@ def explain(options: ExplainOptions) -> None:
 
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
     settings: Any = {"max_new_tokens": options.max_new_tokens, "truncate": options.truncate, "do_sample": False}
-    with remembering(options, loaded.model):
+    with memory_file_saved_at_exit(options, loaded.model):
         traced = trace(*loaded, prompt, config=config, **settings)
     plain = lookahead.generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
     model, dtype = loaded.model, str(loaded.model.dtype).removeprefix("torch.")

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 import typer
 
-from lookahead.cli.terminal import JobDisplay, console, find_sources, load, remembering, say, table, usage_errors
+from lookahead.cli.terminal import (
+    JobDisplay,
+    console,
+    find_sources,
+    load,
+    memory_file_saved_at_exit,
+    say,
+    table,
+    usage_errors,
+)
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.readers import count_documents
@@ -102,7 +111,7 @@ def summarize(options: SummarizeOptions) -> None:
             from lookahead.summarization.summarizer import Summarizer
 
             if not options.dry_run:
-                stack.enter_context(remembering(options, loaded.model))
+                stack.enter_context(memory_file_saved_at_exit(options, loaded.model))
             summarizer = Summarizer(*loaded, **options.summarizer_settings())
             summarize_all = partial(summarizer.summarize_all, rows=options.rows)
             identity, notes = JobIdentity.of(options, *loaded), list[str]()

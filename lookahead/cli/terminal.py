@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from lookahead.pools.pool_files import PoolTotals
     from lookahead.summarization.summarizer import Summarized, Summary
 
-MOST_TABLE_ROWS = 20
-MOST_SKIPPED = 20  # files that are named
+MAX_TABLE_ROWS = 20
+MAX_SKIPPED_FILES = 20  # files that are named
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
 
 _SILENT_S = 1.0  # preparation that takes less is not reported
@@ -70,10 +70,10 @@ def find_sources(
     """The inputs of a command, which can be read, and the number of files of folders that are not; a few are named."""
     skipped: list[str] = []
     sources = find_inputs(arguments, field, id_field, leave_out=leave_out, on_skip=skipped.append)
-    for file in skipped[:MOST_SKIPPED]:
+    for file in skipped[:MAX_SKIPPED_FILES]:
         say("skipped", file)
-    if len(skipped) > MOST_SKIPPED:
-        say("skipped", f"{len(skipped) - MOST_SKIPPED:,} more files, {len(skipped):,} in all")
+    if len(skipped) > MAX_SKIPPED_FILES:
+        say("skipped", f"{len(skipped) - MAX_SKIPPED_FILES:,} more files, {len(skipped):,} in all")
     return sources, len(skipped)
 
 
@@ -189,7 +189,7 @@ def prepare(options: DeviceOptions, location: str) -> None:
 
 
 @contextmanager
-def remembering(options: DraftingOptions, model: Any) -> Iterator[None]:
+def memory_file_saved_at_exit(options: DraftingOptions, model: Any) -> Iterator[None]:
     """Open the memory file of a command, if it has one, and save it at the end, an early end included."""
     if options.memory is not None:
         from lookahead.generation.model_memory import open_memory
@@ -264,7 +264,7 @@ class JobDisplay(_Bar):
             out.print(Text(harmless(summary.text)))
             out.print(Text(report.describe_summary(summary) + "\n", "dim"))
             self.start()
-        if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
+        if summary.plain is not None and len(self._rows) < MAX_TABLE_ROWS:
             self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
 
     def conclude(self, totals: JobTotals, *, exact: bool) -> None:

@@ -21,7 +21,7 @@ from lookahead.errors import DocumentError, one_line
 STDIN = "-"
 MEGABYTE = 1 << 20
 TIMEOUT_S = 120.0  # for each answer of a server, and for the first byte of a pipe
-MOST_COPIED = 16 << 30  # bytes of a temporary file
+MAX_COPIED_BYTES = 16 << 30  # bytes of a temporary file
 Answer = TypeVar("Answer")
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*(::[a-zA-Z0-9+.-]+)*://")
 _EXTRA = "pip install 'lookahead-decoding[remote]'"
@@ -62,7 +62,7 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
             stream = stack.enter_context(_open_local(path))
         if seekable and (path == STDIN or not stream.seekable()):
             copy = stack.enter_context(tempfile.TemporaryFile())
-            most = min(MOST_COPIED, shutil.disk_usage(tempfile.gettempdir()).free // 2)
+            most = min(MAX_COPIED_BYTES, shutil.disk_usage(tempfile.gettempdir()).free // 2)
             while data := stream.read(MEGABYTE):
                 if copy.tell() + len(data) > most:
                     raise DocumentError(

@@ -18,8 +18,8 @@ from lookahead.errors import DocumentError
 
 DEFAULT_LIMIT = 64 * MEGABYTE
 _UNPACKED = 64 << 20  # bytes; a row group that unpacks to no more is read whatever its size in the file
-_MOST_FOLD = 100  # how many times its size in the file a larger row group may unpack to
-_UNPACKS_TOO_FAR = f"a group of rows that unpacks to more than {_MOST_FOLD} times its size is not read"
+_MAX_UNPACK_RATIO = 100  # how many times its size in the file a larger row group may unpack to
+_UNPACKS_TOO_FAR = f"a group of rows that unpacks to more than {_MAX_UNPACK_RATIO} times its size is not read"
 _BATCH_ROWS = 1024
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _END = "\x1e"  # an extra last row: a quote that is not closed swallows it
@@ -185,7 +185,7 @@ def _row_groups(
         if columns is not None:
             chunks = [chunk for chunk in chunks if any(f"{chunk.path_in_schema}.".startswith(f"{c}.") for c in columns)]
         unpacked = sum(chunk.total_uncompressed_size for chunk in chunks)
-        if unpacked > max(most, _MOST_FOLD * sum(chunk.total_compressed_size for chunk in chunks)):
+        if unpacked > max(most, _MAX_UNPACK_RATIO * sum(chunk.total_compressed_size for chunk in chunks)):
             yield group.num_rows, None
         else:
             at_once = max(1, min(rows, _UNPACKED // max(1, unpacked)))

@@ -1,4 +1,4 @@
-"""Token buckets that bound the time lost to drafting: of the enable rule and of the lookahead branch."""
+"""Token buckets that bound the time lost: to drafting as a whole, and to the lookahead branch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HYSTERESIS = 1.03  # speedup over the current choice that the other one must pr
 _REVIEW_EVERY = 16  # steps between two choices
 _SLOW = 1 / 64  # EMA rate of the branch
 _PASS_RATE = 0.2  # EMA rate of the times of passes
-_FORGET = 1 / 512  # rate at which a low worth of the branch recovers while it is off
+_FORGET = 1 / 512  # rate at which a low gain ratio of the branch recovers while it is off
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class PassTimes:
 
 @dataclass(slots=True)
 class _BatchState:
-    """State of the enable rule for one batch size; times are in plain steps."""
+    """State of the drafting budget for one batch size; times are in plain steps."""
 
     budget: Budget = field(default_factory=lambda: Budget(START, CAP, REFILL))
     proposing: Ema = field(default_factory=lambda: Ema(0.2, clip=2.0, value=0.05, count=5))  # cost of proposals
@@ -92,7 +92,7 @@ class _BatchState:
     probe_after: int = _FIRST_PROBE  # drafted steps before the next plain one
 
 
-class EnableRule:
+class DraftingBudget:
     """Turns drafting on and off by the time it was measured to save, separately for batch sizes 1, 2, 3-4, … rows.
 
     - A budget in plain steps: a step with proposals pays in what it saved against plain decoding of its tokens, or pays
@@ -169,7 +169,7 @@ class BranchState:
     tokens: Ema = field(default_factory=lambda: Ema(_SLOW, value=1.0))  # of a step without the branch
     nodes: Ema = field(default_factory=lambda: Ema(_SLOW, value=1.0))
     host: Ema = field(default_factory=lambda: Ema(_SLOW))  # time of its proposer
-    worth: Ema = field(default_factory=lambda: Ema(_SLOW, value=1.0, count=4))  # tokens added / tokens expected
+    gain_ratio: Ema = field(default_factory=lambda: Ema(_SLOW, value=1.0, count=4))  # tokens added / tokens expected
 
 
 class LookaheadBranch:
@@ -223,7 +223,7 @@ class LookaheadBranch:
         elif state.steps % _REVIEW_EVERY == 0 and (is_on or state.budget.balance >= START):
             is_on = self._pays(curve, measured)
         if is_on != state.is_on:
-            state.is_on, state.steps, state.worth.count = is_on, 0, 4
+            state.is_on, state.steps, state.gain_ratio.count = is_on, 0, 4
         self.is_on = is_on
 
     def nodes_beside(self, nodes: int) -> int:
@@ -240,14 +240,16 @@ class LookaheadBranch:
         state.nodes.add(own_nodes)
         state.tokens.add(own_tokens)
         if self._size is None or not self.is_on:
-            state.worth.value = max(state.worth.value, state.worth.value + _FORGET * (1.0 - state.worth.value))
+            state.gain_ratio.value = max(
+                state.gain_ratio.value, state.gain_ratio.value + _FORGET * (1.0 - state.gain_ratio.value)
+            )
             if state.budget.balance < START:  # a trial may lose no more, however long the branch was off before
                 state.budget.settle(0.0, tokens)
             return
         host = state.host.add(min(1.0, self.host_s / plain_s))  # more is compiling or loading, which happens once
         added, own_cost = tokens - own_tokens, float(costs[own_nodes]) / plain_s
         added_cost = float(costs[nodes]) / plain_s - own_cost + host
-        state.worth.add(added / max(_expected_gain(self._size), 0.1))
+        state.gain_ratio.add(added / max(_expected_gain(self._size), 0.1))
         # Its time would have given tokens at the rate of the other sources.
         state.budget.settle(added - added_cost * state.tokens.value / own_cost, state.tokens.value + added)
 
@@ -263,7 +265,7 @@ class LookaheadBranch:
         costs = curve(whole)
         costs = costs / costs[1]
         without = state.tokens.value / costs[nodes] * (1.0 if state.is_on else _HYSTERESIS)
-        tokens = state.tokens.value + state.worth.value * _expected_gain(size)
+        tokens = state.tokens.value + state.gain_ratio.value * _expected_gain(size)
         tokens += _WINDOW_SHARE * self.teaching * size.window_nodes
         rate = tokens / (costs[max(nodes, min(whole, measured))] + state.host.value)
         return bool(rate * (_HYSTERESIS if state.is_on else 1.0) > without)

@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.budget import Ema, EnableRule
+from lookahead.drafting.budget import DraftingBudget, Ema
 from lookahead.utils.jit import njit
 
 _MARGIN = 1.25  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
@@ -80,7 +80,7 @@ class ChainLengths:
     """Decides how much of the drafted chains of a batch is verified, by measured times of steps.
 
     A step verifies the drafted tokens that are likeliest to be reached, in all requests together. How many is the
-    number that gives the most expected tokens per second. An `EnableRule` bounds what drafting may lose: while its
+    number that gives the most expected tokens per second. A `DraftingBudget` bounds what drafting may lose: while its
     budget is empty nothing is drafted. The first steps of each power of two of requests verify nothing, until a plain
     step is timed.
 
@@ -98,7 +98,7 @@ class ChainLengths:
 
     def __init__(self) -> None:
         self._costs: defaultdict[int, BatchCost] = defaultdict(BatchCost)  # by the bucket of rows: 1, 2, 3-4, 5-8, …
-        self._rule = EnableRule()
+        self._budget = DraftingBudget()
 
     def drafts(self, rows: int) -> bool:
         """Whether anything is drafted in this step of so many requests."""
@@ -106,7 +106,7 @@ class ChainLengths:
         if not cost.plain.count:
             cost.tries += 1
             return cost.tries > _PROBES
-        return self._rule.proposes(rows)
+        return self._budget.proposes(rows)
 
     def choose(self, path_probs: NDArray[np.float64]) -> list[int]:
         """How many tokens of each chain are verified, by the probability to be accepted up to each.
@@ -119,7 +119,7 @@ class ChainLengths:
             return lengths
         plain = cost.plain.value
         chosen, speedup, seconds = _fastest(path_probs, plain, *cost.line(rows))
-        if chosen is not None and self._rule.verifies(rows, speedup, seconds / plain - 1.0):
+        if chosen is not None and self._budget.verifies(rows, speedup, seconds / plain - 1.0):
             lengths = chosen.tolist()
             return lengths
         if speedup > 0.0:
@@ -135,9 +135,9 @@ class ChainLengths:
         expected = cost.observe(rows, drafted, seconds)
         plain = cost.plain.value
         if host_s is None or not plain:  # not timed yet
-            self._rule.record_plain(rows)
+            self._budget.record_plain(rows)
         elif expected > 0.0:
-            self._rule.record(
+            self._budget.record(
                 rows,
                 drafted=drafted > 0,
                 tokens=emitted / rows,

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from lookahead.drafting.budget import EnableRule, LookaheadBranch
+from lookahead.drafting.budget import DraftingBudget, LookaheadBranch
 from lookahead.drafting.cost_model import FloatArray, StepCost, padded_nodes
 from lookahead.drafting.proposal import IntArray, Proposer
 from lookahead.drafting.select import SINGLE_ROW, BatchValue, Draft
@@ -15,7 +15,7 @@ from lookahead.drafting.tree import TokenTree, count_within, without_sources
 from lookahead.ngram.prune import FREE
 
 _MARGIN = 1.08  # factor on the cost of drafted nodes: the expected gain of a draft must cover its risk
-_LASTING = 0.5  # probability that rows run to their limits, where an end-of-sequence token may end them
+_P_RUNS_TO_LIMIT = 0.5  # probability that rows run to their limits, where an end-of-sequence token may end them
 
 
 class StepPlan(NamedTuple):
@@ -29,7 +29,7 @@ class StepPlan(NamedTuple):
     plain_s: float = 1.0
     value: BatchValue = SINGLE_ROW
     has_branch: bool = False  # whether the lookahead branch is on
-    worth: float = 0.0  # tokens that a verified node is worth besides, as a source learns from it
+    node_bonus_tokens: float = 0.0  # tokens that a verified node is worth besides, as a source learns from it
 
 
 class StepRecord(NamedTuple):
@@ -47,15 +47,15 @@ class StepRecord(NamedTuple):
 class Controller:
     """Decides before every step of an engine whether and how much to draft, and learns from every step.
 
-    The time of a proposer that has not earned it is charged to the budget of that proposer alone: the enable rule is
-    told the step as it would have been without it. So a proposer that costs too much is turned off alone, and one that
+    The time of a proposer that has not earned it is charged to the budget of that proposer alone: the drafting budget
+    gets the step as it would have been without it. So a proposer that costs too much is turned off alone, and one that
     earns its time counts even where the others earn nothing. The same holds for a lookahead branch on trial.
 
-    It reads no clock. The cost, the rule and the branch learn from every step.
+    It reads no clock. The cost model, the budget and the branch learn from every step.
     """
 
     cost: StepCost
-    rule: EnableRule
+    budget: DraftingBudget
     branch: LookaheadBranch = field(default_factory=lambda: LookaheadBranch(None))
     proposers: Sequence[Proposer] = ()  # in the order of their sources' bits
     _: KW_ONLY
@@ -74,7 +74,7 @@ class Controller:
                 self._budgeted[bits] = proposer
             elif proposer.sources == ("jacobi",):
                 self._branch_bits = bits
-        self.rule.begin_output()
+        self.budget.begin_output()
 
     def plan(self, left: Sequence[int], context: int, *, is_refilled: bool = False) -> StepPlan:
         """Decide what is drafted before the coming step.
@@ -85,9 +85,9 @@ class Controller:
         rows = len(left)
         self.branch.rest(rows)
         plain = StepPlan(rows, context)
-        if not self.rule.proposes(rows) or not self.cost.knows(rows, context):
+        if not self.budget.proposes(rows) or not self.cost.knows(rows, context):
             return plain
-        if self.by_rejection and not self.rule.verifies(rows, 1.0):
+        if self.by_rejection and not self.budget.verifies(rows, 1.0):
             return plain
         if self.branch.can_run:
             self.branch.choose(partial(self._curve, rows, context), self.cost.measured(rows, context))
@@ -98,12 +98,12 @@ class Controller:
         value = SINGLE_ROW
         if rows > 1:
             # Where rows are refilled, no row waits for the last one.
-            lasting = 0.0 if is_refilled else 1.0 if self.runs_to_limit else _LASTING
-            value = BatchValue.of(left, self.cost.plain(rows, context), lasting)
+            p_runs_to_limit = 0.0 if is_refilled else 1.0 if self.runs_to_limit else _P_RUNS_TO_LIMIT
+            value = BatchValue.of(left, self.cost.plain(rows, context), p_runs_to_limit)
         plain_s = float(curve[1])
         # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
         curve[2:] *= _MARGIN
-        curve += self.rule.proposing_cost(rows) * plain_s
+        curve += self.budget.proposing_cost(rows) * plain_s
         return StepPlan(rows, context, True, nodes, curve, plain_s, value, self.branch.is_on, self.branch.teaching)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
@@ -112,7 +112,7 @@ class Controller:
             return True
         tokens = plan.value.steps_saved([float(draft.path_probs.sum()) for draft in drafts])
         took = float(plan.costs[max(len(draft.tree) for draft in drafts)]) / plan.plain_s
-        return self.rule.verifies(plan.rows, tokens / took, took - 1.0)
+        return self.budget.verifies(plan.rows, tokens / took, took - 1.0)
 
     def record(self, plan: StepPlan, step: StepRecord) -> None:
         """Learn from a step."""
@@ -121,7 +121,7 @@ class Controller:
         if step.is_cold or self.cost.warms_up(nodes):
             return
         if not plan.drafts:
-            is_probe = self.rule.record_plain(rows)
+            is_probe = self.budget.record_plain(rows)
             # While the budget is empty most steps are not measured: high costs would decay too soon.
             if not (is_probe or self.branch.can_run) and self.cost.knows(rows, plan.context):
                 return
@@ -146,7 +146,7 @@ class Controller:
             step_s = float(curve[own_nodes]) if own_nodes < nodes else step_s
             nodes, host_s = own_nodes, max(0.0, host_s - apart_s)
         plain_s = float(curve[1])
-        self.rule.record(
+        self.budget.record(
             rows,
             drafted=nodes > 1,
             tokens=plan.value.steps_saved(tokens),

@@ -184,7 +184,7 @@ class BatchProposer(Proposer, Protocol):
 ProposerFactory = Callable[[Call], Proposer]
 
 
-def question_of(proposer: Proposer) -> Callable[[Sequence[int], int], Sequence[Proposal | None]]:
+def batch_propose_fn(proposer: Proposer) -> Callable[[Sequence[int], int], Sequence[Proposal | None]]:
     """A function that asks a proposer about several rows: at once if it can, else one after the other."""
     if isinstance(proposer, BatchProposer):
         return proposer.propose_batch

@@ -33,7 +33,7 @@ class Draft(NamedTuple):
     path_probs: FloatArray = _CERTAIN  # [nodes], the probability to be reached, that is, accepted; 1 for the root
     required: IntArray = _NONE_REQUIRED  # [nodes], 1 where a node must be in the draft
 
-    def bare(self) -> Draft:
+    def root_only(self) -> Draft:
         """The draft reduced to its root."""
         root = TokenTree.root(int(self.tree.tokens[0]))
         return Draft(root, tuple(np.zeros(len(where), np.int32) for where in self.placed))
@@ -78,13 +78,13 @@ class BatchValue(NamedTuple):
     plain: FloatArray  # [rows + 1], cost of a plain step of 0, 1, … rows; non-decreasing
 
     @classmethod
-    def of(cls, left: Sequence[int], plain: FloatArray, lasting: float) -> BatchValue:
-        """The value where rows run to their limits, so that the last one ends the batch, with probability `lasting`.
+    def of(cls, left: Sequence[int], plain: FloatArray, p_runs_to_limit: float) -> BatchValue:
+        """The value where rows run to their limits with probability `p_runs_to_limit`: the last one ends the batch.
 
         Else they may end at any time, and tokens of all rows are worth the same.
         """
         rows = len(left)
-        weights = lasting * plain / plain[-1] + (1.0 - lasting) * np.arange(rows + 1.0) / rows
+        weights = p_runs_to_limit * plain / plain[-1] + (1.0 - p_runs_to_limit) * np.arange(rows + 1.0) / rows
         return cls(np.array(left, np.float64), weights)
 
     def steps_saved(self, tokens: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
-from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, question_of
+from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, batch_propose_fn
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
@@ -55,12 +55,12 @@ class Engine:
     ) -> None:
         self._target, self._proposers, self._controller = target, proposers, controller
         self._config, self._call = config, call
-        self._ensemble = tensor_parallel_group(call.model)  # only the leading process has proposers and a controller
+        self._tp_group = tensor_parallel_group(call.model)  # only the leading process has proposers and a controller
         # Proposers and controller may learn together with other engines on other threads. Passes and verification run
         # without the lock, so that threads that share a model decode side by side.
         self._learning = state_of(call.model).learned.lock
-        self._unsized = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
-        self._questions = [question_of(proposer) for proposer in proposers]
+        self._plan_without_controller = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
+        self._questions = [batch_propose_fn(proposer) for proposer in proposers]
         self._max_proposed = config.node_budget // (len(proposers) or 1) if call.by_rejection else config.node_budget
         self._source_counts = [len(proposer.sources) for proposer in proposers]
         self.sources = [name for proposer in proposers for name in proposer.sources]  # by their bits in a tree
@@ -72,7 +72,7 @@ class Engine:
         self._keep_cache, self._isolates = keep_cache, isolates
         self.kept: dict[int, list[RowStates]] = {}
         self._free_slots = list(range(target.cache.slots.rows))[::-1]
-        self._begun = -len(self._free_slots)  # rows that joined since an output was begun
+        self._rows_since_output_start = -len(self._free_slots)  # rows that joined since an output was begun
         self._rows: list[Row] = []
         self.batch = batch
         self.stats = [row.stats for row in batch]
@@ -113,10 +113,10 @@ class Engine:
                 text = np.concatenate((row.inputs, row.text))  # the n-grams of a summary are in what the encoder read
                 for proposer in self._proposers:
                     proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
-            self._begun += len(rows)
-            if self._begun > 0 and self._controller is not None:
-                self._controller.rule.begin_output()
-                self._begun -= len(self._free_slots) + len(self._rows) + len(rows)
+            self._rows_since_output_start += len(rows)
+            if self._rows_since_output_start > 0 and self._controller is not None:
+                self._controller.budget.begin_output()
+                self._rows_since_output_start -= len(self._free_slots) + len(self._rows) + len(rows)
         first, slots = self.cache.slots.active, self.cache.slots
         slots.active += len(rows)
         self._rows += rows
@@ -128,7 +128,7 @@ class Engine:
         logits = self._target.prefill([row.text for row in rows], first)
         for row in rows:
             row.is_bitwise = self._target.is_bitwise
-        drafts, scores = self._bare(rows), read_scores(logits, with_top=self._needs_top)
+        drafts, scores = self._root_only(rows), read_scores(logits, with_top=self._needs_top)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:
             self._observe(rows, results, scores)
@@ -145,7 +145,7 @@ class Engine:
         with self._learning:
             if not self._rows:
                 return []
-            positions, plan = self._target.positions, self._unsized
+            positions, plan = self._target.positions, self._plan_without_controller
             left = [row.stopping.max_length - row.length for row in self._rows]
             if positions is not None:  # behind them no more tokens can be read
                 left = [min(n, 1 + row.positions_left(positions)) for n, row in zip(left, self._rows, strict=True)]
@@ -176,18 +176,18 @@ class Engine:
         """
         rows, by_rejection, target = self._rows, self._call.by_rejection, self._target
         if not plan.drafts:
-            return self._bare(rows)
+            return self._root_only(rows)
         sizes = [plan.max_nodes] * len(rows)
         if target.counts_nodes and target.positions is not None:  # of a model that counts nodes, not depths
             sizes = [min(plan.max_nodes, *(row.positions_left(target.positions) for row in rows))] * len(rows)
         is_chain, least = self._call.is_chain and not by_rejection, self._config.min_probability
         plan_costs = FREE if by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
-        asked = [ask([row.slot for row in rows], self._max_proposed) for ask in self._questions]
-        proposed: list[tuple[Proposal | None, ...]] = list(zip(*asked, strict=True))
+        proposals = [ask([row.slot for row in rows], self._max_proposed) for ask in self._questions]
+        proposed: list[tuple[Proposal | None, ...]] = list(zip(*proposals, strict=True))
         drafts = [
             merge(
-                row.last_token, proposals, Limits(size, tokens - 1, least, is_chain, plan.worth),
+                row.last_token, proposals, Limits(size, tokens - 1, least, is_chain, plan.node_bonus_tokens),
                 sources=self._source_counts, costs=costs,
             )
             for row, proposals, size, tokens in zip(rows, proposed, sizes, left, strict=True)
@@ -201,9 +201,9 @@ class Engine:
             drafts = fit(drafts, plan_costs, plan.value)
         if all(len(draft.tree.tokens) == 1 for draft in drafts) or self._controller.accepts(plan, drafts):
             return drafts
-        return [draft.bare() for draft in drafts]
+        return [draft.root_only() for draft in drafts]
 
-    def _bare(self, rows: Sequence[Row]) -> list[Draft]:
+    def _root_only(self, rows: Sequence[Row]) -> list[Draft]:
         """The last token of every row alone; no proposer is asked."""
         self._rounds = [RejectionRounds((), ()) for _ in rows] if self._call.by_rejection else []
         return [Draft(TokenTree.root(row.last_token), (NO_NODES,) * len(self._proposers)) for row in rows]
@@ -214,8 +214,8 @@ class Engine:
         Where a drafted token gave no numbers, the newest tokens are scored alone. A masked key still takes part in
         0 · value, so what is no number there is none anywhere in the row's tree.
         """
-        if self._ensemble is not None:
-            drafts = self._ensemble.agree(drafts)
+        if self._tp_group is not None:
+            drafts = self._tp_group.agree(drafts)
         self._target.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
         logits = self._target.score([draft.tree for draft in drafts])
         needs_top = self._needs_top and plan.drafts
@@ -228,7 +228,7 @@ class Engine:
         if nodes > 1:
             wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()
             if wrong.any() and any(wrong[i, : len(draft.tree.tokens)].any() for i, draft in enumerate(drafts)):
-                drafts = self._bare(self._rows)
+                drafts = self._root_only(self._rows)
                 for i in range(len(drafts)):
                     self.cache.wipe(i, int(self.cache.slots.lengths[i]))
                 logits = self._target.score([draft.tree for draft in drafts])
@@ -314,7 +314,7 @@ class Engine:
             proposer.finish(row.slot)
         self._free_slots.append(row.slot)
         if self._keep_cache:
-            self.kept[row.index] = self.cache.take(i)
+            self.kept[row.index] = self.cache.extract_row(i)
         self._target.retire(i)
         last = self._rows.pop()
         if i < len(self._rows):

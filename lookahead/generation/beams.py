@@ -26,7 +26,7 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation import validation
-from lookahead.generation.hf_outputs import adopt, append_states
+from lookahead.generation.hf_outputs import append_states, copy_prefix_from
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.encoder_decoder import empty_cache
@@ -63,7 +63,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
             past = DynamicCache(config=model.config.get_text_config(decoder=True))
             model(input_ids=prompt.expand(beams, -1), **{CACHE: past}, use_cache=True)
             target = Target(model, rows=1, capacity=64, is_bitwise=True, is_together=True)
-            adopt(past, target.cache, np.zeros(1, np.int64))
+            copy_prefix_from(past, target.cache, np.zeros(1, np.int64))
             target.cache.slots.lengths[0] -= 1
             tree = BeamTree(int(prompt[0, -1]), prompt.new_zeros(0), beams)
             with target.serving():
@@ -235,7 +235,7 @@ class BeamLoop(PlainLoop):
             input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of the head as there are beams
         logits: Tensor = model._prefill(input_ids, config, inputs).logits
         with torch.inference_mode():
-            adopt(past, target.cache, np.zeros(1, np.int64), drops=True)
+            copy_prefix_from(past, target.cache, np.zeros(1, np.int64), drops=True)
         target.cache.slots.lengths[0] -= 1  # the last token is the root of the tree
         return logits[:1, -1]
 

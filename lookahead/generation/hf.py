@@ -29,7 +29,7 @@ from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation import validation
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
-from lookahead.generation.hf_outputs import adopt, collect, return_cache, scores_by_step
+from lookahead.generation.hf_outputs import collect, copy_prefix_from, return_cache, scores_by_step
 from lookahead.models import self_check, support
 from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.calibration import node_cost
@@ -190,7 +190,7 @@ def prepare(
     with undisturbed(model):
         engine = assemble(*given, shape=shape, warp=warp, encoded=encoded, keep_cache=keeps)
     if is_continued:
-        adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
+        copy_prefix_from(cast(DynamicCache, past), engine.cache, longest - lengths)
     return engine
 
 
@@ -271,20 +271,20 @@ def _drafting(
             teaches="recycled" in config.proposers,
         )
         proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch)
-        cost, rule = learned.costs[config.passes], learned.rules[config.passes]
+        cost, budget = learned.costs[config.passes], learned.budgets[config.passes]
         cost.assume(node_cost(model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
     if has_encoder and reads_hidden:
         raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
-    ensemble = tensor_parallel_group(model)
-    if ensemble is not None:
+    tp_group = tensor_parallel_group(model)
+    if tp_group is not None:
         validate_tensor_parallel(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)
-        proposers = proposers if ensemble.leads else []
+        proposers = proposers if tp_group.leads else []
     if not proposers or config.draft != "auto":
         return proposers, None
     is_padded = config.cuda_graphs and not has_encoder
     limits = {"is_padded": is_padded, "runs_to_limit": runs_to_limit, "by_rejection": call.by_rejection}
-    return proposers, Controller(cost, rule, branch, proposers, node_budget=config.node_budget, **limits)
+    return proposers, Controller(cost, budget, branch, proposers, node_budget=config.node_budget, **limits)
 
 
 def _verified(

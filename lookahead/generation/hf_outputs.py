@@ -115,7 +115,7 @@ def scores_by_step(rows: Sequence[Sequence[Tensor]], pad: int) -> tuple[Tensor, 
     return tuple(torch.stack([row[step] if step < len(row) else ended for row in rows]) for step in range(steps))
 
 
-def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64], *, drops: bool = False) -> None:
+def copy_prefix_from(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64], *, drops: bool = False) -> None:
     """Copy the keys and values of a transformers cache, left-padded by int64 `[batch]`, into an empty tree cache.
 
     `drops` takes those of each layer out of the cache as soon as they are copied, so that none but one are held twice.
@@ -134,7 +134,7 @@ def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64], *, d
                 layer.keys = layer.values = layer.keys.new_empty(0)
 
     for row, pad in enumerate(padding.tolist()):
-        cache.adopt(row, states(row, pad), max(0, width - pad))
+        cache.copy_prefix_from(row, states(row, pad), max(0, width - pad))
 
 
 def return_cache(engine: Engine | PlainLoop, past: object) -> None:

@@ -24,7 +24,7 @@ from lookahead.stats import DecodingStats
 from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import FinishReason, stateful_name, stopping_rule
 
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
 _SLOTS = {"cpu": 2048, "cuda": 4096}  # default cache slots of a row
 _PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than another pass
@@ -116,7 +116,7 @@ class Scheduler:
         if has_encoder and not (self._shares_batches and takes_rows_apart(self._model, config)):
             self._is_apart = True  # the encoder would read the prompt only to resolve options
         self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
-        check_whole("rows", self.rows, 1, MOST_ROWS)
+        check_whole("rows", self.rows, 1, MAX_ROWS)
         self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])

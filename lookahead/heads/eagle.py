@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from lookahead.heads.guess_tree import WIDTH, GrowingDrafter, GuessTree
-from lookahead.heads.layers import DraftLayer, take, unembed
+from lookahead.heads.layers import DraftLayer, gather_positions, unembed
 
 DEPTH = 6  # maximum number of tokens guessed in a row
 ROOT_WIDTH = 32  # guesses after the root
@@ -150,7 +150,7 @@ class EagleDrafter(GrowingDrafter):
         def run(level: int, tokens: Tensor, features: Tensor, parents: Tensor) -> Tensor:
             nonlocal past, seen
             own = torch.eye(tokens.shape[1], dtype=torch.bool, device=out.device).expand(len(rows), -1, -1)
-            seen = torch.cat((take(seen, parents), own), -1)
+            seen = torch.cat((gather_positions(seen, parents), own), -1)
             read, add = head.pair(features, self._embed(tokens))
             positions = (lengths + level).expand_as(tokens)
             grown, past = head.layer(read, add, head.rotation, positions, seen, past=past)

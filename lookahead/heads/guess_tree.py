@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Feedback, Proposal
-from lookahead.heads.layers import DraftCache, lm_head, take
+from lookahead.heads.layers import DraftCache, gather_positions, lm_head
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.prune import IntArray, best_nodes
 
@@ -219,7 +219,7 @@ class GrowingDrafter(HeadDrafter):
                     break
             path_probs, parents = best.values[..., None], best.indices // tokens.shape[-1]
             nodes, count = best.indices.int() + count, count + probs[0].numel()
-            out = run(level, tokens.flatten(1).gather(1, best.indices), take(out, parents), parents)
+            out = run(level, tokens.flatten(1).gather(1, best.indices), gather_positions(out, parents), parents)
             if self._times is not None:
                 self._times.draft.add(time.perf_counter() - now)
         rows = torch.cat(levels, 1).cpu().numpy()  # one copy from the device

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter, independent_heads_tree
-from lookahead.heads.layers import DraftLayer, layer_config, lm_head, take, unembed
+from lookahead.heads.layers import DraftLayer, gather_positions, layer_config, lm_head, unembed
 
 _GUESSES = 32  # of each head; a draft of any size rarely reaches further down
 
@@ -66,7 +66,7 @@ class MedusaHeads(nn.ModuleList):
 
     def guess(self, model: PreTrainedModel, head: int, states: Tensor, at: Tensor, kept: Tensor) -> Tensor:
         """Logits `[n, vocab]` of one head at some positions, as for `MtpHeads.guess`."""
-        logits: Tensor = self[head](take(states, at)[kept])
+        logits: Tensor = self[head](gather_positions(states, at)[kept])
         return logits
 
     def forward(self, hidden: Tensor) -> Tensor:

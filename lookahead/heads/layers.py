@@ -119,7 +119,7 @@ class DraftLayer(nn.Module):
         states = torch.stack((_rotated(keys, rotation(read, positions)), values), 2)
         states = states if past is None else torch.cat((past, states), 1)
         if at is not None:
-            read, add, positions = take(read, at), take(add, at), positions.gather(1, at)
+            read, add, positions = gather_positions(read, at), gather_positions(add, at), positions.gather(1, at)
         query = _rotated(attention.q_proj(read).unflatten(-1, (-1, dim)), rotation(read, positions)).transpose(1, 2)
         keys, values = states.permute(2, 0, 3, 1, 4)
         # Query heads that share keys are stacked as further queries, so that no key is copied. On a CPU this is several
@@ -137,7 +137,7 @@ def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return cast(Tensor, x * cosine + rotate_half(x) * sine)
 
 
-def take(states: Tensor, index: Tensor) -> Tensor:
+def gather_positions(states: Tensor, index: Tensor) -> Tensor:
     """States `[rows, n, size]` at int64 positions `[rows, n]` of `[rows, tokens, size]`."""
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
 

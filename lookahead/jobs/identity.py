@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _shortened = Repr()  # of a value in an error message: a prompt may be pages long
 _shortened.maxstring = 80
+_KEYS = {"generation_fingerprint": "manners"}  # fields that the manifest names otherwise, as it always did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class JobIdentity:
     model: str  # as given; not compared, so a model may be moved to another folder
     weights: str  # a hash, 16 hexadecimal digits
     tokenizer: str  # likewise
-    manners: str = ""  # a hash of the generation configuration and the chat template
+    generation_fingerprint: str = ""  # a hash of the generation configuration and the chat template
     dtype: str
     options: Mapping[str, Any]  # by name: `WorkerOptions.identity`, and `num_beams` if more than 1
 
@@ -40,12 +41,12 @@ class JobIdentity:
         settings = {} if config is None else config.to_diff_dict()
         settings.pop("transformers_version", None)
         beams = options.num_beams or settings.get("num_beams") or 1
-        manners = json.dumps([settings, tokenizer.chat_template], sort_keys=True, default=str)
+        generation = json.dumps([settings, tokenizer.chat_template], sort_keys=True, default=str)
         return cls(
             model=options.model,
             weights=weights_fingerprint(model),
             tokenizer=f"{tokenizer_fingerprint(tokenizer):016x}",
-            manners=xxhash.xxh3_64_hexdigest(manners.encode()),
+            generation_fingerprint=xxhash.xxh3_64_hexdigest(generation.encode()),
             dtype=str(model.dtype).removeprefix("torch."),
             options=options.identity | ({"num_beams": beams} if beams > 1 else {}),
         )
@@ -58,7 +59,8 @@ class JobIdentity:
 
     def to_dict(self) -> dict[str, Any]:
         """The identity as the JSON-ready dict of the manifest."""
-        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "options"}
+        names = [each.name for each in fields(self) if each.name != "options"]
+        named = {_KEYS.get(name, name): getattr(self, name) for name in names}
         return {**named, **self.options}
 
     def differences(self, other: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 TRIED = 3  # documents that are summarized to measure the time
-MOST_PARTS = 8  # parts of each that are summarized
+MAX_TIMED_PARTS = 8  # parts of each that are summarized
 
 # Takes documents, and yields them as they finish: of a `Summarizer` in this process, or of a `WorkerPool` on a cluster.
 SummarizeAll = Callable[[Iterable[Document]], Iterator["Summarized | Reject"]]
@@ -111,10 +111,10 @@ class _Run:
             if isinstance(document, Reject):
                 self.reject(document)
                 continue
-            content, before = self._writer.take(document)
-            if before is not None:
-                self._totals.earlier += before == "finished"
-                self._totals.rejected += before == "rejected"
+            content, earlier = self._writer.register(document)
+            if earlier is not None:
+                self._totals.earlier += earlier == "finished"
+                self._totals.rejected += earlier == "rejected"
                 self._observer(document.id, self._totals)
             elif content is None:
                 yield document
@@ -193,7 +193,7 @@ class Estimate:
     most_new_tokens: int = 0  # written, summaries of parts excluded
     tried: int = 0  # documents that were summarized to measure the time
     tried_parts: int = 0  # parts of those
-    timed_parts: int = 0  # parts that were summarized: neighbours, at most `MOST_PARTS` of a document
+    timed_parts: int = 0  # parts that were summarized: neighbours, at most `MAX_TIMED_PARTS` of a document
     seconds: float | None = None  # on this machine; `None` without documents
     cost: float | None = None  # of that time; `None` without a price
 
@@ -232,7 +232,7 @@ def estimate_job(
     estimate.most_new_tokens = len(seen) * options.max_new_tokens
     estimate.tried = len(tried)
     estimate.tried_parts = sum(len(fitted.parts) for _, fitted in tried)
-    estimate.timed_parts = sum(min(len(fitted.parts), MOST_PARTS) for _, fitted in tried)
+    estimate.timed_parts = sum(min(len(fitted.parts), MAX_TIMED_PARTS) for _, fitted in tried)
     if tried:
         # The mean of scaling by documents and by tokens, since only prompts vary in length.
         by_documents = sum(fitted.tokens for _, fitted in tried) / len(tried) * len(seen)
@@ -244,11 +244,11 @@ def estimate_job(
 
 
 def _seconds_per_token(tried: list[tuple[Document, Parts]], summarize_all: SummarizeAll, draw: random.Random) -> float:
-    """Summarize documents, of a long one `MOST_PARTS` neighbouring parts; seconds per token of what was summarized."""
+    """Summarize documents, of a long one `MAX_TIMED_PARTS` neighbouring parts; seconds per token of those."""
     excerpts, tokens = [], 0
     for document, fitted in tried:
-        begin = draw.randrange(max(0, len(fitted.parts) - MOST_PARTS) + 1)
-        parts = fitted.parts[begin : begin + MOST_PARTS]
+        begin = draw.randrange(max(0, len(fitted.parts) - MAX_TIMED_PARTS) + 1)
+        parts = fitted.parts[begin : begin + MAX_TIMED_PARTS]
         is_whole, excerpt = len(parts) == len(fitted.parts), document.text[parts[0].chars[0] : parts[-1].chars[1]]
         excerpts.append(document if is_whole else Document(document.id, excerpt))
         tokens += fitted.tokens if is_whole else parts[-1].tokens[1] - parts[0].tokens[0]

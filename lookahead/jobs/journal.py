@@ -29,7 +29,7 @@ from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 from lookahead.utils.replacing import remove_leftovers, replacing
 
-Before = Literal["finished", "rejected"] | None  # what an earlier run did with a document
+EarlierOutcome = Literal["finished", "rejected"] | None  # what an earlier run did with a document
 Sink = Callable[[Record], None]  # receives the lines of results
 
 VERSION = 1  # of the manifest
@@ -152,7 +152,7 @@ class Stream(ExitStack):
         self._sink = self.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
         self._lines: dict[bytes, Record] = {}  # by text hash, the newest last
 
-    def take(self, document: Document) -> tuple[bytes | None, Before]:
+    def register(self, document: Document) -> tuple[bytes | None, EarlierOutcome]:
         """The hash of a document's text, `None` if its line is not written; and that no earlier run is known."""
         return (None if self._sink is None else text_hash(document.text)), None
 
@@ -250,7 +250,7 @@ class Journal(ExitStack):
         """Lines of results, written by this run."""
         return self._file.whole[1]
 
-    def take(self, document: Document) -> tuple[bytes | None, Before]:
+    def register(self, document: Document) -> tuple[bytes | None, EarlierOutcome]:
         """Register a document of the inputs; returns the hash of its text and what an earlier run did with it."""
         content = text_hash(document.text)
         key = key_of(document.id, content)

@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.kernels import dispatch
 from lookahead.models.cache import TreeLayer
-from lookahead.models.exact_attention import Turns, attend_in_turn, attends_by_kernel, own_attention
-from lookahead.models.model_state import pass_local, replaced
+from lookahead.models.exact_attention import PerNodeAttention, attend_per_node, attends_by_kernel, own_attention
+from lookahead.models.model_state import pass_local, patched_attribute
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass
 
 ATTENTION_NAME = "lookahead_tree"
@@ -53,7 +53,7 @@ class AttentionScope:
     def serving(self) -> Iterator[None]:
         """Let the modules hold views until the last open block of any thread ends."""
         self._facts.clear()
-        with replaced("config", self._modules):
+        with patched_attribute("config", self._modules):
             yield
 
     @contextmanager
@@ -141,26 +141,26 @@ def tree_attention(
     if softcap is not None and _real(module.config)._attn_implementation == "sdpa":
         softcap = None  # which transformers' SDPA attention does not apply
     slots, is_compiling = key.shape[2], torch.compiler.is_compiling()
-    told = (None if is_compiling else _thread.facts.get(id(module))) or _limits_of(module, is_compiling)
-    if "sliding_window" in kwargs and kwargs["sliding_window"] != told.window:
-        told = AttentionSpan(kwargs["sliding_window"], told.chunk)
+    span = (None if is_compiling else _thread.facts.get(id(module))) or _limits_of(module, is_compiling)
+    if "sliding_window" in kwargs and kwargs["sliding_window"] != span.window:
+        span = AttentionSpan(kwargs["sliding_window"], span.chunk)
     if tree_pass.is_exact:
         options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, "position_bias": position_bias, **kwargs}
-        return attend_in_turn(
-            module, query, key, value, tree_pass.turns, window=_within(told, slots + 1).window,
+        return attend_per_node(
+            module, query, key, value, tree_pass.per_node, window=_within(span, slots + 1).window,
             # Not by layer: the last layers of some models have no cache of their own and read one with the same window.
-            crops=_within(told, slots + 1).window in (tree_pass.windows or ()),
+            crops=_within(span, slots + 1).window in (tree_pass.windows or ()),
             own=own_attention(module, _real(module.config)),
             options={name: option for name, option in options.items() if option is not None},
         ), None  # fmt: skip
     if position_bias is not None:
         return dispatch.masked_attention(query, key, value, tree_pass.biased_mask(position_bias), scaling), None
     if tree_pass.scores_trees and not is_compiling:
-        kernel = _kernel_of(tree_pass, query, key, value, told, scaling, softcap, s_aux)
+        kernel = _kernel_of(tree_pass, query, key, value, span, scaling, softcap, s_aux)
         if kernel is not None:
             return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux), None
-    span, groups = _within(told, slots), query.shape[1] // key.shape[1]
-    is_plain = softcap is None and s_aux is None and span == AttentionSpan()
+    reached, groups = _within(span, slots), query.shape[1] // key.shape[1]
+    is_plain = softcap is None and s_aux is None and reached == AttentionSpan()
     if is_plain and tree_pass.is_causal and (tree_pass.is_from_empty or dispatch.takes_flash(query, key, value)):
         # Causal attention from an empty cache needs no mask, and SDPA skips half of the work. Nor does a further part
         # of a prompt, where flash attention aligns the last query with the last key.
@@ -170,7 +170,7 @@ def tree_attention(
             last = causal_lower_right(query.shape[2], slots)
             out = scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
-    return _by_torch(tree_pass, query, key, value, span, scaling, softcap, s_aux), None
+    return _by_torch(tree_pass, query, key, value, reached, scaling, softcap, s_aux), None
 
 
 def _is_of(tensor: Tensor, other: Tensor) -> bool:
@@ -196,9 +196,10 @@ def _attend_across(
         return attend(query, key, value, tree_pass.cross.mask, **options)
     rows, heads, width, _ = query.shape
     out, bias = query.new_zeros(rows, width, heads, value.shape[3]), options.get("position_bias")
-    turns = tree_pass.turns
+    per_node = tree_pass.per_node
     for row, (tokens, mask) in enumerate(tree_pass.cross.alone):
-        one, nodes = slice(row, row + 1), slice(len(turns.trees[row]) - turns.scored[row])  # padding attends to nothing
+        one = slice(row, row + 1)
+        nodes = slice(len(per_node.trees[row]) - per_node.scored[row])  # padding attends to nothing
         keys, values = key[one, :, :tokens], value[one, :, :tokens]
         if bias is not None:
             options["position_bias"] = bias[one if len(bias) > 1 else slice(1), :, -1:, :tokens]
@@ -207,18 +208,20 @@ def _attend_across(
     return out
 
 
-def turns_by_kernel(module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]) -> Turns | None:
-    """The turns of the running pass, if it has trees and `kernels.row_attention` takes those of a layer.
+def per_node_by_kernel(
+    module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]
+) -> PerNodeAttention | None:
+    """The per-node attention of the running pass, if it has trees and `kernels.row_attention` takes its layer.
 
     `options` are those of the call of `tree_attention` that the kernel stands for.
     """
     tree_pass: TreePass | None = getattr(_thread, "tree_pass", None)
-    if tree_pass is None or not tree_pass.has_turns:
+    if tree_pass is None or not tree_pass.has_trees:
         return None
-    told = _thread.facts.get(id(module)) or _limits_of(module, False)
-    window, own = options.get("sliding_window", told.window), own_attention(module, _real(module.config))
-    turns, slots = tree_pass.turns, (layer.keys, layer.values)
-    return turns if attends_by_kernel(own, *slots, heads, window, turns, is_exact=tree_pass.is_exact) else None
+    span = _thread.facts.get(id(module)) or _limits_of(module, False)
+    window, own = options.get("sliding_window", span.window), own_attention(module, _real(module.config))
+    per_node, slots = tree_pass.per_node, (layer.keys, layer.values)
+    return per_node if attends_by_kernel(own, *slots, heads, window, per_node, is_exact=tree_pass.is_exact) else None
 
 
 def _kernel_of(
@@ -226,17 +229,17 @@ def _kernel_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    told: AttentionSpan,
+    span: AttentionSpan,
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Callable[..., Tensor] | None:
     """The kernel of the layers of a pass that are alike, bound to the trees of the pass."""
     layouts = query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()
-    kind = (*layouts, query.device, query.dtype, told, scaling, softcap, s_aux is None)
+    kind = (*layouts, query.device, query.dtype, span, scaling, softcap, s_aux is None)
     if kind not in tree_pass.kernels:
-        options = {**_within(told, key.shape[2])._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
-        later = frozenset(name for name, limit in told._asdict().items() if limit is not None)
+        options = {**_within(span, key.shape[2])._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
+        later = frozenset(name for name, limit in span._asdict().items() if limit is not None)
         is_eager = not isinstance(tree_pass, FixedShapePass)
         buffers = key.transpose(1, 2), value.transpose(1, 2)  # as the cache holds them
         kernel = dispatch.attention_for(query, *buffers, options, is_eager, later)

@@ -140,7 +140,7 @@ class BeamModel:
         taken, cache = [], self._target.cache
         for i, beam in enumerate(self._chosen):
             row, tree = i // self._beams, self._trees[i // self._beams]
-            taken.append(cache.take(row, torch.from_numpy(tree.path_of(tree.tips[beam]))))
+            taken.append(cache.extract_row(row, torch.from_numpy(tree.path_of(tree.tips[beam]))))
         return taken
 
     def _output(self) -> Any:

@@ -55,7 +55,7 @@ class TreeSlots:
             self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
 
     @contextmanager
-    def since(self, first: int) -> Iterator[None]:
+    def rows_from(self, first: int) -> Iterator[None]:
         """Leave the rows before `first` out of the passes in a block, and number the others from 0."""
         lengths, active = self.lengths, self.active
         self.first, self.lengths, self.active = first, lengths[first:], active - first
@@ -245,14 +245,14 @@ class TreeCache(Cache):
         packed = packed.to(self.buffers()[0].device, non_blocking=True)
         self._compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
 
-    def take(self, row: int, path: Tensor | None = None) -> list[RowStates]:
+    def extract_row(self, row: int, path: Tensor | None = None) -> list[RowStates]:
         """Copy the KV of a row, and of a path (int64 `[a]`) of its tree; by layer `[heads, length + a, dim]` each."""
         length = int(self.slots.lengths[row])
         slots = slice(length) if path is None else torch.cat([torch.arange(length, device=path.device), length + path])
         states = [buffer[row, slots].transpose(0, 1).clone() for buffer in self.buffers()]
         return list(zip(states[::2], states[1::2], strict=True))
 
-    def adopt(self, row: int, states: Iterable[RowStates | None], length: int) -> None:
+    def copy_prefix_from(self, row: int, states: Iterable[RowStates | None], length: int) -> None:
         """Fill an empty row with the KV of its first `length` tokens: by layer keys and values, `[heads, n, dim]`.
 
         A sliding-window layer may hold only the last of them, and fills the slots before `length`. A layer without any,

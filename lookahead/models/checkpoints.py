@@ -12,7 +12,7 @@ from lookahead.errors import UnsupportedModelError, count
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_MOST_NAMED = 8  # tensors that an error names
+_MAX_NAMED_TENSORS = 8  # tensors that an error names
 # Causal masks, which old releases of transformers saved with the weights of attention.
 _MASK = re.compile(r"\battn(\.attention)?\.(bias|masked_bias|causal_mask)$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -78,8 +78,8 @@ def load_weights(config: Any, location: Any, model_class: Any = None, **options:
 def _fault(what: str, names: Any) -> Iterator[str]:
     """Nothing if there are no names, else what is wrong with these tensors."""
     if shown := sorted(names):
-        more = f" and {len(shown) - _MOST_NAMED:,} more" if len(shown) > _MOST_NAMED else ""
-        yield f"{what} {count(len(shown), 'tensor')}: {', '.join(shown[:_MOST_NAMED])}{more}"
+        more = f" and {len(shown) - _MAX_NAMED_TENSORS:,} more" if len(shown) > _MAX_NAMED_TENSORS else ""
+        yield f"{what} {count(len(shown), 'tensor')}: {', '.join(shown[:_MAX_NAMED_TENSORS])}{more}"
 
 
 def _unused_by_design(model: PreTrainedModel, names: Any, is_quantized: bool) -> Iterator[str]:

@@ -55,7 +55,7 @@ class Graph:
         return self.outputs
 
 
-def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | None:
+def graphs_unsupported_reason(model: torch.nn.Module, device: torch.device) -> str | None:
     """Why passes of a model that takes its tokens on `device` cannot be recorded, or None if they may."""
     if device.type != "cuda":
         return f"it is on {device}"
@@ -212,7 +212,7 @@ class GraphRunner:
         self._cache, self._most_nodes, self._hidden_layers = kept.cache, most_nodes, hidden_layers
         self.is_cold = False  # whether the newest pass recorded or is yet to be, so that its time is no cost
         self._capture = None if state_of(model).has_failed_capture else CudaGraphs(device)
-        if self._capture is not None and (problem := graph_shortcoming(model, device)):
+        if self._capture is not None and (problem := graphs_unsupported_reason(model, device)):
             self._stop(problem)
         elif self._capture is not None:
             finalize(self, kept.give_back, ref(state_of(model))).atexit = False

@@ -32,12 +32,12 @@ and into the slots behind it."""
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
 # Numbers of the queries times slots up to which the kernel for rows, in one call with all layers, takes less time than
 # masked attention in calls of its own; where bits do not matter.
-_MOST_WORK = 7 << 20
+_MAX_KERNEL_PRODUCTS = 7 << 20
 _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows is compared with SDPA
 
 
-class Turns:
-    """How the nodes of the trees of a pass attend in turn: the slot of each root, nodes scored by earlier passes."""
+class PerNodeAttention:
+    """How the nodes of the trees of a pass attend one by one: the slot of each root, nodes scored by earlier passes."""
 
     def __init__(self, trees: Sequence[TokenTree], starts: Sequence[int], scored: Sequence[int]) -> None:
         self.trees, self.starts, self.scored = trees, starts, scored
@@ -156,24 +156,31 @@ def takes_rows(config: PretrainedConfig) -> bool:
 
 
 def attends_by_kernel(
-    own: Attention, keys: Tensor, values: Tensor, heads: int, window: int | None, turns: Turns, *, is_exact: bool
+    own: Attention,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    window: int | None,
+    per_node: PerNodeAttention,
+    *,
+    is_exact: bool,
 ) -> bool:
     """Whether nodes attend to slots `[rows, slots, kv_heads, dim]` by `kernels.row_attention`."""
     kv_heads, dim = keys.shape[2:]
-    if not row_attention.is_supported(keys, keys, values) or (window is not None and turns.deepest + 1 >= window):
+    if not row_attention.is_supported(keys, keys, values) or (window is not None and per_node.deepest + 1 >= window):
         return False
     if not is_exact:
-        return heads * dim * sum(map(len, turns.trees)) * (turns.deepest + 1) <= _MOST_WORK
+        return heads * dim * sum(map(len, per_node.trees)) * (per_node.deepest + 1) <= _MAX_KERNEL_PRODUCTS
     # For a single head torch would share the sums of a product among its threads.
     return own is sdpa_attention_forward and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads, arithmetic_flags())
 
 
-def attend_in_turn(
+def attend_per_node(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    turns: Turns,
+    per_node: PerNodeAttention,
     *,
     window: int | None,
     crops: bool,
@@ -193,12 +200,12 @@ def attend_in_turn(
     nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
     is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
     is_whole = is_whole and "position_bias" not in options
-    if is_whole and attends_by_kernel(own, keys, values, heads, window, turns, is_exact=True):
+    if is_whole and attends_by_kernel(own, keys, values, heads, window, per_node, is_exact=True):
         scale = options.get("scaling", dim**-0.5)
-        return row_attention.row_attention(nodes, keys, values, **turns.tensors, scale=scale)
+        return row_attention.row_attention(nodes, keys, values, **per_node.tensors, scale=scale)
     out = query.new_zeros(rows, width, heads, value.shape[3])
     call = partial(_attend_by_torch, module, window=window, crops=crops, own=own, options=options)
-    for row, (start, scored, steps) in enumerate(zip(turns.starts, turns.scored, turns.steps, strict=True)):
+    for row, (start, scored, steps) in enumerate(zip(per_node.starts, per_node.scored, per_node.steps, strict=True)):
         one = slice(row, row + 1)
         out[row, : len(steps)] = call(query[one], key[one], value[one], start, scored, steps)
     return out
@@ -218,7 +225,7 @@ def _attend_by_torch(
     own: Attention,
     options: dict[str, Any],
 ) -> Tensor:
-    """`attend_in_turn` of one row, without padding: `[nodes, heads, value_dim]`.
+    """`attend_per_node` of one row, without padding: `[nodes, heads, value_dim]`.
 
     While a node attends, the slots after the committed ones hold its path. Afterwards they hold the nodes in order.
     """

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
-from lookahead.models.attention import turns_by_kernel
+from lookahead.models.attention import per_node_by_kernel
 from lookahead.models.cache import CACHE, TreeCache
 from lookahead.models.layer_jobs import (
     FEWEST_SLOTS,
@@ -38,7 +38,7 @@ from lookahead.models.layer_jobs import (
 )
 from lookahead.models.linears import packed_weights
 from lookahead.models.model_code import arithmetic_flags, code_of, is_intercepted
-from lookahead.models.model_state import pass_local, replaced
+from lookahead.models.model_state import pass_local, patched_attribute
 from lookahead.models.quantized import QuantizedLinear
 
 _FAMILIES = {
@@ -51,8 +51,8 @@ _HEAD_NORMS = "q_norm", "k_norm"
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _NORMS = {(module, f"{family}RMSNorm") for (module, _), family in _FAMILIES.items()}
 _DTYPES = torch.float32, torch.bfloat16
-_MOST = 1 << 17  # numbers of the hidden states that are served
-_MOST_SHARED = 1 << 15  # where torch would share them among threads; the kernels run on one
+_MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that are served
+_MAX_SHARED_ELEMENTS = 1 << 15  # where torch would share them among threads; the kernels run on one
 _RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 _ROWS = 32  # whose mean squares are compared
 _TOLERANCE = 1e-4  # of float32, relative to the largest output
@@ -79,7 +79,7 @@ def serving(model: nn.Module) -> Iterator[None]:
     """
     with torch.inference_mode():
         forwards = _forwards_of(model)
-    with replaced("forward", forwards):
+    with patched_attribute("forward", forwards):
         yield
 
 
@@ -91,7 +91,7 @@ def running(*, as_one: bool = False) -> Iterator[None]:
     """
     outer = getattr(_thread, "most", 0), getattr(_thread, "is_whole", False)
     is_served = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_intercepted())
-    _thread.most = (_MOST if torch.get_num_threads() == 1 else _MOST_SHARED) if is_served else 0
+    _thread.most = (_MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS) if is_served else 0
     _thread.is_whole, _thread.done = is_served and as_one, None
     try:
         yield
@@ -100,7 +100,7 @@ def running(*, as_one: bool = False) -> Iterator[None]:
 
 
 def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, None, Callable[..., Any]]]:
-    """The modules that can be fused, and what takes the place of their `forward`, for `replaced`."""
+    """The modules that can be fused, and what takes the place of their `forward`, for `patched_attribute`."""
     modules = list(model.modules())
     if torch.is_autocast_enabled("cpu"):  # products have another type than their inputs
         return []
@@ -261,16 +261,16 @@ def _all_layers(stack: _Stack, hidden: Tensor, positions: Positions, cache: Any)
     ):
         return None
     dim = positions[0].shape[-1]
-    turns = [
-        turns_by_kernel(each.attention, cache.layers[0], weights[0].outputs // dim, each.options)
+    per_node = [
+        per_node_by_kernel(each.attention, cache.layers[0], weights[0].outputs // dim, each.options)
         for each in stack.by_window
     ]
-    if turns[0] is None or None in turns or len(turns[0].trees[0]) > MAX_TABLE_NODES:
+    if per_node[0] is None or None in per_node or len(per_node[0].trees[0]) > MAX_TABLE_NODES:
         return None
     table: Any = cache.table
     if table is None or not table.serves(weights):
         table = cache.table = LayerTable(stack.layers, weights, cache, hidden, dim)
-    return table.run(hidden, positions, turns[0]) if table.is_right else None
+    return table.run(hidden, positions, per_node[0]) if table.is_right else None
 
 
 def _fused(

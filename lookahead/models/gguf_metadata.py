@@ -24,7 +24,7 @@ _NUMBER = re.compile(r".*(_epsilon|freq_base)")
 _EPSILON = re.compile(r"attention\.layer_norm_(rms_)?epsilon")  # tables of transformers name either for some models
 _BLOCK = re.compile(r"(?:enc\.)?blk\.(\d+)\.")
 _NO_DIMENSIONS = ("block_count", "context_length")  # other sizes are at most the largest dimension of a tensor
-_MOST = (1 << 31) - 1
+_MAX_INT32 = (1 << 31) - 1
 
 
 def check_metadata(name: str, reader: Any) -> None:
@@ -51,7 +51,7 @@ def _problems(values: dict[str, Any], shapes: dict[str, list[int]], keys: set[st
     largest = max((size for shape in shapes.values() for size in shape), default=1)
     for key, full in own.items():
         if full in values:
-            yield from _problem_of_value(full, values[full], _MOST if key in _NO_DIMENSIONS else largest)
+            yield from _problem_of_value(full, values[full], _MAX_INT32 if key in _NO_DIMENSIONS else largest)
     yield from _problems_of_tensors(architecture, values, shapes)
 
 

@@ -16,7 +16,7 @@ from lookahead.kernels import layer_ops, row_attention
 from lookahead.kernels.jobs import Job, run_table, table_of
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
 from lookahead.models.cache import TreeCache
-from lookahead.models.exact_attention import Turns
+from lookahead.models.exact_attention import PerNodeAttention
 from lookahead.utils.addresses import KeepsAddresses
 
 LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
@@ -155,14 +155,14 @@ class LayerTable(KeepsAddresses):
             and self._addresses == self._newest_addresses()
         )
 
-    def run(self, hidden: Tensor, positions: Positions, turns: Turns) -> Tensor:
+    def run(self, hidden: Tensor, positions: Positions, per_node: PerNodeAttention) -> Tensor:
         """The result of the last layer for hidden states `[1, tokens, size]`; at most `MAX_TABLE_NODES` of them."""
-        tokens, tree = hidden.shape[1], turns.trees[0]
+        tokens, tree = hidden.shape[1], per_node.trees[0]
         self._hidden[:, :tokens] = hidden
         for held, each in zip(self._positions, positions, strict=True):
             held[:, :tokens] = each
         self._nodes[0, :, : len(tree)] = tree.parents, tree.depths
-        self._tree[0] = turns.starts[0], len(tree), turns.scored[0]
+        self._tree[0] = per_node.starts[0], len(tree), per_node.scored[0]
         numbers = self._of(tokens, self._slots.start)
         run_table(numbers.ctypes.data, self._threads)
         return self._space.total[:, :tokens] + self._space.change[:, :tokens]

@@ -23,7 +23,7 @@ from lookahead.kernels.packed_product import PackedWeight
 from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_code import is_intercepted, multiplies_as_shipped
-from lookahead.models.model_state import pass_local, replaced, state_of
+from lookahead.models.model_state import pass_local, patched_attribute, state_of
 from lookahead.models.product_bits import (
     Bits,
     Kind,
@@ -36,12 +36,12 @@ from lookahead.models.product_bits import (
     rows_of,
     takes_any_rows,
 )
-from lookahead.models.product_choice import LAYOUTS, faster_ways
+from lookahead.models.product_choice import LAYOUTS, measured_backends
 from lookahead.models.quantized import QuantizedLinear
 
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
 _UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
-_MOST_ROWS = 128  # of float32 that are multiplied by packed weights; for more of them no weight is packed
+_MAX_PACKED_ROWS = 128  # of float32 that are multiplied by packed weights; for more of them no weight is packed
 _MANY_ROWS = (64,)
 _FEWEST_ROWS = 8  # of one product in a larger layer
 _ONE_ROW = 1.15  # the same for one row by the kernel of this package, which does whole layers at once
@@ -87,7 +87,7 @@ _Mode = tuple[Bits, bool, int]
 """The bits of rows of half precision, whether weights are packed, and the fewest rows of float32 by packed ones."""
 
 
-class _Known(NamedTuple):
+class PackedLookup(NamedTuple):
     """The packed weights of some layers, by their weights and versions, and the numbers of rows that they take."""
 
     owns: list[Tensor]
@@ -113,16 +113,18 @@ class LinearScope:
         if "forward" in model.__dict__ or not layers or not multiplies_as_shipped():
             return
         dtype, threads = layers[0].weight.dtype, torch.get_num_threads()
-        ways = faster_ways(dtype, threads)
-        if dtype == torch.float32 and not ways:
+        backends = measured_backends(dtype, threads)
+        if dtype == torch.float32 and not backends:
             return
         size = sum({id(each.weight): each.weight.nbytes for each in layers}.values())
         try:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, OSError, ValueError):  # Windows does not tell
             memory = 0
-        self._packs = packs and bool(ways) and size <= _SHARE_OF_MEMORY * memory
-        self._fewest = 1 if ways[:1] == ("own",) and "own" in faster_ways(dtype, threads, (1,), _ONE_ROW) else 2
+        self._packs = packs and bool(backends) and size <= _SHARE_OF_MEMORY * memory
+        self._fewest = (
+            1 if backends[:1] == ("packed",) and "packed" in measured_backends(dtype, threads, (1,), _ONE_ROW) else 2
+        )
         known = state_of(model).linears
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())
@@ -131,7 +133,7 @@ class LinearScope:
 
     def serving(self) -> AbstractContextManager[None]:
         """Let the layers look for packed weights until the last open block of any thread ends."""
-        return replaced("forward", self._forwards)
+        return patched_attribute("forward", self._forwards)
 
     @contextmanager
     def running(self, bits: Bits) -> Iterator[None]:
@@ -145,7 +147,7 @@ class LinearScope:
             _thread.mode, self.has_packed = outer, _thread.has_packed
 
 
-def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, _Known]) -> Sequence[PackedWeight]:
+def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, PackedLookup]) -> Sequence[PackedWeight]:
     """The weights by which the kernel of this package multiplies rows in the running pass; none unless it takes all.
 
     What is found is kept in `known`, until a weight changes.
@@ -157,7 +159,7 @@ def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, _Known]) -
     versions = [own._version for own in owns]
     held = known.get(mode)
     if held is None or held.dtype != x.dtype or held.versions != versions or any(map(is_not, held.owns, owns)):
-        held = known[mode] = _Known(owns, versions, x.dtype, *_find_all(layers, x.dtype, mode))
+        held = known[mode] = PackedLookup(owns, versions, x.dtype, *_find_all(layers, x.dtype, mode))
     return held.weights if rows in held.rows else ()
 
 
@@ -205,12 +207,12 @@ def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: _Mod
     (bits, packs, fewest), weight = mode, layer._parameters["weight"]
     assert weight is not None
     if weight.dtype == torch.float32:  # fewer rows wait for the weight, which torch reads faster
-        return packed.weight(layer) if packs and fewest <= rows <= _MOST_ROWS else None
+        return packed.weight(layer) if packs and fewest <= rows <= _MAX_PACKED_ROWS else None
     if not packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
         return None
     if bits == "torch" or (bits != "alone" and rows > MAX_ROWS):
         own = matrix_of(layer)
-        layout, _ = best_layout(own, layer.bias, "together", ("own",))
+        layout, _ = best_layout(own, layer.bias, "together", ("packed",))
         return packed.weight(layer, "together") if _is_for_prompts(own, layer.bias, layout) else None
     found = packed.weight(layer, "alone" if bits == "any" else bits)
     if bits == "any" and (found is None or rows > found.most):
@@ -223,7 +225,7 @@ def _is_for_prompts(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool
     return (
         layout.block > 0
         and takes_any_rows(Kind.of(weight, bias), layout)
-        and "own" in faster_ways(weight.dtype, torch.get_num_threads(), _MANY_ROWS)
+        and "packed" in measured_backends(weight.dtype, torch.get_num_threads(), _MANY_ROWS)
     )
 
 
@@ -249,12 +251,12 @@ def _is_plain(layer: nn.Linear | Conv1D) -> bool:
 
 def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Packed]) -> Packed | None:
     """A packed weight, None where nothing multiplies faster or bits change; one of the others is not packed again."""
-    ways = faster_ways(weight.dtype, torch.get_num_threads())
+    backends = measured_backends(weight.dtype, torch.get_num_threads())
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
-                return lay_out(weight, LAYOUTS[ways[0]], _MOST_ROWS)
-            layout, most = best_layout(weight, bias, bits, ways)
+                return lay_out(weight, LAYOUTS[backends[0]], _MAX_PACKED_ROWS)
+            layout, most = best_layout(weight, bias, bits, backends)
             if not most:
                 return None
             if _is_for_prompts(weight, bias, layout):
@@ -281,4 +283,4 @@ def _keeps_bits_of_rows(layer: nn.Linear | Conv1D) -> bool:
         return alone == MAX_ROWS
     if weight.numel() < product_bits.FEWEST_WEIGHTS or alone >= _FEWEST_ROWS:
         return True
-    return best_layout(weight, layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
+    return best_layout(weight, layer.bias, "alone", ("packed", "onednn"))[1] >= _FEWEST_ROWS

@@ -10,12 +10,12 @@ from threading import RLock, local
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from lookahead.drafting.budget import BranchState, EnableRule
+from lookahead.drafting.budget import BranchState, DraftingBudget
 from lookahead.drafting.cost_model import StepCost
 from lookahead.models.model_code import Version, version_of
 
 T = TypeVar("T")
-_MOST_VERSIONS = 4  # of a model, whose verdicts are kept
+_MAX_VERSIONS = 4  # of a model, whose verdicts are kept
 _log = logging.getLogger(__name__)
 
 
@@ -26,7 +26,7 @@ class LearnedState:
         self.lock = RLock()  # held while any of it is read or changed
         # Step costs and savings of drafting, by how the model is run (`LookaheadConfig.passes`).
         self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
-        self.rules: defaultdict[str, EnableRule] = defaultdict(EnableRule)
+        self.budgets: defaultdict[str, DraftingBudget] = defaultdict(DraftingBudget)
         # Savings of the lookahead branch, by its size and the other proposers.
         self.branch: defaultdict[Hashable, dict[int, BranchState]] = defaultdict(dict)
         self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -73,7 +73,7 @@ class ModelState:
                 version = version_of(model)
                 number = version.number
                 known[number] = version, value
-                while len(known) > _MOST_VERSIONS:
+                while len(known) > _MAX_VERSIONS:
                     del known[next(iter(known))]
             result: T = known[number][1]
             return result
@@ -136,7 +136,7 @@ def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(name: str, values: Collection[tuple[Any, Any, Any]]) -> Iterator[None]:
+def patched_attribute(name: str, values: Collection[tuple[Any, Any, Any]]) -> Iterator[None]:
     """Set an attribute of modules until the last open block of any thread ends.
 
     Each module comes with its own value, None for that of its class, and the one that takes its place.

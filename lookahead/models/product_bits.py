@@ -110,16 +110,16 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
     return Packed(layout, lambda x, bias: by_onednn(x, packed, bias), most)
 
 
-def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, ways: Sequence[str]) -> tuple[Layout, int]:
+def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, backends: Sequence[str]) -> tuple[Layout, int]:
     """The layout of a weight of half precision that gives the right bits to most rows, and how many; 0 if none does.
 
-    Of the ways to multiply, "own", the kernel of this package, and "onednn", the first serves where both do.
+    Of the backends "packed", the kernel of this package, and "onednn", the first serves where both do.
     """
     layouts = {"onednn": [Layout(rows=16), Layout(rows=1)]}  # the second keeps the bits of some long rows
     if packed_product.is_supported(weight):
-        layouts["own"] = [Layout(block=block) for block in _BLOCKS]
+        layouts["packed"] = [Layout(block=block) for block in _BLOCKS]
     best, most = Layout(), 0
-    for layout in (layout for way in ways for layout in layouts.get(way, ())):
+    for layout in (layout for backend in backends for layout in layouts.get(backend, ())):
         rows = rows_of(Kind.of(weight, bias), layout)._asdict()[bits]
         if rows > most:
             best, most = layout, rows
@@ -203,7 +203,7 @@ def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
 @torch.inference_mode()
 def _has_bits_of_copies(kind: Kind, rows: int, copies: int) -> bool:
     _, weight, bias = _cancelling(kind, 1)
-    layout, most = best_layout(weight, bias, "alone", ("own",))
+    layout, most = best_layout(weight, bias, "alone", ("packed",))
     if most == MAX_ROWS and takes_any_rows(kind, layout):
         return True  # torch multiplies each row alone, and so slowly that a comparison would take seconds
     x, weight, bias = _cancelling(kind, rows)

@@ -27,7 +27,7 @@ from lookahead.models.product_bits import Layout, lay_out
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 
-LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
+LAYOUTS = {"packed": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
 _CACHES = 1 << 26  # bytes that are read before each of them, so that weights come from memory
 _FEW_ROWS = (4, 16)  # of those products
@@ -38,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 @cache
-def faster_ways(
+def measured_backends(
     dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN
 ) -> tuple[str, ...]:
-    """How a packed weight is multiplied faster than torch's, by "own" or "onednn", fastest first.
+    """The backends that multiply by a packed weight faster than torch, "packed" and "onednn", fastest first.
 
     It is measured once for a CPU, its number of threads, torch's version and the kernels. Where the cache folder cannot
     be written, every process measures, and the last bits of float32 may differ from one process to the next.
@@ -65,7 +65,8 @@ def _read(path: Path) -> dict[str, tuple[str, ...]]:
     """The choices of a file by case; none where there is no such file, or it holds something else."""
     try:
         return {
-            str(case): tuple(way for way in ways if way in LAYOUTS) for case, ways in read_json(path)["choices"].items()
+            str(case): tuple(name for name in names if name in LAYOUTS)
+            for case, names in read_json(path)["choices"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
@@ -87,7 +88,7 @@ def _machine() -> str:
 def measure(
     dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN
 ) -> tuple[str, ...]:
-    """The ways by their time in products of some numbers of rows, those that take less than `gain` of torch's."""
+    """The backends by their time in products of some numbers of rows, those that take less than `gain` of torch's."""
     inputs, outputs = _TRIED
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         x, weight = (
@@ -96,16 +97,16 @@ def measure(
         )
         x, weight = x.to(dtype), (weight / inputs).to(dtype)
         products: dict[str, Callable[[Tensor, None], Tensor]] = {"torch": lambda x, _: linear(x, weight)}
-        for way in LAYOUTS if packed_product.is_supported(weight) else ["onednn"]:
+        for name in LAYOUTS if packed_product.is_supported(weight) else ["onednn"]:
             with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
-                packed = lay_out(weight, LAYOUTS[way]).product
+                packed = lay_out(weight, LAYOUTS[name]).product
                 if torch.allclose(packed(x, None), linear(x, weight), rtol=0.02, atol=1e-3):
-                    products[way] = packed
+                    products[name] = packed
         seconds, others = dict[str, float](), torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
         # Time of other processes does not count. On Windows the clock of a thread is too coarse.
         clock = thread_time if threads == 1 and os.name == "posix" else perf_counter
-        for way, product in products.items():
+        for name, product in products.items():
             calls = [partial(product, x[:count], None) for _ in range(_TRIALS) for count in rows]
             taken = [timeit(call, others.sum, timer=clock, number=1) for call in calls]
-            seconds[way] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
-    return tuple(way for way in sorted(seconds, key=seconds.__getitem__) if seconds[way] < gain * seconds["torch"])
+            seconds[name] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
+    return tuple(name for name in sorted(seconds, key=seconds.__getitem__) if seconds[name] < gain * seconds["torch"])

@@ -180,7 +180,7 @@ class Target:
         The prompts, int32 `[tokens]`, are those of the active rows from `first` on, each longer than the cache of its
         row. Returns the logits after their last tokens, `[prompts, 1, vocab]`.
         """
-        with self.cache.slots.since(first):
+        with self.cache.slots.rows_from(first):
             return self._read_prompts(prompts)
 
     def _read_prompts(self, prompts: Sequence[IntArray]) -> Tensor:
@@ -288,7 +288,7 @@ class Target:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        as_one = tree_pass.has_turns and not keeps_hidden
+        as_one = tree_pass.has_trees and not keeps_hidden
         with self._linears.running(bits), fused_layers.running(as_one=as_one), scope:
             output = self._model(use_cache=True, **options)
         states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.cache import TreeCache, TreeSlots
-from lookahead.models.exact_attention import Turns
+from lookahead.models.exact_attention import PerNodeAttention
 from lookahead.utils.jit import njit
 
 
@@ -72,7 +72,7 @@ class TreePass:
         self._firsts = [0] * len(trees) if scored is None else scored.tolist()  # nodes that are in the pass
         self.windows = windows
         self.is_prefill = bool(prompt)
-        self.has_turns = bool(trees)
+        self.has_trees = bool(trees)
         self.is_exact = windows is not None and not prompt  # every node attends alone
         self.scores_trees = scored is None and not prompt  # whole, as the kernels do
         self.is_causal = self.is_prefill and slots.is_even  # chains behind equally many committed tokens
@@ -169,9 +169,9 @@ class TreePass:
         return self._biased[1]
 
     @cached_property
-    def turns(self) -> Turns:
-        """How the nodes of the rows attend in turn."""
-        return Turns(self._trees, self._slots.lengths[: len(self._trees)].tolist(), self._firsts)
+    def per_node(self) -> PerNodeAttention:
+        """How the nodes of the rows attend one by one."""
+        return PerNodeAttention(self._trees, self._slots.lengths[: len(self._trees)].tolist(), self._firsts)
 
 
 def padded_rows(active: int, rows: int) -> int:

@@ -19,7 +19,7 @@ from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.ngram import SOURCES, Memory, NgramProposer
 from lookahead.proposers.validated import ProposerBudget, ValidatedProposer
 
-_MOST_SOURCES = 31  # bits of a node for its sources
+_MAX_SOURCES = 31  # bits of a node for its sources
 
 
 @dataclass(slots=True)
@@ -59,6 +59,6 @@ def make_proposers(
     for name in names:
         if names.count(name) > 1:
             raise ProposerError(f"two proposers have a source called {name!r}: rename one of them")
-    if len(names) > _MOST_SOURCES:
-        raise ProposerError(f"proposers may have {_MOST_SOURCES} sources together, got {len(names)}")
+    if len(names) > _MAX_SOURCES:
+        raise ProposerError(f"proposers may have {_MAX_SOURCES} sources together, got {len(names)}")
     return made

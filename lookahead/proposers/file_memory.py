@@ -13,7 +13,7 @@ from lookahead.errors import PoolError
 from lookahead.heads.layers import body_of
 from lookahead.models.support import decoder_vocabulary
 from lookahead.ngram import memory_file
-from lookahead.ngram.memory_file import MOST_TOKENS, MemoryHeader, Records, merge_records, read_memory, write_memory
+from lookahead.ngram.memory_file import MAX_VOCABULARY, MemoryHeader, Records, merge_records, read_memory, write_memory
 from lookahead.pools.pool_files import changing, pool_errors
 from lookahead.proposers.ngram import Memory
 from lookahead.utils.fingerprints import model_fingerprint
@@ -27,8 +27,8 @@ FileMemory = tuple[Memory, MemoryHeader]
 def header_of(model: Any, max_contexts: int = memory_file.DEFAULT_CONTEXTS) -> MemoryHeader:
     """The header of an empty memory of a model."""
     vocabulary = decoder_vocabulary(model)
-    if vocabulary > MOST_TOKENS:
-        raise PoolError(f"a memory file takes vocabularies of at most {MOST_TOKENS} tokens, got {vocabulary}")
+    if vocabulary > MAX_VOCABULARY:
+        raise PoolError(f"a memory file takes vocabularies of at most {MAX_VOCABULARY} tokens, got {vocabulary}")
     try:
         fingerprint = int(model_fingerprint(model, body_of(model)), 16)
     except (NotImplementedError, RuntimeError) as error:  # weights on the meta device

@@ -10,7 +10,15 @@ import numpy as np
 import torch
 
 from lookahead.drafting.budget import CAP, PROPOSER_REFILL, START, Budget, Ema
-from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, ProposerFactory, question_of
+from lookahead.drafting.proposal import (
+    BatchProposer,
+    Call,
+    Feedback,
+    IntArray,
+    Proposal,
+    ProposerFactory,
+    batch_propose_fn,
+)
 from lookahead.errors import ProposerError
 
 _METHODS = ("start", "propose", "observe", "finish")
@@ -95,7 +103,7 @@ class ValidatedProposer(BatchProposer):
         if not isinstance(sources, tuple) or not sources or not all(isinstance(each, str) for each in sources):
             raise ProposerError(f"sources of the proposer {self._name} must be a tuple of names, got {sources!r}")
         self._proposer = proposer
-        self._ask_rows = question_of(proposer)
+        self._ask_rows = batch_propose_fn(proposer)
         self._call, self._budget = call, budget
         self._is_new = True  # not asked since it was shown a row
         self._unasked: dict[int, int] = {}  # steps since it was last asked, of the rows it was shown

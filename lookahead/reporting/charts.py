@@ -18,7 +18,7 @@ from lookahead.errors import ConfigError
 
 Values = NDArray[np.float64]
 
-MOST_POINTS = 500  # points of a scatter plot; more documents are binned
+MAX_POINTS = 500  # points of a scatter plot; more documents are binned
 _LOG_FROM = 100.0  # ratio of the largest to the smallest value from which a scale is logarithmic
 _BINS = (8, 24)  # least and largest number of bins aimed at
 _TAIL = 100  # number of values from which the largest 1% may share the last bin
@@ -152,9 +152,9 @@ def bin_values(values: Values) -> Bins:
 
 
 def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str) -> Chart:
-    """A point for each document at values `[documents]`, or shaded cells for more than `MOST_POINTS` documents."""
+    """A point for each document at values `[documents]`, or shaded cells for more than `MAX_POINTS` documents."""
     chart = Chart(x=scale_of(x.min(), x.max()), y=scale_of(y.min(), y.max()), x_name=x_name, y_name=y_name)
-    if x.size <= MOST_POINTS:
+    if x.size <= MAX_POINTS:
         return replace(chart, points=list(zip(x.tolist(), y.tolist(), names, strict=False)))
     across, up = np.clip(chart.x.place(x), 0.0, 1.0), np.clip(chart.y.place(y), 0.0, 1.0)
     counts, *_ = np.histogram2d(across, up, bins=(Chart.COLUMNS, Chart.ROWS), range=[(0.0, 1.0)] * 2)

@@ -12,8 +12,8 @@ from lookahead.reporting import charts
 from lookahead.reporting.results_file import Aggregate, Failures, Reading, Result, read_results
 from lookahead.utils.atomic import write_atomically
 
-_MOST_REASONS = 12  # rows of the table of failures
-_MOST_STRETCHES = 60  # points of the speed over the job
+_MAX_REASON_ROWS = 12  # rows of the table of failures
+_MAX_SPEED_POINTS = 60  # points of the speed over the job
 _LEAST_VALUES = 5  # of a histogram
 
 
@@ -52,13 +52,13 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
         problems=problems,
         totals=aggregate,
         failures=failures,
-        reasons=failures.count.most_common(_MOST_REASONS) if failures else [],
+        reasons=failures.count.most_common(_MAX_REASON_ROWS) if failures else [],
         speedups=_distribution(aggregate, "speedup", "times as many tokens a second", {"plain": 1.0}),
         lengths=_distribution(aggregate, "mean_acceptance_length", "mean acceptance length of a document", {}),
         sources=sorted(drafted, key=lambda item: -item[1]["drafted"]),
         job_speed=_job_speed(aggregate),
         times=[(what, _times(aggregate, what)) for what in ("document", "summary")],
-        most_points=charts.MOST_POINTS,
+        most_points=charts.MAX_POINTS,
         document_lists=_document_lists(aggregate),
     )
     try:
@@ -88,7 +88,7 @@ def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
     for style, prefix in (("ours", ""), ("plain-line", "plain_")):
         decoded, seconds = aggregate.column(f"{prefix}decoded"), aggregate.column(f"{prefix}decode_s")
         if (known := np.flatnonzero(np.isfinite(decoded) & (seconds > 0))).size:
-            parts = np.array_split(known, min(_MOST_STRETCHES, known.size))
+            parts = np.array_split(known, min(_MAX_SPEED_POINTS, known.size))
             lines[style] = [(float(part.mean() + 1), decoded[part].sum() / seconds[part].sum()) for part in parts]
     if "ours" not in lines:
         return None
@@ -99,7 +99,7 @@ def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
         y_name="tokens per second",
         lines=lines,
     )
-    return {"chart": chart, "stretch": -(-aggregate.count("decode_s") // _MOST_STRETCHES)}
+    return {"chart": chart, "stretch": -(-aggregate.count("decode_s") // _MAX_SPEED_POINTS)}
 
 
 def _times(aggregate: Aggregate, what: str) -> tuple[charts.Chart, int] | None:
@@ -108,7 +108,7 @@ def _times(aggregate: Aggregate, what: str) -> tuple[charts.Chart, int] | None:
     whole = np.flatnonzero(np.isfinite(tokens + seconds))
     if not whole.size:
         return None
-    names = [aggregate.names[i] for i in whole[: charts.MOST_POINTS].tolist() if i < len(aggregate.names)]
+    names = [aggregate.names[i] for i in whole[: charts.MAX_POINTS].tolist() if i < len(aggregate.names)]
     return charts.scatter(tokens[whole], seconds[whole], names, f"tokens of the {what}", "seconds"), whole.size
 
 

@@ -26,17 +26,17 @@ from lookahead.errors import DocumentError
 from lookahead.reporting.charts import Values
 from lookahead.utils.atomic import parse_json
 
-MOST_SHOWN = 5  # documents of a list
-MOST_NAMED = 500  # documents whose ids are kept for the scatter plots
-MOST_DIFFERENT = 20  # ids kept of documents with other tokens by plain decoding
-MOST_REASONS = 1000  # distinct failure reasons
-MOST_EXAMPLES = 3  # ids per reason
-MOST_KINDS = 50  # distinct models, and proposers; further ones are "others"
-MOST_TEXT = 1200  # characters kept of a summary
-MOST_NAME = 200  # characters kept of an id
-MOST = 1e15  # largest number accepted
-MOST_BYTES = 64 << 20  # of a line
-MOST_COMPLAINTS = 5
+MAX_LISTED_DOCUMENTS = 5  # documents of a list
+MAX_NAMED_DOCUMENTS = 500  # documents whose ids are kept for the scatter plots
+MAX_DIFFERENT_IDS = 20  # ids kept of documents with other tokens by plain decoding
+MAX_REASONS = 1000  # distinct failure reasons
+MAX_IDS_PER_REASON = 3  # ids per reason
+MAX_KINDS = 50  # distinct models, and proposers; further ones are "others"
+MAX_TEXT_CHARS = 1200  # characters kept of a summary
+MAX_ID_CHARS = 200  # characters kept of an id
+MAX_NUMBER = 1e15  # largest number accepted
+MAX_LINE_BYTES = 64 << 20  # of a line
+MAX_COMPLAINTS = 5
 PATIENCE = 1000  # malformed lines after which a file without a valid one is given up
 _AS_JSON = ("stats", "plain")  # columns that a Parquet file holds as JSON strings
 _LOCATION = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `
@@ -72,7 +72,7 @@ class Reading:
     def complain(self, number: int, what: str) -> None:
         """Count a malformed line; `number` begins at 1."""
         self.malformed += 1
-        if len(self.complaints) < MOST_COMPLAINTS:
+        if len(self.complaints) < MAX_COMPLAINTS:
             self.complaints.append(f"line {number} {what}")
 
     def describe(self) -> str:
@@ -92,9 +92,9 @@ class Reading:
                 yield number, record
             return
         with open(self.path, "rb") as file:
-            for number, (_, line) in enumerate(bounded_lines(file, MOST_BYTES), start=1):
+            for number, (_, line) in enumerate(bounded_lines(file, MAX_LINE_BYTES), start=1):
                 if line is None:
-                    self.complain(number, f"is longer than {MOST_BYTES >> 20} MiB")
+                    self.complain(number, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
                 elif line.strip():
                     row: Any = None
                     try:
@@ -141,14 +141,14 @@ class Failures:
                 continue
             reading.taken += 1
             name = _as_text(record.get("id"))
-            message = _LOCATION.sub("", message.removeprefix(f"{name}: ")).strip()[:MOST_NAME]
+            message = _LOCATION.sub("", message.removeprefix(f"{name}: ")).strip()[:MAX_ID_CHARS]
             reason = re.sub(r"\d+", "#", message.replace(name, "…") if name else message)
-            if reason not in self.count and len(self.count) >= MOST_REASONS:
+            if reason not in self.count and len(self.count) >= MAX_REASONS:
                 reason = message = "other reasons"
             self.count[reason] += 1
             _, examples = self.shown.setdefault(reason, (message, []))
-            if len(examples) < MOST_EXAMPLES:
-                examples.append(name[:MOST_NAME])
+            if len(examples) < MAX_IDS_PER_REASON:
+                examples.append(name[:MAX_ID_CHARS])
         self.total = self.count.total()
 
 
@@ -200,8 +200,8 @@ class Aggregate:
         stats, text, model = _mapping(record, "stats"), record.get("summary"), record.get("model")
         text = text if isinstance(text, str) else ""
         result = Result(
-            _as_text(record.get("id"))[:MOST_NAME],
-            text if len(text) <= MOST_TEXT else text[:MOST_TEXT].rstrip() + " […]",
+            _as_text(record.get("id"))[:MAX_ID_CHARS],
+            text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS].rstrip() + " […]",
             _figures(record),
         )
         for name, column in self._columns.items():
@@ -210,11 +210,11 @@ class Aggregate:
             if math.isfinite(result.figures[name]):
                 ranking.append(result)
                 ranking.sort(key=lambda each: sign * each.figures[name])
-                del ranking[MOST_SHOWN:]
+                del ranking[MAX_LISTED_DOCUMENTS:]
         self.documents += 1
-        if len(self.names) < MOST_NAMED:
+        if len(self.names) < MAX_NAMED_DOCUMENTS:
             self.names.append(result.name)
-        if result.figures["identical"] == 0.0 and len(self.names_of_different) < MOST_DIFFERENT:
+        if result.figures["identical"] == 0.0 and len(self.names_of_different) < MAX_DIFFERENT_IDS:
             self.names_of_different.append(result.name)
         if model is not None:
             self.models[_kind(_as_text(model), self.models)] += 1
@@ -249,10 +249,10 @@ def _figures(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: Any, missing: float = math.nan) -> float:
-    """A number from 0 to `MOST`, else `missing`; below 1 / `MOST` it is 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:  # false for NaN
+    """A number from 0 to `MAX_NUMBER`, else `missing`; below 1 / `MAX_NUMBER` it is 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:  # false for NaN
         return missing
-    return float(value) if value >= 1 / MOST else 0.0
+    return float(value) if value >= 1 / MAX_NUMBER else 0.0
 
 
 def _mapping(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -266,5 +266,5 @@ def _as_text(value: Any) -> str:
 
 def _kind(name: str, known: Mapping[str, Any]) -> str:
     """The name to count under: a results file may hold any number of names."""
-    name = name[:MOST_NAME]
-    return name if name in known or len(known) < MOST_KINDS else "others"
+    name = name[:MAX_ID_CHARS]
+    return name if name in known or len(known) < MAX_KINDS else "others"

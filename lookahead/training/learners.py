@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lookahead.heads.eagle import EagleHead, FusedEagleHead
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.heads.layers import take, unembed
+from lookahead.heads.layers import gather_positions, unembed
 
 DECAY = 0.8  # weight of a head's or step's loss relative to the one before: later tokens are harder, and needed less
 HEADS_SHARE = 0.2  # weight of the heads' losses relative to the model's own, if both are trained
@@ -73,7 +73,7 @@ class IndependentHeadsLearner(Learner):
         starts, share = DraftStarts.of(batch), HEADS_SHARE if states.requires_grad else 1.0
         if states.requires_grad:
             kept, labels = starts.labels(batch, -1)
-            last = take(states[..., -model.config.get_text_config().hidden_size :], starts.positions)
+            last = gather_positions(states[..., -model.config.get_text_config().hidden_size :], starts.positions)
             yield F.cross_entropy(unembed(model, last[kept]).float(), labels)
         for head, logits in enumerate(self.logits(model, states, batch, starts)):
             if len(logits) > 0:
@@ -133,7 +133,7 @@ class EagleLearner(Learner):
         noisy = states + (torch.rand_like(states) * 2 - 1) * NOISE * size
         (out,) = unroll(self.head, model, noisy, batch, starts, 1)
         kept, _ = starts.labels(batch, 0)
-        truth = take(states, (starts.positions + 1).clamp(max=states.shape[1] - 1))[kept]
+        truth = gather_positions(states, (starts.positions + 1).clamp(max=states.shape[1] - 1))[kept]
         predicted = out[kept]
         probs = unembed(model, truth).float().softmax(-1)
         token_loss = -(probs * self.head.logits(model, predicted).float().log_softmax(-1)).sum(-1).mean()
@@ -205,7 +205,9 @@ def unroll(
     yield out
     own = torch.eye(mask.shape[1], dtype=torch.bool, device=ids.device).expand(len(ids), -1, -1)
     for step in range(1, steps):
-        read, add = head.pair(out, take(embeddings, (starts.positions + 1 + step).clamp(max=ids.shape[1] - 1)))
+        read, add = head.pair(
+            out, gather_positions(embeddings, (starts.positions + 1 + step).clamp(max=ids.shape[1] - 1))
+        )
         mask = torch.cat((mask, own), -1)
         out, past = layer(read, add, head.rotation, starts.positions + step, mask, past=past)
         yield out
