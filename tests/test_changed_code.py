@@ -196,3 +196,14 @@ def test_a_long_prompt_is_read_at_once_where_a_users_code_sees_the_passes(monkey
     seen.clear()
     assert ours(model) == tokens(model)
     assert seen[0] == IDS.shape[1]
+
+
+@pytest.mark.parametrize("new", [4, 20])
+def test_a_users_loop_that_sees_beyond_a_sliding_window_is_what_runs(new):
+    model = made("mistral with a window", SINGLE, sliding_window=16)
+    with CHANGES["a loop with a steering vector"](model):  # whose mask is that of full attention
+        plain = model.generate(IDS, max_new_tokens=new, do_sample=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got = model.generate(IDS, max_new_tokens=new, do_sample=False, custom_generate=lookahead.decode)
+        assert torch.equal(got, plain)

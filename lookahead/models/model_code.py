@@ -161,6 +161,18 @@ def attention_code(model: Any, modules: Iterable[nn.Module]) -> AttentionCode:
     return AttentionCode(*([each for each in functions if each is not None] for functions in (found, masks)))
 
 
+def user_code_around_attention(model: nn.Module) -> str:
+    """The name of a `forward` of a user that calls attention layers, and so chooses their masks; or an empty string."""
+    names = [name for name, each in model.named_modules() if "layer_idx" in each.__dict__]
+    around = {"", *(name[:end] for name in names for end in range(len(name) + 1) if name[end:][:1] in ("", "."))}
+    for name, module in model.named_modules():
+        forward: Any = module.forward
+        own = module.__dict__.get("forward")
+        if name in around and not is_shipped(forward) and not (own is not None and is_ours(own)):
+            return f"the forward of {name or type(module).__qualname__}"
+    return ""
+
+
 class Version(NamedTuple):
     """A number for the weights and the code of a pass, and the references to them that it was made of.
 

@@ -17,7 +17,7 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory, named, with_place
 from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, encode
-from lookahead.models.model_code import attention_code, changed_caches
+from lookahead.models.model_code import attention_code, changed_caches, user_code_around_attention
 from lookahead.models.model_state import state_of
 from lookahead.models.quantized import QuantizedLinear
 from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
@@ -71,6 +71,10 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     for window in windows:
         if window is not None and longest > window:
             return Support("none", f"{what} drops tokens beyond {window}")
+    for name in ("sliding_window", "attention_chunk_size"):  # which a probe of a few tokens does not reach
+        limit = getattr(config, name, None)
+        if limit is not None and max_length > limit and (user := user_code_around_attention(model)):
+            return Support("none", f"{user} is not of transformers and may look beyond its {name} of {limit}")
     reason = unsupported_reason(model)
     if reason:
         return Support("none", reason)
