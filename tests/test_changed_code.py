@@ -116,20 +116,18 @@ def test_kernels_that_compute_something_else_serve_no_pass_and_the_log_says_so(m
 
 
 def test_an_error_that_turns_a_faster_path_off_is_logged_once_with_its_place(caplog):
-    def picky(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("position_ids") is not None and len(kwargs["position_ids"].unique()) < 2:
-            return forward(self, *args, **kwargs)
-        if kwargs["position_ids"].numel() > 3:
-            raise TypeError("only three tokens at a time")
-        return forward(self, *args, **kwargs)
+    def picky(self: Any, x: Any) -> Any:
+        if x.shape[1] == 5:
+            raise TypeError("not five tokens at a time")
+        return forward(self, x)
 
     model = made("llama", SINGLE)
-    forward = type(model.model.layers[0]).forward
-    model.model.layers[0].forward = MethodType(picky, model.model.layers[0])
+    mlp = model.model.layers[0].mlp
+    forward, mlp.forward = type(mlp).forward, MethodType(picky, mlp)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="only three tokens at a time"):
+        with pytest.warns(UserWarning, match="not five tokens at a time"):
             model.generate(IDS[:, :3], max_new_tokens=4, custom_generate=lookahead.decode)
-    told = [each for each in caplog.records if "only three tokens at a time" in each.getMessage()]
+    told = [each for each in caplog.records if "not five tokens at a time" in each.getMessage()]
     assert {each.levelname for each in told} == {"WARNING"}
     assert len({each.getMessage() for each in told}) == len(told) > 0
     assert all("in picky)" in each.getMessage() and __file__ in each.getMessage() for each in told)

@@ -224,7 +224,7 @@ def test_what_processes_add_to_a_file_at_once_is_all_there(
     begin = time.time() + 0.3
 
     def work(i: int) -> None:
-        time.sleep(begin - time.time())
+        time.sleep(max(0.0, begin - time.time()))
         for j in range(8):
             add(8 * i + j)
 

@@ -35,7 +35,7 @@ from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoded_rows import Encoded
 from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, empty_cache
-from lookahead.models.model_code import changed_cache, version_of
+from lookahead.models.model_code import changed_cache, edits_inputs, version_of
 from lookahead.models.model_state import outside_passes, state_of, undisturbed
 from lookahead.models.target import Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
@@ -158,6 +158,8 @@ def prepare(
     found = support.support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     if changed := changed_cache(past):
         found = support.Support("none", f"its cache has code of its own, {changed}")
+    elif lengths.min() < longest and edits_inputs(model):
+        found = support.Support("none", "a hook of a user's may edit its masks, which the padding of a batch needs")
     elif generation_config.use_cache is False and (users := version_of(model).users):
         user = getattr(users[0], "__qualname__", type(users[0]).__qualname__)
         found = support.Support("none", f"its {user} is not of transformers and may compute otherwise without a cache")

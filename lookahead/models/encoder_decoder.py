@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,7 +20,7 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.models.cache import CACHE
 from lookahead.models.encoded_rows import Encoded, EncodedRows
 from lookahead.models.product_bits import Bits
-from lookahead.models.target import Target, input_device, position_limit
+from lookahead.models.target import Target, input_device, inputs_of, position_limit
 from lookahead.models.tree_pass import TreePass
 
 
@@ -64,7 +63,7 @@ class DecoderTarget(Target):
     ) -> None:
         super().__init__(model, rows=rows, capacity=capacity, is_bitwise=is_bitwise, packs=packs)
         self.positions, self.counts_nodes = side_positions(model, "decoder"), True
-        self._takes_positions = "decoder_position_ids" in inspect.signature(type(model).forward).parameters
+        self._takes_positions = "decoder_position_ids" in inputs_of(model)
         self._takes_rows &= self.is_exact  # else all nodes attend to the encoder's output in one call
         self._tables, self._known = _position_tables(model), dict[nn.Module, Tensor]()
         self._prefix = "decoder_"

@@ -37,7 +37,7 @@ from lookahead.models.layer_jobs import (
     norm_of,
 )
 from lookahead.models.linears import packed_weights
-from lookahead.models.model_code import arithmetic_flags, code_of, is_intercepted
+from lookahead.models.model_code import arithmetic_flags, code_of, is_intercepted, is_set_by_user, multiplies_as_shipped
 from lookahead.models.model_state import pass_local, patched_attribute
 from lookahead.models.quantized import QuantizedLinear
 
@@ -111,7 +111,8 @@ def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, None, Callable[..., 
     kinds = {type(part) for parts in layers if parts is not None for part in parts.reimplemented}
     kinds |= {type(each) for each in modules if _name_of(each) in _NORMS}
     code = code_of(frozenset(kinds))
-    if code.foreign:  # a function of another package has taken the place of one that the kernels stand for
+    # A function of another package may have taken the place of one that the kernels stand for.
+    if code.foreign or not multiplies_as_shipped():
         return []
     right = [parts for parts in layers if parts is not None and _is_right(parts, code.number)]
     # The last norm of a model, and those of layers that have something else in them.
@@ -161,6 +162,7 @@ def _is_bare(module: nn.Module) -> bool:
     hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
     return (
         (forward is None or getattr(forward, "func", None) in (_layer_forward, _norm_forward))
+        and "_call_impl" not in module.__dict__
         and not module.training
         # Hooks of transformers record outputs that our passes do not ask for.
         and all(getattr(hook, "__module__", None) == _RECORDS_OUTPUTS for hook in hooks)
@@ -198,7 +200,8 @@ def _parts_of(layer: Any) -> LayerParts | None:
         and all(map(_is_bare, (attention, mlp, mlp.act_fn)))
         and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
         # Products are called as modules, whatever their weights are, and overwritten: no hook may have kept them.
-        and all(isinstance(each, nn.Linear | QuantizedLinear) and "_hf_hook" not in each.__dict__ for each in linears)
+        and all(type(each) in (nn.Linear, QuantizedLinear) and "_hf_hook" not in each.__dict__ for each in linears)
+        and not any(is_set_by_user(each) for each in linears)
         and not any(each._forward_pre_hooks or each._forward_hooks for each in linears)
         and all("weight" in each._parameters for each in linears)  # a parametrization computes it at every call
         and attention.config._attn_implementation in ("sdpa", "eager")
@@ -216,6 +219,7 @@ def _is_served(x: Tensor, norm: Any) -> bool:
     """Whether a pass of ours runs on this thread, and the kernels take its hidden states."""
     return (
         not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")  # which a user's function within the pass may enter
         and 0 < x.numel() <= getattr(_thread, "most", 0)
         and x.dtype == norm._parameters["weight"].dtype
         and x.is_contiguous()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ _DATA = _PRIMITIVE | {dict, list, set, frozenset, tuple, ModuleType}
 _FUNCTIONS = FunctionType, BuiltinFunctionType, torch.Tensor
 _SHARED: tuple[Any, ...] = (torch.nn.functional, sdpa_attention, masking_utils)  # every model's layers call these
 _LINEARS = frozenset((nn.Linear, Conv1D))
+_CALLS = frozenset(("forward", "_call_impl"))  # attributes of a module by which it is called
 _USUAL_FLAGS = True, True
 _CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
 
@@ -94,7 +96,7 @@ def _callables_in(value: Any) -> Iterator[Any]:
         yield from filter(None, (value.fget, value.fset))
     elif isinstance(value, staticmethod | classmethod):
         yield value.__func__
-    elif callable(value) and not isinstance(value, type):
+    elif (callable(value) or hasattr(type(value), "__get__")) and not isinstance(value, type):
         yield value
 
 
@@ -114,9 +116,8 @@ def changed_cache(cache: Any) -> str:
         return ""
     parts = [cache, *(getattr(cache, "layers", None) or ())]
     foreign = code_of(frozenset(map(type, parts))).foreign
-    own = [
-        name for part in parts for name, each in list(vars(part).items()) if isinstance(each, FunctionType | MethodType)
-    ]
+    items = [item for part in parts for item in list(vars(part).items())]
+    own = [name for name, each in items if callable(each) and not isinstance(each, type | torch.dtype)]
     return next(iter((*own, *(str(getattr(each, "__qualname__", each)) for each in foreign))), "")
 
 
@@ -150,10 +151,13 @@ class AttentionCode(NamedTuple):
 
 def attention_code(model: Any, modules: Iterable[nn.Module]) -> AttentionCode:
     """The attention and mask functions that the modules of a model call, by its configuration."""
-    name = model.config.get_text_config()._attn_implementation or "eager"
+    common = model.config.get_text_config()._attn_implementation or "eager"
+    layers = [each for each in modules if "layer_idx" in each.__dict__]
+    own = [getattr(each.__dict__.get("config"), "_attn_implementation", None) for each in layers]
+    kinds = {(type(each).__module__, name or common) for each, name in zip(layers, own, strict=True)}
     found: list[Any] = []
-    masks: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(name)]
-    for file in {type(each).__module__ for each in modules if "layer_idx" in each.__dict__}:
+    masks: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(common)]
+    for file, name in sorted(kinds):
         space = vars(sys.modules[file]) if file in sys.modules else {}
         registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         found.append(registry.get(name, space.get("eager_attention_forward")))
@@ -161,15 +165,33 @@ def attention_code(model: Any, modules: Iterable[nn.Module]) -> AttentionCode:
     return AttentionCode(*([each for each in functions if each is not None] for functions in (found, masks)))
 
 
-def user_code_around_attention(model: nn.Module) -> str:
-    """The name of a `forward` of a user that calls attention layers, and so chooses their masks; or an empty string."""
-    names = [name for name, each in model.named_modules() if "layer_idx" in each.__dict__]
-    around = {"", *(name[:end] for name in names for end in range(len(name) + 1) if name[end:][:1] in ("", "."))}
-    for name, module in model.named_modules():
-        forward: Any = module.forward
-        own = module.__dict__.get("forward")
-        if name in around and not is_shipped(forward) and not (own is not None and is_ours(own)):
-            return f"the forward of {name or type(module).__qualname__}"
+def changed_attention(model: nn.Module) -> str:
+    """The name of a module whose `forward` mixes tokens, and is not what transformers ships for it; or an empty string.
+
+    These are attention, what calls it, and rotary embeddings. Classes of a user's own are no change of such a one.
+    """
+    named = dict(model.named_modules())
+    attention = [name for name, each in named.items() if "layer_idx" in each.__dict__]
+    around = {"", *(name[:end] for name in attention for end in range(len(name) + 1) if name[end:][:1] in ("", "."))}
+    for name, module in named.items():
+        is_own = module.__dict__.keys() & _CALLS and is_set_by_user(module) and not hasattr(module, "_hf_hook")
+        is_patched = type(module).__module__.startswith("transformers.") and not is_shipped(type(module).forward)
+        if (name in around or "rope_type" in module.__dict__) and (is_own or is_patched):
+            return name or type(module).__qualname__
+    return ""
+
+
+def odd_window(model: Any, modules: Iterable[nn.Module]) -> str:
+    """Where the window of a layer is not that of the model's configuration, which masks follow; or an empty string."""
+    config = model.config.get_text_config(decoder=True)
+    common, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    for each in modules:
+        at = each.__dict__.get("layer_idx")
+        if "sliding_window" not in each.__dict__ or not isinstance(at, int):
+            continue
+        expected = common if kinds is None or kinds[at] == "sliding_attention" else None
+        if each.__dict__["sliding_window"] != expected:
+            return f"layer {at} has a sliding_window of {each.__dict__['sliding_window']} instead of {expected}"
     return ""
 
 
@@ -196,7 +218,9 @@ def version_of(model: Any) -> Version:
     weights = [each for module in modules for each in module._parameters.values() if each is not None]
     # Offloaded weights are other objects after every pass, and inference tensors have no version.
     weights = [each for each in weights if not each.is_meta and not each.is_inference()]
-    owns = [(at, each) for at, module in enumerate(modules) if (each := module.__dict__.get("forward")) is not None]
+    owns = [
+        (at, module.__dict__[name]) for at, module in enumerate(modules) for name in _CALLS & module.__dict__.keys()
+    ]
     owns = [(at, each) for at, each in owns if not is_ours(each)]
     compiled = [each for module in modules if (each := module._compiled_call_impl) is not None]
     hooks = [(at, each) for at, each in _hooks_of(modules) if not is_ours(each)]
@@ -214,6 +238,15 @@ def version_of(model: Any) -> Version:
         ],
         [at for at, _ in (*owns, *hooks)],
         [*map(_switches_of, users)],
+        [
+            [
+                _size_of(value)
+                for value in (*vars(each).values(), *vars(type(each)).values())
+                if type(value) in _PRIMITIVE
+            ]
+            for each in modules
+            if type(each).__module__.partition(".")[0] not in ("torch", "transformers", "lookahead")
+        ],
         [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
         arithmetic_flags(),
     ]
@@ -232,10 +265,21 @@ def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
         yield from ((-1, hook) for hook in list(hooks.values()))
 
 
+def edits_inputs(model: nn.Module) -> bool:
+    """Whether a user's hook is shown the named inputs of a module, masks among them."""
+    hooked = ((each._forward_pre_hooks, each._forward_pre_hooks_with_kwargs) for each in model.modules())
+    return any(not is_ours(hooks[key]) for hooks, shown in hooked for key in shown if key in hooks)
+
+
 def is_ours(function: Any) -> bool:
     """Whether a hook or a `forward` is one of this package, which stands there during a pass of any thread."""
     function = getattr(function, "func", function)
     return str(getattr(function, "__module__", "")).startswith("lookahead.")
+
+
+def is_set_by_user(module: nn.Module) -> bool:
+    """Whether calling a module runs something that was set on itself, and not by this package."""
+    return any(not is_ours(module.__dict__[name]) for name in _CALLS & module.__dict__.keys())
 
 
 def _reference(value: Any) -> Any:
@@ -257,11 +301,10 @@ def _plain(value: Any) -> Any:
     return value if type(value) in _PRIMITIVE or isinstance(value, dict | list | tuple) else id(value)
 
 
-def _switches_of(function: Any) -> list[Any]:
+def _switches_of(function: Any, depth: int = 1) -> list[Any]:
     """What a user's function reads that decides how it treats a pass, as far as it shows.
 
-    Texts and truth values, the functions that it calls, and whether numbers are zero: a strength of 0 is how such code
-    is switched off, while another strength, and a counter, change nothing but what it adds.
+    That are texts, truth values, the magnitude of numbers such as a strength, and the functions that it calls.
     """
     given = (*getattr(function, "args", ()), *getattr(function, "keywords", {}).values())  # of a partial
     function = getattr(function, "func", function)
@@ -274,6 +317,14 @@ def _switches_of(function: Any) -> list[Any]:
                 values.append(cell.cell_contents)
         values += [function.__globals__.get(name) for name in function.__code__.co_names]
         values += function.__defaults__ or ()
-    codes = [id(each.__code__) for each in values if type(each) is FunctionType]
-    plain = [each for each in values if type(each) in _PRIMITIVE]
-    return codes + [bool(each) if type(each) in (int, float) else each for each in plain]
+    called = [each for each in values if type(each) is FunctionType]
+    codes = [id(each.__code__) for each in called]
+    deeper = [_switches_of(each, depth - 1) for each in called if depth and not is_shipped(each)]
+    return [codes, deeper, [_size_of(each) for each in values if type(each) in _PRIMITIVE]]
+
+
+def _size_of(value: Any) -> Any:
+    """A plain value; of a number its sign and its magnitude, so that a counter seldom changes it."""
+    if type(value) not in (int, float):
+        return value
+    return (value > 0) - (value < 0), math.frexp(min(abs(value), 1e300))[1] // 3 if value == value else None

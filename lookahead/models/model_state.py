@@ -10,9 +10,11 @@ from threading import RLock, local
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+
 from lookahead.drafting.budget import BranchState, DraftingBudget
 from lookahead.drafting.cost_model import StepCost
-from lookahead.models.model_code import Version, version_of
+from lookahead.models.model_code import Version, is_ours, version_of
 
 T = TypeVar("T")
 _MAX_VERSIONS = 4  # of a model, whose verdicts are kept
@@ -68,7 +70,7 @@ class ModelState:
         with self._probing:
             known, number = self._probed[name], version_of(model).number
             if number not in known:
-                with outside_passes():
+                with outside_passes(), torch.random.fork_rng():  # hooks may draw random numbers
                     value = probe()
                 version = version_of(model)
                 number = version.number
@@ -142,6 +144,8 @@ def patched_attribute(name: str, values: Collection[tuple[Any, Any, Any]]) -> It
     Each module comes with its own value, None for that of its class, and the one that takes its place.
     """
     with _guard:
+        # What a user has set since the value was looked at stays, and is what runs.
+        values = [each for each in values if _uses[id(each[0]), name] or each[0].__dict__.get(name) is each[1]]
         for module, _, value in values:
             _uses[id(module), name] += 1
             module.__dict__[name] = value
@@ -149,12 +153,15 @@ def patched_attribute(name: str, values: Collection[tuple[Any, Any, Any]]) -> It
         yield
     finally:
         with _guard:
-            for module, own, _ in values:
+            for module, own, value in values:
                 key = id(module), name
                 _uses[key] -= 1
                 if _uses[key]:
                     continue
                 del _uses[key]
+                current = module.__dict__.get(name)
+                if current is not value and not (is_ours(current) or hasattr(type(current), "_viewed")):
+                    continue  # a user's, set meanwhile
                 if own is None:
                     module.__dict__.pop(name, None)
                 else:  # in one assignment: another thread may be reading it

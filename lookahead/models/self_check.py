@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
@@ -19,7 +19,16 @@ from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import keeps_bits
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_other_products
-from lookahead.models.support import CHAIN, PROBES, TOLERANCE, TREE, agree, decoder_vocabulary, own_logits
+from lookahead.models.support import (
+    CHAIN,
+    PROBES,
+    TOLERANCE,
+    TREE,
+    agree,
+    croppable_cache,
+    decoder_vocabulary,
+    own_logits,
+)
 from lookahead.models.target import Shape, Target, input_device
 
 _SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
@@ -122,7 +131,7 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
         inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
         target: Target = DecoderTarget(model, encoded, is_bitwise=True)
     else:
-        caches.append(DynamicCache(config=model.config.get_text_config()))
+        caches.append(croppable_cache(model))
         target = Target(model, rows=1, capacity=64, is_bitwise=True)
     with target.serving():
         target.prefill([prompt])

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory, named, with_place
+from lookahead.models.cache import CACHE
 from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, encode
-from lookahead.models.model_code import attention_code, changed_caches, user_code_around_attention
+from lookahead.models.model_code import attention_code, changed_attention, changed_caches, odd_window, version_of
 from lookahead.models.model_state import state_of
 from lookahead.models.quantized import QuantizedLinear
 from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
@@ -31,6 +33,8 @@ _TOLERANCE_FP32 = 1e-3
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
 # The methods of a model by which `generate` decodes, besides its passes.
 _LOOP = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+_PROMPT, _DEEPEST, _WIDE = 24, 5, 40  # tokens and nodes of what is decoded where a user's code runs
 
 TREE = (0, 0, 1, 2, 0)
 CHAIN = (0, 0, 1, 2, 3)
@@ -56,6 +60,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     cannot run at all, says "none" and is repeated at the next call.
     """
     config: Any = model.config.get_text_config(decoder=True)
+    has_encoder = model.config.is_encoder_decoder
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if getattr(model, "_is_stateful", False):
         return Support("none", "its state is sequential, so a rejected draft could not be undone")
@@ -71,18 +76,21 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     for window in windows:
         if window is not None and longest > window:
             return Support("none", f"{what} drops tokens beyond {window}")
-    for name in ("sliding_window", "attention_chunk_size"):  # which a probe of a few tokens does not reach
-        limit = getattr(config, name, None)
-        if limit is not None and max_length > limit and (user := user_code_around_attention(model)):
-            return Support("none", f"{user} is not of transformers and may look beyond its {name} of {limit}")
+    if changed := changed_attention(model):  # it may treat tokens otherwise from some length on
+        return Support("none", f"the forward of {changed} is not that of transformers")
     reason = unsupported_reason(model)
     if reason:
         return Support("none", reason)
-    for rope in rope_parameters_of(config):
-        kind = rope.get("rope_type")
+    ropes = [
+        (each.get("rope_type"), each.get("original_max_position_embeddings")) for each in rope_parameters_of(config)
+    ]
+    for module in model.modules():  # which may have been made by another configuration
+        if isinstance(kind := module.__dict__.get("rope_type"), str):
+            ropes.append((kind, module.__dict__.get("original_max_seq_len")))
+    for kind, limit in dict.fromkeys(ropes):
         if kind not in ("dynamic", "longrope"):
             continue
-        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        limit = limit or config.max_position_embeddings
         # A dynamic base depends on the longest position of each pass, longrope only on the side of the limit it is on.
         if max_length > limit and (kind == "dynamic" or shortest <= limit):
             return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
@@ -90,6 +98,10 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         verdict = state_of(model).probed("support", model, partial(_probe, model, config))
     except ProbeError as error:
         return Support("none", str(error))
+    if verdict.shape != "none" and not has_encoder and version_of(model).users:
+        name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
+        if not state_of(model).probed(name, model, partial(_decodes_alike, model, verdict)):
+            return Support("none", "code that is not of transformers treats several tokens otherwise than one")
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         return Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
@@ -106,6 +118,8 @@ def unsupported_reason(model: PreTrainedModel) -> str:
         own = vars(model).get(name) if name != "prepare_inputs_for_generation" else None
         if not is_shipped(own or getattr(model_class, name, None)):
             return f"its {name} is not that of transformers"
+    if odd := odd_window(model, model.modules()):
+        return odd
     if changed := changed_caches():
         return f"{changed} has taken the place of a cache's own code"
     for module in model.modules():
@@ -236,6 +250,60 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
     own = own_logits(model, [ids for ids, _ in checks], tokens)
     return all(agree(model, logits, own[row, len(ids) - 1]) for row, (ids, logits) in enumerate(checks))
+
+
+def croppable_cache(model: PreTrainedModel) -> Any:
+    """An empty cache of transformers whose last token can be taken back, behind a full window too."""
+    past: Any = DynamicCache(config=model.config.get_text_config())
+    if hasattr(past, "activate_past_recording"):  # since transformers 5.23 a window asks for it
+        past.activate_past_recording()
+    return past
+
+
+def _decodes_alike(model: PreTrainedModel, verdict: Support) -> bool:
+    """Compare every node of a wide pass with decoding it token by token, where a user's code may tell them apart.
+
+    In half precision on a CPU bits are compared: what a small edit changes is less than rounding.
+    """
+    is_exact = model.dtype in TOLERANCE and input_device(model).type == "cpu"
+    shape: Shape = "trees" if verdict.shape == "trees" or (verdict.by_node and is_exact) else "chains"
+    if is_exact and shape == "chains":  # whose bits are others
+        return False
+    try:
+        return _compare_nodes(model, shape, is_exact)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        state_of(model).note_problem(f"{type(model).__name__} verifies no {shape}", with_place(error))
+        return False
+
+
+@torch.inference_mode()
+def _compare_nodes(model: PreTrainedModel, shape: Shape, is_exact: bool) -> bool:
+    vocabulary = decoder_vocabulary(model)
+    prompt = (np.arange(_PROMPT, dtype=np.int32) * 7 + 1) % vocabulary
+    chain = np.arange(-1, _DEEPEST).clip(0)
+    parents = [*chain, *(np.arange(_DEEPEST + 1, _WIDE) % (_DEEPEST + 1))] if shape == "trees" else [*chain]
+    tree = TokenTree.from_parents((np.arange(len(parents)) + prompt[-1]) % vocabulary, parents)
+    target = Target(model, rows=1, capacity=128, shape=shape, is_bitwise=is_exact and shape == "trees", packs=False)
+    with target.serving():
+        target.prefill([prompt])
+        scores = target.score([tree])[0]
+    device, lm = input_device(model), cast(Any, model)
+    past = croppable_cache(model)
+    lm(input_ids=torch.from_numpy(prompt.astype(np.int64))[None].to(device), use_cache=True, **{CACHE: past})
+    past.crop(-1)
+    for parent in range(_DEEPEST + 1):
+        before = deepcopy(past)
+        nodes = [node for node in range(len(parents)) if parents[node] == parent and node != parent + 1 and node]
+        for node, cache in [(parent, past), *((node, deepcopy(before)) for node in nodes)]:
+            ids = torch.tensor([[int(tree.tokens[node])]], device=device)
+            if node != parent:  # a branch stands behind its parent
+                lm(input_ids=ids.new_tensor([[int(tree.tokens[parent])]]), use_cache=True, **{CACHE: cache})
+            own = lm(input_ids=ids, use_cache=True, **{CACHE: cache}).logits[0, -1]
+            if not (torch.equal(own, scores[node]) if is_exact else agree(model, scores[node], own)):
+                return False
+    return True
 
 
 def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:

@@ -45,6 +45,19 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return device
 
 
+def inputs_of(model: PreTrainedModel) -> frozenset[str]:
+    """The names of the inputs of a model; of a subclass that hands all on by `**kwargs`, those of its base too."""
+    names: set[str] = set()
+    for kind in type(model).__mro__:
+        if "forward" not in vars(kind):
+            continue
+        parameters = inspect.signature(vars(kind)["forward"]).parameters
+        names |= parameters.keys()
+        if "input_ids" in names or not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            break
+    return frozenset(names)
+
+
 def position_limit(model: PreTrainedModel) -> int | None:
     """Positions a model has a table for; None where positions are computed and unlimited."""
     config: Any = model.config.get_text_config()
@@ -108,7 +121,7 @@ class Target:
         self._model = model
         self._prefix, self._encoded = "", dict[str, Any]()  # of the names of inputs, and further ones
         self._device = input_device(model)
-        takes = inspect.signature(type(model).forward).parameters
+        takes = inputs_of(model)
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
         self._takes_masks = shape == "trees"
