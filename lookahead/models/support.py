@@ -293,14 +293,11 @@ def _compare_nodes(model: PreTrainedModel, shape: Shape, is_exact: bool) -> bool
     past = croppable_cache(model)
     lm(input_ids=torch.from_numpy(prompt.astype(np.int64))[None].to(device), use_cache=True, **{CACHE: past})
     past.crop(-1)
-    for parent in range(_DEEPEST + 1):
-        before = deepcopy(past)
-        nodes = [node for node in range(len(parents)) if parents[node] == parent and node != parent + 1 and node]
-        for node, cache in [(parent, past), *((node, deepcopy(before)) for node in nodes)]:
+    for parent in range(_DEEPEST + 1):  # the chain, and behind each of its nodes the branches
+        branches = [node for node in range(parent + 2, len(parents)) if parents[node] == parent]
+        for node in (parent, *branches):
             ids = torch.tensor([[int(tree.tokens[node])]], device=device)
-            if node != parent:  # a branch stands behind its parent
-                lm(input_ids=ids.new_tensor([[int(tree.tokens[parent])]]), use_cache=True, **{CACHE: cache})
-            own = lm(input_ids=ids, use_cache=True, **{CACHE: cache}).logits[0, -1]
+            own = lm(input_ids=ids, use_cache=True, **{CACHE: past if node == parent else deepcopy(past)}).logits[0, -1]
             if not (torch.equal(own, scores[node]) if is_exact else agree(model, scores[node], own)):
                 return False
     return True
