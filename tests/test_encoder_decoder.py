@@ -265,6 +265,9 @@ def test_a_criterion_that_fires_inside_a_draft_ends_the_output_there() -> None:
 def test_a_window_that_the_longest_draft_could_outgrow_is_no_window_to_draft_in() -> None:
     model = build(ENCODER_DECODERS["T5Gemma"])
     window = model.config.get_text_config(decoder=True).sliding_window = MAX_NODES_LIMIT + NEW_TOKENS
+    for each in model.get_decoder().modules():
+        if vars(each).get("sliding_window"):
+            each.sliding_window = window
     assert support_of(model, shortest=1, max_length=NEW_TOKENS - 1).shape == "trees"
     assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "none"
     with pytest.warns(UserWarning, match=f"the cache of its decoder drops tokens beyond {window}.*decoded plainly"):

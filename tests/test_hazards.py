@@ -182,7 +182,7 @@ def test_a_probe_that_runs_out_of_memory_is_repeated_at_the_next_call(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.model, "forward", fail)
+        patch.setattr(model, "forward", fail)
         first = support_of(model, shortest=4, max_length=30)
     assert (first.shape, first.reason) == ("none", "there was too little memory to probe it")
     assert support_of(model, shortest=4, max_length=30).shape == "trees"
@@ -195,7 +195,7 @@ def test_a_model_that_cannot_run_when_it_is_probed_is_probed_again(
         raise OSError("the disk of its offloaded weights is away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.model, "forward", fail)
+        patch.setattr(model, "forward", fail)
         assert (
             support_of(model, shortest=4, max_length=30).reason
             == "it cannot run (OSError: the disk of its offloaded weights is away)"
@@ -204,7 +204,7 @@ def test_a_model_that_cannot_run_when_it_is_probed_is_probed_again(
 
 
 def test_one_failed_pass_of_a_probe_is_no_verdict(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, calls = model.model.forward, []
+    forward, calls = model.forward, []
 
     def fail_once(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -212,7 +212,7 @@ def test_one_failed_pass_of_a_probe_is_no_verdict(model: PreTrainedModel, monkey
             raise RuntimeError("on purpose")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(model.model, "forward", fail_once)
+    monkeypatch.setattr(model, "forward", fail_once)
     assert support_of(model, shortest=4, max_length=30).shape == "trees"
 
 

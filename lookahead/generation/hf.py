@@ -158,11 +158,12 @@ def prepare(
     found = support.support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     if changed := changed_cache(past):
         found = support.Support("none", f"its cache has code of its own, {changed}")
-    elif lengths.min() < longest and edits_inputs(model):
+    elif found.shape != "none" and lengths.min() < longest and edits_inputs(model):
         found = support.Support("none", "a hook of a user's may edit its masks, which the padding of a batch needs")
     elif generation_config.use_cache is False and (users := version_of(model).users):
-        user = getattr(users[0], "__qualname__", type(users[0]).__qualname__)
-        found = support.Support("none", f"its {user} is not of transformers and may compute otherwise without a cache")
+        found = support.Support(
+            "none", f"its {users[0]} is not of transformers and may compute otherwise without a cache"
+        )
     is_returned = validation.is_cache_returned(past, generation_config)
     shape, reason = _verified(model, found, batch_size, bool(lengths.min() < longest), is_returned, config)
     if reason and lookahead_config is not None and config.proposers:

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -84,7 +84,8 @@ def _called(kind: type) -> dict[str, Any]:
         function = inspect.unwrap(waiting.pop())
         for name in getattr(getattr(function, "__code__", None), "co_names", ()):
             value = space.get(name)
-            if name not in found and callable(value) and not isinstance(value, type):
+            # No other callable, which may be a model, is kept alive.
+            if name not in found and isinstance(value, FunctionType | BuiltinFunctionType):
                 found[name] = value
                 waiting.append(value)
     return found
@@ -171,12 +172,17 @@ def changed_attention(model: nn.Module) -> str:
     These are attention, what calls it, and rotary embeddings. Classes of a user's own are no change of such a one.
     """
     named = dict(model.named_modules())
+    config: Any = model.config
+    encoder = {*cast(Any, model).get_encoder().modules()} if config.is_encoder_decoder else set()  # read before
     attention = [name for name, each in named.items() if "layer_idx" in each.__dict__]
-    around = {"", *(name[:end] for name in attention for end in range(len(name) + 1) if name[end:][:1] in ("", "."))}
+    # The model's own `forward` stands around all of a pass, and is compared as other code is.
+    around = {name[:end] for name in attention for end in range(1, len(name) + 1) if name[end:][:1] in ("", ".")}
     for name, module in named.items():
-        is_own = module.__dict__.keys() & _CALLS and is_set_by_user(module) and not hasattr(module, "_hf_hook")
+        own = [each for key in _CALLS & module.__dict__.keys() if not is_ours(each := module.__dict__[key])]
+        is_own = not (all(map(is_shipped, own)) or hasattr(module, "_hf_hook"))
         is_patched = type(module).__module__.startswith("transformers.") and not is_shipped(type(module).forward)
-        if (name in around or "rope_type" in module.__dict__) and (is_own or is_patched):
+        mixes = name in around or "rope_type" in module.__dict__
+        if mixes and module not in encoder and (is_own or is_patched):
             return name or type(module).__qualname__
     return ""
 
@@ -203,7 +209,7 @@ class Version(NamedTuple):
 
     number: int
     references: list[Any]
-    users: list[Any]  # the functions that neither transformers nor torch ships
+    users: list[str]  # the names of functions that neither transformers nor torch ships
 
 
 def version_of(model: Any) -> Version:
@@ -253,7 +259,9 @@ def version_of(model: Any) -> Version:
     codes = [each for _, each in owns] + [_code_in(each) for _, each in hooks]
     references = [_reference(each) for each in (*weights, *codes, *compiled, *attention)]
     versions = [each._version for each in weights]
-    return Version(hash((code.number, *map(id, references), *versions, repr(flags))), [*references, code], users)
+    return Version(
+        hash((code.number, *map(id, references), *versions, repr(flags))), [*references, code], [*map(_name_of, users)]
+    )
 
 
 def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
@@ -280,6 +288,10 @@ def is_ours(function: Any) -> bool:
 def is_set_by_user(module: nn.Module) -> bool:
     """Whether calling a module runs something that was set on itself, and not by this package."""
     return any(not is_ours(module.__dict__[name]) for name in _CALLS & module.__dict__.keys())
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _reference(value: Any) -> Any:

@@ -98,13 +98,13 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         verdict = state_of(model).probed("support", model, partial(_probe, model, config))
     except ProbeError as error:
         return Support("none", str(error))
+    scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
+        verdict = Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
     if verdict.shape != "none" and not has_encoder and version_of(model).users:
         name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
         if not state_of(model).probed(name, model, partial(_decodes_alike, model, verdict)):
             return Support("none", "code that is not of transformers treats several tokens otherwise than one")
-    scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
-        return Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
     return verdict
 
 
@@ -118,7 +118,8 @@ def unsupported_reason(model: PreTrainedModel) -> str:
         own = vars(model).get(name) if name != "prepare_inputs_for_generation" else None
         if not is_shipped(own or getattr(model_class, name, None)):
             return f"its {name} is not that of transformers"
-    if odd := odd_window(model, model.modules()):
+    decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
+    if odd := odd_window(model, decoder.modules()):
         return odd
     if changed := changed_caches():
         return f"{changed} has taken the place of a cache's own code"
