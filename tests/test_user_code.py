@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
@@ -323,3 +325,16 @@ def test_changes_of_one_model_leave_a_copy_alone():
     twin = copy.deepcopy(model)
     with opened("a call of its own", model):
         assert same(twin)
+
+
+def test_a_model_that_a_user_changed_is_freed_with_its_verdicts():
+    model = made("llama", SINGLE)
+    model.model.layers[1].mlp.forward = functools.partial(
+        type(model.model.layers[1].mlp).forward, model.model.layers[1].mlp
+    )
+    model.model.layers[0].register_forward_hook(lambda module, args, out, of=model: None)
+    assert same(model)
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
