@@ -32,7 +32,7 @@ _DATA = _PRIMITIVE | {dict, list, set, frozenset, tuple, ModuleType}
 _FUNCTIONS = FunctionType, BuiltinFunctionType, torch.Tensor
 _SHARED: tuple[Any, ...] = (torch.nn.functional, sdpa_attention, masking_utils)  # every model's layers call these
 _LINEARS = frozenset((nn.Linear, Conv1D))
-_CALLS = frozenset(("forward", "_call_impl"))  # attributes of a module by which it is called
+_CALLS = ("forward", "_call_impl")  # attributes of a module by which it is called
 _USUAL_FLAGS = True, True
 _CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
 
@@ -178,7 +178,7 @@ def changed_attention(model: nn.Module) -> str:
     # The model's own `forward` stands around all of a pass, and is compared as other code is.
     around = {name[:end] for name in attention for end in range(1, len(name) + 1) if name[end:][:1] in ("", ".")}
     for name, module in named.items():
-        own = [each for key in _CALLS & module.__dict__.keys() if not is_ours(each := module.__dict__[key])]
+        own = [vars(module)[key] for key in _CALLS if key in vars(module) and not is_ours(vars(module)[key])]
         is_own = not (all(map(is_shipped, own)) or hasattr(module, "_hf_hook"))
         is_patched = type(module).__module__.startswith("transformers.") and not is_shipped(type(module).forward)
         mixes = name in around or "rope_type" in module.__dict__
@@ -224,15 +224,17 @@ def version_of(model: Any) -> Version:
     weights = [each for module in modules for each in module._parameters.values() if each is not None]
     # Offloaded weights are other objects after every pass, and inference tensors have no version.
     weights = [each for each in weights if not each.is_meta and not each.is_inference()]
-    owns = [
-        (at, module.__dict__[name]) for at, module in enumerate(modules) for name in _CALLS & module.__dict__.keys()
-    ]
+    owns = [(at, each[name]) for at, each in enumerate(map(vars, modules)) for name in _CALLS if name in each]
     owns = [(at, each) for at, each in owns if not is_ours(each)]
     compiled = [each for module in modules if (each := module._compiled_call_impl) is not None]
     hooks = [(at, each) for at, each in _hooks_of(modules) if not is_ours(each)]
     placed = [each for _, each in (*owns, *hooks)]
     attention = [each for functions in attention_code(model, modules) for each in functions]
-    code = code_of(frozenset(map(type, modules)))
+    kinds = frozenset(map(type, modules))
+    foreign = [
+        kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "transformers", "lookahead")
+    ]
+    code = code_of(kinds)
     users = [each for each in (*placed, *attention, *code.foreign) if not is_shipped(each)]
     configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
     flags = [
@@ -242,6 +244,7 @@ def version_of(model: Any) -> Version:
             for each in modules
             if "layer_idx" in each.__dict__ or "is_causal" in each.__dict__
         ],
+        [(each["rope_type"], each.get("original_max_seq_len")) for each in map(vars, modules) if "rope_type" in each],
         [at for at, _ in (*owns, *hooks)],
         [*map(_switches_of, users)],
         [
@@ -250,8 +253,8 @@ def version_of(model: Any) -> Version:
                 for value in (*vars(each).values(), *vars(type(each)).values())
                 if type(value) in _PRIMITIVE
             ]
-            for each in modules
-            if type(each).__module__.partition(".")[0] not in ("torch", "transformers", "lookahead")
+            for each in (modules if foreign else ())
+            if type(each) in foreign
         ],
         [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
         arithmetic_flags(),
@@ -287,7 +290,7 @@ def is_ours(function: Any) -> bool:
 
 def is_set_by_user(module: nn.Module) -> bool:
     """Whether calling a module runs something that was set on itself, and not by this package."""
-    return any(not is_ours(module.__dict__[name]) for name in _CALLS & module.__dict__.keys())
+    return any(name in module.__dict__ and not is_ours(module.__dict__[name]) for name in _CALLS)
 
 
 def _name_of(function: Any) -> str:

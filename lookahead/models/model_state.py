@@ -54,6 +54,7 @@ class ModelState:
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
         self.problems: dict[str, str] = {}  # what turned a faster path off, by path
         self._probed: defaultdict[str, dict[int, tuple[Version, Any]]] = defaultdict(dict)  # by name and version
+        self.newest: Version | None = None  # of the last verdict that was asked for
         self._probing = RLock()  # a signal handler may decode while its thread probes
 
     def note_problem(self, path: str, problem: str) -> None:
@@ -68,7 +69,8 @@ class ModelState:
         The newest results are kept: hooks may come and go around every call.
         """
         with self._probing:
-            known, number = self._probed[name], version_of(model).number
+            known, self.newest = self._probed[name], version_of(model)
+            number = self.newest.number
             if number not in known:
                 with outside_passes(), torch.random.fork_rng():  # hooks may draw random numbers
                     value = probe()

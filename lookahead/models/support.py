@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike, fspath
 from typing import Any, Literal, cast
@@ -19,7 +19,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory, named, with_place
 from lookahead.models.cache import CACHE
 from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, encode
-from lookahead.models.model_code import attention_code, changed_attention, changed_caches, odd_window, version_of
+from lookahead.models.model_code import attention_code, changed_attention, changed_caches, odd_window
 from lookahead.models.model_state import state_of
 from lookahead.models.quantized import QuantizedLinear
 from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
@@ -46,6 +46,7 @@ class Support:
 
     shape: Shape | Literal["none"]
     reason: str = ""  # why it is not trees
+    ropes: tuple[tuple[str, int], ...] = ()  # embeddings of positions that change beyond some length: kind, limit
     by_node: bool = False  # whether trees are right too where every node attends alone, by the model's own function
 
 
@@ -76,34 +77,24 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     for window in windows:
         if window is not None and longest > window:
             return Support("none", f"{what} drops tokens beyond {window}")
-    if changed := changed_attention(model):  # it may treat tokens otherwise from some length on
-        return Support("none", f"the forward of {changed} is not that of transformers")
     reason = unsupported_reason(model)
     if reason:
         return Support("none", reason)
-    ropes = [
-        (each.get("rope_type"), each.get("original_max_position_embeddings")) for each in rope_parameters_of(config)
-    ]
-    for module in model.modules():  # which may have been made by another configuration
-        if isinstance(kind := module.__dict__.get("rope_type"), str):
-            ropes.append((kind, module.__dict__.get("original_max_seq_len")))
-    for kind, limit in dict.fromkeys(ropes):
-        if kind not in ("dynamic", "longrope"):
-            continue
-        limit = limit or config.max_position_embeddings
+    state = state_of(model)
+    try:
+        verdict = state.probed("support", model, partial(_probe, model, config))
+    except ProbeError as error:
+        return Support("none", str(error))
+    for kind, limit in verdict.ropes:
         # A dynamic base depends on the longest position of each pass, longrope only on the side of the limit it is on.
         if max_length > limit and (kind == "dynamic" or shortest <= limit):
             return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
-    try:
-        verdict = state_of(model).probed("support", model, partial(_probe, model, config))
-    except ProbeError as error:
-        return Support("none", str(error))
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         verdict = Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
-    if verdict.shape != "none" and not has_encoder and version_of(model).users:
+    if verdict.shape != "none" and not has_encoder and state.newest is not None and state.newest.users:
         name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
-        if not state_of(model).probed(name, model, partial(_decodes_alike, model, verdict)):
+        if not state.probed(name, model, partial(_decodes_alike, model, verdict)):
             return Support("none", "code that is not of transformers treats several tokens otherwise than one")
     return verdict
 
@@ -118,9 +109,6 @@ def unsupported_reason(model: PreTrainedModel) -> str:
         own = vars(model).get(name) if name != "prepare_inputs_for_generation" else None
         if not is_shipped(own or getattr(model_class, name, None)):
             return f"its {name} is not that of transformers"
-    decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
-    if odd := odd_window(model, decoder.modules()):
-        return odd
     if changed := changed_caches():
         return f"{changed} has taken the place of a cache's own code"
     for module in model.modules():
@@ -141,6 +129,29 @@ def unsupported_reason(model: PreTrainedModel) -> str:
 
 def _probe(model: PreTrainedModel, config: Any) -> Support:
     """Try trees, then chains."""
+    if changed := changed_attention(model):  # it may treat tokens otherwise from some length on
+        return Support("none", f"the forward of {changed} is not that of transformers")
+    decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
+    if odd := odd_window(model, decoder.modules()):
+        return Support("none", odd)
+    return replace(_probed_shape(model, config), ropes=_growing_ropes(model, config))
+
+
+def _growing_ropes(model: PreTrainedModel, config: Any) -> tuple[tuple[str, int], ...]:
+    """The embeddings of positions that change with the length, by the configuration, or by that of a module's own."""
+    ropes = [
+        (each.get("rope_type"), each.get("original_max_position_embeddings")) for each in rope_parameters_of(config)
+    ]
+    for module in model.modules():
+        if isinstance(kind := module.__dict__.get("rope_type"), str):
+            ropes.append((kind, module.__dict__.get("original_max_seq_len")))
+    growing = [
+        (kind, limit or config.max_position_embeddings) for kind, limit in ropes if kind in ("dynamic", "longrope")
+    ]
+    return tuple(dict.fromkeys(growing))
+
+
+def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
     by_node = False
     # A probe is too short to show the effect of a window or a slope over cache slots.
     if "local" in getattr(config, "attention_layers", ()):
@@ -158,7 +169,7 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
     if not reason:
         return Support("trees")
     mismatch = _mismatch_of(model, "chains")
-    return Support("none", mismatch) if mismatch else Support("chains", reason, by_node)
+    return Support("none", mismatch) if mismatch else Support("chains", reason, by_node=by_node)
 
 
 def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
