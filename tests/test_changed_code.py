@@ -14,9 +14,10 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.models import layer_jobs, support, target
+from lookahead.kernels import layer_ops
+from lookahead.models import fused_layers, layer_jobs, support, target
 from tests.support.adversarial_proposers import drafting_by, random_trees
-from tests.support.changed_code import CHANGES, PLACES, Switched
+from tests.support.changed_code import CHANGES, PLACES, Switched, patched
 from tests.support.small_layers import HALF, MODELS, SINGLE, made
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}  # worth packing
@@ -205,3 +206,16 @@ def test_a_users_loop_that_sees_beyond_a_sliding_window_is_what_runs(new):
             warnings.simplefilter("ignore")
             got = model.generate(IDS, max_new_tokens=new, do_sample=False, custom_generate=lookahead.decode)
         assert torch.equal(got, plain)
+
+
+def test_layers_that_cannot_be_compared_are_named_in_the_log(caplog):
+    def picky(own: Any) -> Any:
+        def rotation(*args: Any) -> Any:
+            raise ValueError("no hidden states today")
+
+        return rotation
+
+    model = made("llama", SINGLE, hidden_size=96, head_dim=16)
+    with torch.inference_mode(), patched(layer_ops, "rotation", picky), fused_layers.serving(model):
+        pass
+    assert any("layers of LlamaDecoderLayer are not fused: ValueError" in each for each in caplog.messages)

@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from lookahead.config import LookaheadConfig
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
-from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.errors import PromptError, UnsupportedModelError, with_place
 from lookahead.generation import validation
 from lookahead.generation.hf_outputs import append_states, copy_prefix_from
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
@@ -75,7 +75,8 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
                     theirs = model(input_ids=tokens[:, None], **{CACHE: past}, use_cache=True).logits
                     if not torch.equal(ours[0], theirs[:, 0]):
                         return False
-    except Exception:  # a model's own attention may raise anything here, and masks still serve it
+    except Exception as error:  # a model's own attention may raise anything here, and masks still serve it
+        state_of(model).note_problem(f"{type(model).__name__} has no beams bit for bit", with_place(error))
         return False
     return True
 

@@ -19,7 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from lookahead.config import LookaheadConfig, check_whole, refuse_removed
-from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, with_place
 from lookahead.models.cache import CACHE, cache_in, may_be_callers
 from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.model_state import state_of
@@ -256,8 +256,9 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
             with torch.no_grad():
                 given = causal_lm(input_ids=ids, **{name: torch.zeros_like(ids)}).logits
                 return not torch.equal(given, causal_lm(input_ids=ids).logits)
-        except Exception:
-            return True  # it takes more than text, and is left to transformers
+        except Exception as error:  # it takes more than text, and is left to transformers
+            state_of(model).note_problem(f"{type(model).__name__} is not served with {name}", with_place(error))
+            return True
 
     return state_of(model).probed(name, model, probe)
 

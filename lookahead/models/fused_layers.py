@@ -6,6 +6,7 @@ attends. The others take a third of its time, nearly all of it in their calls (`
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.nn.modules import module as modules_of_torch
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lookahead.errors import with_place
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
 from lookahead.models.attention import per_node_by_kernel
@@ -58,6 +60,7 @@ _ROWS = 32  # whose mean squares are compared
 _TOLERANCE = 1e-4  # of float32, relative to the largest output
 
 _thread = pass_local()
+_log = logging.getLogger(__name__)
 _probed: dict[Any, bool] = {}
 
 
@@ -354,7 +357,8 @@ def _computes_the_same(parts: LayerParts) -> bool:
             (type(norm).forward(norm, x), normed),
             *zip(rotated, (query, key), strict=True),
         ]
-    except (RuntimeError, TypeError, ValueError):  # another version of transformers, or an unusual weight
+    except (RuntimeError, TypeError, ValueError) as error:  # another version of transformers, or an unusual weight
+        _log.warning("layers of %s are not fused: %s", type(parts.layer).__name__, with_place(error))
         return False
     if weight.dtype == torch.bfloat16:
         return all(torch.equal(*pair) for pair in pairs) and _keeps_silu()
