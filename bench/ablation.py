@@ -35,8 +35,8 @@ from bench.llm_figures import Prompt
 from bench.prompts import loop_start, read_tokens
 from lookahead import Heads, LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
-from lookahead.models.loading import DEFAULT_MODEL, load
-from lookahead.models.model_state import LearnedState, use_learned
+from lookahead.hf.loading import DEFAULT_MODEL, load
+from lookahead.hf.model_state import LearnedState, use_learned
 from lookahead.proposers import ProposerState
 
 SOURCES = "prompt,recycled,prompt+outputs+recycled,prompt+outputs+recycled+window 5 3 5,window 7 5 7,window 15 5 15"

@@ -35,9 +35,9 @@ from bench.prompts import read_texts
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.generation import beams, hf_outputs
 from lookahead.generation.beams import has_bits_of_beams
-from lookahead.models.beam_tree import BeamModel
-from lookahead.models.cache import CACHE
-from lookahead.models.loading import DEFAULT_MODEL, load
+from lookahead.hf.beam_tree import BeamModel
+from lookahead.hf.cache import CACHE
+from lookahead.hf.loading import DEFAULT_MODEL, load
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -34,8 +34,8 @@ from bench.command import parser_of, publish, use_one_thread
 from bench.llm import as_chat
 from bench.prompts import SUMMARIZER, agreed, read_texts, summary_prompts
 from lookahead import LookaheadConfig
-from lookahead.models.loading import load
-from lookahead.models.self_check import is_bitwise
+from lookahead.backend.self_check import is_bitwise
+from lookahead.hf.loading import load
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 from tests.support.stateful import DoneTracker, Grammar, calls_of

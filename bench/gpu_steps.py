@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bench.passes import branching_tree
+from lookahead.backend.gpu.cuda_graphs import CAPTURE_AT, Graph, Run
+from lookahead.backend.target import Target
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.models.cuda_graphs import CAPTURE_AT, Graph, Run
-from lookahead.models.target import Target
 from lookahead.verification.exact import read_scores
 
 MAX_READ_BYTES = 4 << 30  # of the buffer that is read: far more than a GPU caches, and room for it beside a model

@@ -30,8 +30,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from bench.command import parser_of, publish, use_one_thread
 from bench.gpu_steps import ByHand, Stopwatch, find_device, read_bandwidth
 from bench.targets import KERNEL, print_goals
+from lookahead.backend.gpu.cuda_graphs import CudaGraphs, Graph
 from lookahead.kernels.dispatch import masked_attention, runs_on
-from lookahead.models.cuda_graphs import CudaGraphs, Graph
 from tests.support import kernel_reference as reference
 from tests.support.random_trees import relative_error, tree_tensors
 

@@ -37,9 +37,9 @@ from bench.llm_figures import CLOCKS, CONFIGS, GREEDY, LOOKUPS, OURS, Prompt, Ru
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
 from bench.prompts import cut, loops
 from lookahead import Heads, LookaheadConfig
-from lookahead.models.loading import DEFAULT_MODEL, load
-from lookahead.models.model_state import LearnedState, use_learned
-from lookahead.models.quantized import QUANTIZED
+from lookahead.hf.loading import DEFAULT_MODEL, load
+from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.hf.quantized import QUANTIZED
 from tests.support.pass_recorder import counted_passes
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

@@ -26,12 +26,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from bench.command import clock_of, parser_of, publish, seconds_of, setting_of, stay_on_cores
 from lookahead import load
+from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.target import Target
 from lookahead.drafting.tree import TokenTree
-from lookahead.models.cache import CACHE
-from lookahead.models.loading import DEFAULT_MODEL
-from lookahead.models.quantized import QUANTIZED, QuantizedLinear
-from lookahead.models.self_check import is_bitwise
-from lookahead.models.target import Target
+from lookahead.hf.cache import CACHE
+from lookahead.hf.loading import DEFAULT_MODEL
+from lookahead.hf.quantized import QUANTIZED, QuantizedLinear
 
 STEP = "transformers, 1 token"
 WAYS: dict[str, dict[str, Any]] = {"exact": {"is_bitwise": True}, "fast": {}, "unpacked": {"packs": False}}

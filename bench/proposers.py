@@ -36,10 +36,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import OPENINGS, SUMMARIZER, read_texts, summary_prompts
 from lookahead import DraftModel, Heads, LookaheadConfig
+from lookahead.backend.calibration import pass_seconds
 from lookahead.drafting.proposal import ProposerFactory
 from lookahead.generation.draft_selection import Score, compare
-from lookahead.models.calibration import pass_seconds
-from lookahead.models.loading import load
+from lookahead.hf.loading import load
 
 NAMES = ("prompt", "outputs", "recycled")
 KINDS = ("medusa", "mtp", "eagle", "eagle3")  # of heads, as their folders are called

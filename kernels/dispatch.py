@@ -75,7 +75,7 @@ class Verdict(NamedTuple):
 
 
 wanted: dict[KernelVariant, None] = {}
-"""Variants that passes asked for and that were not tested: `lookahead.models.kernel_trial` does it after the pass."""
+"""Variants that passes asked for and that were not tested: `kernel_trial` does it after the pass."""
 verdicts: dict[KernelVariant, Verdict] = {}
 served: set[KernelVariant] = set()
 """Variants that this process has used: the first use of one loads its machine code."""

@@ -1,6 +1,6 @@
 """Test and time kernels against torch, on random trees: `python -m lookahead.kernels.self_test VARIANTS`.
 
-A kernel that reads a wrong address ends the CUDA context of its process. So `lookahead.models.kernel_trial` runs this
+A kernel that reads a wrong address ends the CUDA context of its process. So `kernel_trial` runs this
 in a process of its own before a kernel serves.
 """
 

@@ -30,6 +30,10 @@ from lookahead.errors import TrainingError as TrainingError
 from lookahead.errors import UnsupportedModelError as UnsupportedModelError
 
 if TYPE_CHECKING:
+    from lookahead.backend.step_costs import calibrate_costs as calibrate_costs
+    from lookahead.backend.step_costs import load_costs as load_costs
+    from lookahead.backend.step_costs import prepare_costs as prepare_costs
+    from lookahead.backend.step_costs import save_costs as save_costs
     from lookahead.config import LookaheadConfig as LookaheadConfig
     from lookahead.generation.api import GenerationResult as GenerationResult
     from lookahead.generation.api import generate as generate
@@ -39,12 +43,8 @@ if TYPE_CHECKING:
     from lookahead.generation.hf import decode as decode
     from lookahead.generation.model_memory import save_memory as save_memory
     from lookahead.generation.scheduler import Completion as Completion
-    from lookahead.models.loading import LoadedModel as LoadedModel
-    from lookahead.models.loading import load as load
-    from lookahead.models.step_costs import calibrate_costs as calibrate_costs
-    from lookahead.models.step_costs import load_costs as load_costs
-    from lookahead.models.step_costs import prepare_costs as prepare_costs
-    from lookahead.models.step_costs import save_costs as save_costs
+    from lookahead.hf.loading import LoadedModel as LoadedModel
+    from lookahead.hf.loading import load as load
     from lookahead.proposers.draft_model import DraftModel as DraftModel
     from lookahead.proposers.heads import Heads as Heads
     from lookahead.stats import DecodingStats as DecodingStats

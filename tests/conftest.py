@@ -207,8 +207,8 @@ def model_folder(
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lets passes be recorded on the CPU, and lists what was."""
-    from lookahead.models import cuda_graphs
-    from lookahead.models.model_state import ModelState
+    from lookahead.backend.gpu import cuda_graphs
+    from lookahead.hf.model_state import ModelState
     from tests.support.pass_recorder import Recording
 
     made: list[Any] = []

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.generation.enable import Enabled
-from lookahead.models.cache import CACHE
+from lookahead.hf.cache import CACHE
 from tests.support.default_run import examples
 
 CONFIGS = st.sampled_from(

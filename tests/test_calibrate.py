@@ -14,13 +14,13 @@ from transformers import MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
 import lookahead
+from lookahead.backend import calibration
+from lookahead.backend.calibration import NODES, calibrate, calibrate_quickly
+from lookahead.backend.step_costs import cost_path
 from lookahead.cli.app import app
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError
-from lookahead.models import calibration
-from lookahead.models.calibration import NODES, calibrate, calibrate_quickly
-from lookahead.models.model_state import LearnedState, use_learned
-from lookahead.models.step_costs import cost_path
+from lookahead.hf.model_state import LearnedState, use_learned
 
 
 def read_costs(model, cost: StepCost, folder: Path) -> bool:

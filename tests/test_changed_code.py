@@ -14,8 +14,9 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.backend import support, target
+from lookahead.backend.cpu import fused_layers, layer_jobs
 from lookahead.kernels import layer_ops
-from lookahead.models import fused_layers, layer_jobs, support, target
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES, PLACES, Switched, patched
 from tests.support.small_layers import HALF, MODELS, SINGLE, made

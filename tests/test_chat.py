@@ -9,12 +9,12 @@ import torch
 from typer.testing import CliRunner
 
 import lookahead
+from lookahead.backend.target import Target
 from lookahead.cli import generate as cli_generate
 from lookahead.cli.app import app
 from lookahead.errors import PromptError
 from lookahead.generation.conversation import Conversation
-from lookahead.models.cache import CACHE
-from lookahead.models.target import Target
+from lookahead.hf.cache import CACHE
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import LookaheadConfig
 from lookahead.generation.hf import prepare
-from lookahead.models.model_state import LearnedState, use_learned
+from lookahead.hf.model_state import LearnedState, use_learned
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import write_pool
 from lookahead.stats import DecodingStats, total

@@ -233,9 +233,9 @@ def test_hidden_states_are_those_of_the_model_at_every_node(
 def test_hidden_states_of_a_prompt_read_in_chunks_are_whole(
     tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lookahead.models.target import Target
+    from lookahead.backend.target import Target
 
-    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 3)
+    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 3)
     target = Target(tiny_llama, rows=2, capacity=8, hidden_layers=(1, -1))
     prompts = [np.arange(3, 14, dtype=np.int32), np.arange(40, 45, dtype=np.int32)]
     with target.serving():

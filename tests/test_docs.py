@@ -23,8 +23,9 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import lookahead
+from lookahead.backend import calibration
 from lookahead.cli.app import app
-from lookahead.models import calibration, loading
+from lookahead.hf import loading
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 import lookahead
 from lookahead import DraftModel, LookaheadConfig
+from lookahead.backend.support import support_of
 from lookahead.errors import ProposerError, UnsupportedModelError
-from lookahead.models.support import support_of
 from tests.support.families import ENCODER_DECODERS, build
 from tests.support.pass_recorder import counted_passes
 from tests.test_encoder_decoder import NEW_TOKENS, ONE, PADDED, WANDERING, generate, model_of

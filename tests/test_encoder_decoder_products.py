@@ -14,12 +14,12 @@ from torch.nn.functional import linear
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backend.cpu import linears, product_bits, product_choice
+from lookahead.backend.cpu.product_bits import Layout, Packed
+from lookahead.backend.encoder_decoder import DecoderTarget, encode
+from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.support import support_of
 from lookahead.drafting.tree import TokenTree
-from lookahead.models import linears, product_bits, product_choice
-from lookahead.models.encoder_decoder import DecoderTarget, encode
-from lookahead.models.product_bits import Layout, Packed
-from lookahead.models.self_check import is_bitwise
-from lookahead.models.support import support_of
 from tests.support.families import ENCODER_DECODERS, build
 from tests.test_encoder_decoder import BATCH, NEW_TOKENS, ONE, READ, WANDERING, compare, generate
 

@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
+from lookahead.backend.encoder_decoder import DecoderTarget
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import LogitsError, PromptError
 from lookahead.generation.hf import takes_rows_apart
-from lookahead.models.encoder_decoder import DecoderTarget
 from tests.support.adversarial_proposers import Offer, among_decoys, drafting_by, random_trees
 from tests.support.families import ENCODER_DECODERS, build, cases
 from tests.test_encoder_decoder import DRAFTED, FIXED, NEW_TOKENS, READ, WANDERING, generate, model_of

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
+from lookahead.backend.gpu.kernel_trial import _write_verdicts
+from lookahead.backend.step_costs import cost_path, save_costs
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.heads.head_files import write_heads
 from lookahead.heads.independent_heads import MedusaHeads
+from lookahead.hf.loading import LoadedModel
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.kernels.dispatch import Verdict
-from lookahead.models.kernel_trial import _write_verdicts
-from lookahead.models.loading import LoadedModel
-from lookahead.models.step_costs import cost_path, save_costs
 from lookahead.ngram.memory_file import write_memory
 from lookahead.ngram.pool_file import write_pool
 from lookahead.reporting.report_page import write_report

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import lookahead
+from lookahead.backend.cpu import fused_layers
 from lookahead.kernels import layer_ops
-from lookahead.models import fused_layers
 from tests.support.small_layers import HALF, MODELS, SINGLE, SIZES, fused, logits_of, made, own_code
 
 __all__ = ["fused", "own_code"]  # fixtures

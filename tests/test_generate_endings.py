@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import lookahead
-from lookahead.models.support import Support
+from lookahead.backend.support import Support
 from tests.support.token_prompts import DRAFTING, IDS, INPUTS
 
 SAMPLED = {"do_sample": True, "temperature": 1.5}
@@ -346,7 +346,7 @@ def test_a_result_says_why_its_output_ended(
     options = {"max_new_tokens": 9, "do_sample": False, **options}
     if is_plain:
         none = Support("none", "it is told so")
-        monkeypatch.setattr("lookahead.models.support.support_of", lambda *_, **__: none)
+        monkeypatch.setattr("lookahead.backend.support.support_of", lambda *_, **__: none)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LlamaForCausalLM cannot be decoded speculatively")
         result = lookahead.generate(looping_llama, tiny_tokenizer, "abab abab", **options)

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 import lookahead
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import prepare
-from lookahead.models.cache import CACHE
+from lookahead.hf.cache import CACHE
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 
 MODES: dict[str, dict[str, Any]] = {

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backend.gpu import cuda_graphs
+from lookahead.backend.target import Target
+from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows
 from lookahead.drafting.tree import TokenTree
 from lookahead.generation.hf import prepare
+from lookahead.hf.cache import TreeCache, TreeSlots
+from lookahead.hf.model_state import state_of
 from lookahead.kernels import dispatch as choice
-from lookahead.models import cuda_graphs
-from lookahead.models.cache import TreeCache, TreeSlots
-from lookahead.models.model_state import state_of
-from lookahead.models.target import Target
-from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows
 from tests.support import kernel_reference as reference
 from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build
 from tests.support.pass_recorder import Recording

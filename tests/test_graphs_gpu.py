@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backend.gpu import cuda_graphs
+from lookahead.backend.gpu.cuda_graphs import CudaGraphs
+from lookahead.backend.target import Target
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch as choice
-from lookahead.models import cuda_graphs
-from lookahead.models.cuda_graphs import CudaGraphs
-from lookahead.models.target import Target
 from tests.support.random_trees import ancestor_mask
 
 pytestmark = [

@@ -26,11 +26,11 @@ from transformers import (
 
 import lookahead
 from lookahead import DecodingStats, LookaheadConfig
+from lookahead.backend.cpu import linears, product_bits
+from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.support import support_of
+from lookahead.backend.target import Target
 from lookahead.generation.hf import prepare
-from lookahead.models import linears, product_bits
-from lookahead.models.self_check import is_bitwise
-from lookahead.models.support import support_of
-from lookahead.models.target import Target
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.families import FAMILIES, build, for_cpus
 
@@ -229,7 +229,7 @@ def passes_of(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None = Non
 
 
 def test_how_far_a_prompt_is_read_is_told_before_and_behind_its_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 5)
     assert passes_of(shared("llama", torch.bfloat16), prompts(1, rows=2)) == [(0, 13), (13, 13)]
     assert passes_of(shared("llama", torch.float32), prompts(1, rows=2)) == [(0, 13), (5, 13), (10, 13), (13, 13)]
 
@@ -237,10 +237,10 @@ def test_how_far_a_prompt_is_read_is_told_before_and_behind_its_one_pass(monkeyp
 def test_what_generate_would_read_with_masks_is_read_in_parts_where_it_is_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 5)
     ragged = torch.tensor([[1] * 13, [0] * 4 + [1] * 9])
     assert len(passes_of(shared("llama", torch.bfloat16), prompts(1, rows=2), ragged)) == 4
-    monkeypatch.setattr("lookahead.models.target._MAX_WHOLE", 12)
+    monkeypatch.setattr("lookahead.backend.target._MAX_WHOLE", 12)
     for name, passes in {"llama": 1, "eager": 3, "mistral, its window": 3}.items():
         assert len(passes_of(shared(name, torch.bfloat16), prompts(1))) == passes + 1
 

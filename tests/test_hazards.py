@@ -25,11 +25,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backend import support
+from lookahead.backend.cpu import exact_attention, product_bits
+from lookahead.backend.support import support_of
 from lookahead.drafting.controller import Controller
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
-from lookahead.models import exact_attention, product_bits, support
-from lookahead.models.support import support_of
 from lookahead.utils.fingerprints import model_fingerprint
 from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from lookahead.errors import TrainingError
 from lookahead.heads.head_files import open_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.models.loading import LoadedModel
+from lookahead.hf.loading import LoadedModel
 from lookahead.training import examples as training_examples
 from lookahead.training.examples import (
     Record,

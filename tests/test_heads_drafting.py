@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead import Heads, LookaheadConfig
+from lookahead.backend.cpu.product_bits import FEWEST_WEIGHTS
 from lookahead.drafting.budget import Ema, PassTimes
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleHead
@@ -23,11 +24,10 @@ from lookahead.heads.head_files import fresh_rates, make_drafter, open_heads, wr
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.layers import layer_config
-from lookahead.models.cache import CACHE
-from lookahead.models.loading import LoadedModel, load
-from lookahead.models.model_state import state_of
-from lookahead.models.product_bits import FEWEST_WEIGHTS
-from lookahead.models.quantized import QuantizedLinear
+from lookahead.hf.cache import CACHE
+from lookahead.hf.loading import LoadedModel, load
+from lookahead.hf.model_state import state_of
+from lookahead.hf.quantized import QuantizedLinear
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.train_heads import Settings, train_heads
 from tests.support.answered_prompts import write_answered

@@ -12,10 +12,10 @@ import pytest
 
 import lookahead
 from lookahead.config import LookaheadConfig
+from lookahead.hf.model_state import state_of
 from lookahead.jobs.job import MAX_TIMED_PARTS
 from lookahead.jobs.output_memory import OutputMemory
 from lookahead.jobs.result_lines import JsonLinesFile
-from lookahead.models.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.proposers import ProposerState
 from lookahead.summarization.prompting import INSTRUCTION, STYLES, Prompting, SummaryRequest

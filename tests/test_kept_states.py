@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead.heads.induction_init import begin_fused, fresh_fused
 from lookahead.heads.layers import hidden_states, unembed
-from lookahead.models.loading import LoadedModel
+from lookahead.hf.loading import LoadedModel
 from lookahead.training import heads_trainer
 from lookahead.training.examples import collate, make_example
 from lookahead.training.heads_trainer import room_for

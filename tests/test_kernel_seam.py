@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
+from lookahead.backend.target import Target
+from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
 from lookahead.drafting.tree import TokenTree
+from lookahead.hf.cache import TreeCache, TreeSlots
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
-from lookahead.models.cache import TreeCache, TreeSlots
-from lookahead.models.target import Target
-from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
 from tests.support import kernel_reference as reference
 from tests.support.families import for_cpus
 from tests.support.random_trees import ancestor_mask
@@ -214,7 +214,7 @@ def test_what_a_pass_reads_of_the_host_does_not_grow_with_the_context(
         return query.transpose(1, 2).contiguous()
 
     monkeypatch.setattr(dispatch, "attention_for", lambda *_: kernel if serves == "kernel" else None)
-    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 64)
+    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 64)
     target = Target(wide_llama.to(meta), rows=3, capacity=200)
     with target.serving():
         target.prefill([np.zeros(n, np.int32) for n in (150, 10, 100)])
@@ -241,7 +241,7 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
     prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (37, 50)]
     logits = []
     for size in (64, 16):
-        monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", size)
+        monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", size)
         target = Target(wide_llama, rows=2, capacity=64)
         with target.serving():
             logits.append(target.prefill(prompts))

@@ -10,13 +10,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
+from lookahead.backend.gpu import kernel_trial
+from lookahead.backend.gpu.kernel_trial import run_tests
+from lookahead.backend.target import Target
+from lookahead.backend.tree_pass import AttentionSpan, TreePass
+from lookahead.hf.cache import TreeSlots
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels.dispatch import KernelVariant, Verdict
-from lookahead.models import kernel_trial
-from lookahead.models.cache import TreeSlots
-from lookahead.models.kernel_trial import run_tests
-from lookahead.models.target import Target
-from lookahead.models.tree_pass import AttentionSpan, TreePass
 from tests.support import kernel_reference as reference
 from tests.support.random_trees import random_trees, relative_error
 from tests.test_kernel_seam import random_tree
@@ -151,7 +151,7 @@ def test_a_prompt_read_in_parts_by_flash_attention_gives_the_logits_of_reading_i
     prompts = [np.random.default_rng(n).integers(2, 101, n).astype(np.int32) for n in (1500, 700)]
     logits = []
     for size in (2048, 256):
-        monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", size)
+        monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", size)
         target = Target(model, rows=2, capacity=1600)
         with target.serving():
             logits.append(target.prefill(prompts).float())

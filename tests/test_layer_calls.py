@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from lookahead import LookaheadConfig
+from lookahead.backend.cpu import exact_attention, fused_layers, linears, product_bits
+from lookahead.backend.cpu.exact_attention import takes_rows
+from lookahead.backend.cpu.layer_jobs import LayerTable
+from lookahead.backend.target import Target
 from lookahead.kernels import packed_product
-from lookahead.models import exact_attention, fused_layers, linears, product_bits
-from lookahead.models.exact_attention import takes_rows
-from lookahead.models.layer_jobs import LayerTable
-from lookahead.models.target import Target
 from tests.support.small_layers import HALF, MODELS, SINGLE, fused, logits_of, made, own_code, trees_of
 
 __all__ = ["fused", "own_code"]  # fixtures

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.models import fused_layers
-from lookahead.models.model_state import LearnedState, state_of, use_learned
+from lookahead.backend.cpu import fused_layers
+from lookahead.hf.model_state import LearnedState, state_of, use_learned
 
 
 class Source:

@@ -15,10 +15,10 @@ from transformers.pytorch_utils import Conv1D
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig
-from lookahead.models import linears, product_bits, product_choice
-from lookahead.models.linears import LinearScope, keeps_bits
-from lookahead.models.product_bits import Kind, Layout, Packed, Rows, by_torch
-from lookahead.models.self_check import is_bitwise
+from lookahead.backend.cpu import linears, product_bits, product_choice
+from lookahead.backend.cpu.linears import LinearScope, keeps_bits
+from lookahead.backend.cpu.product_bits import Kind, Layout, Packed, Rows, by_torch
+from lookahead.backend.self_check import is_bitwise
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 

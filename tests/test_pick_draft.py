@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from bench import proposers as bench
 from lookahead import DecodingStats, DraftModel, LookaheadConfig
+from lookahead.backend.calibration import pass_seconds
 from lookahead.cli.app import app
 from lookahead.generation.draft_selection import NAMES, PLAIN, PROMPTS, Score, compare, pick_draft
-from lookahead.models.calibration import pass_seconds
-from lookahead.models.model_state import state_of
+from lookahead.hf.model_state import state_of
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lookahead
+from lookahead.backend.target import Target
+from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass
+from lookahead.hf.cache import TreeSlots
 from lookahead.kernels import dispatch
-from lookahead.models.cache import TreeSlots
-from lookahead.models.target import Target
-from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass
 from tests.support.random_trees import relative_error
 from tests.test_kernel_seam import TEXTS, build, random_tree
 

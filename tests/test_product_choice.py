@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead.models import product_choice
-from lookahead.models.product_choice import measured_backends
+from lookahead.backend.cpu import product_choice
+from lookahead.backend.cpu.product_choice import measured_backends
 
 CASE = torch.float32, 7  # threads of no other test
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from lookahead.backend.cpu import linears, product_bits
+from lookahead.backend.cpu.linears import LinearScope
+from lookahead.backend.cpu.product_bits import Kind, Layout
 from lookahead.kernels import packed_product
-from lookahead.models import linears, product_bits
-from lookahead.models.linears import LinearScope
-from lookahead.models.product_bits import Kind, Layout
 
 SIZES = 64  # of which the inputs of a weight in bfloat16 are a multiple, whatever the CPU
 

@@ -11,9 +11,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
+from lookahead.backend.support import Support, context_limit
 from lookahead.errors import ConfigError, PromptError
 from lookahead.generation.prompts import PromptReader
-from lookahead.models.support import Support, context_limit
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "abab abab"}]
@@ -157,7 +157,7 @@ def test_an_output_ends_where_the_context_is_full_and_says_so(small, tiny_tokeni
 def test_an_output_that_transformers_decodes_ends_there_as_well(small, tiny_tokenizer, monkeypatch):
     texts, options = ["ab" * 17, "abc"], {**GREEDY, "max_new_tokens": 30}
     expected = lookahead.generate(small, tiny_tokenizer, texts, **options)
-    monkeypatch.setattr("lookahead.models.support.support_of", lambda *_, **__: Support("none", "it is told so"))
+    monkeypatch.setattr("lookahead.backend.support.support_of", lambda *_, **__: Support("none", "it is told so"))
     result = lookahead.generate(small, tiny_tokenizer, texts, **options)
     assert result.token_ids == expected.token_ids
     assert result.finish_reasons == ["length", "length"]

@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, UnsupportedModelError
+from lookahead.backend.cpu import fused_layers
+from lookahead.backend.cpu.linears import LinearScope, packed_weights
+from lookahead.backend.self_check import is_bitwise
 from lookahead.cli.app import app
 from lookahead.errors import HeadsError
+from lookahead.hf.quantized import Int4Config, Int8Config, QuantizedLinear, resolve_quantize
 from lookahead.kernels import microkernel, packed_product
-from lookahead.models import fused_layers
-from lookahead.models.linears import LinearScope, packed_weights
-from lookahead.models.quantized import Int4Config, Int8Config, QuantizedLinear, resolve_quantize
-from lookahead.models.self_check import is_bitwise
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build, for_cpus
 
@@ -381,7 +381,7 @@ def test_heads_beside_a_quantized_model_are_refused_before_it_is_loaded(command,
 
 
 def test_step_costs_and_jobs_of_a_quantized_model_are_kept_apart(named, tmp_path):
-    from lookahead.models.step_costs import cost_path
+    from lookahead.backend.step_costs import cost_path
     from lookahead.utils.fingerprints import weights_fingerprint
 
     models = [lookahead.load(named, device="cpu", quantize=each).model for each in (None, "int8", "int4")]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lookahead.backend.gpu import cuda_graphs as graphs
+from lookahead.backend.gpu.cuda_graphs import CAPTURE_AT, CudaGraphs, Watch, graphs_unsupported_reason
+from lookahead.backend.target import Target
 from lookahead.drafting.tree import TokenTree
-from lookahead.models import cuda_graphs as graphs
-from lookahead.models.cuda_graphs import CAPTURE_AT, CudaGraphs, Watch, graphs_unsupported_reason
-from lookahead.models.target import Target
 from tests.support.families import FAMILIES, build
 from tests.support.pass_recorder import Recording
 

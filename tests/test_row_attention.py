@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from lookahead.backend.cpu import exact_attention
+from lookahead.backend.cpu.exact_attention import PerNodeAttention, attend_per_node, has_bits_of_sdpa, takes_rows
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import jobs, row_attention
 from lookahead.kernels.microkernel import LANES
 from lookahead.kernels.row_attention import BLOCK
-from lookahead.models import exact_attention
-from lookahead.models.exact_attention import PerNodeAttention, attend_per_node, has_bits_of_sdpa, takes_rows
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the kernel is for x86"

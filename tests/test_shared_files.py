@@ -17,13 +17,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lookahead.backend import step_costs
+from lookahead.backend.gpu import kernel_trial
 from lookahead.cli.app import app
 from lookahead.errors import PoolError, TrainingError
+from lookahead.hf.loading import LoadedModel
+from lookahead.hf.model_state import LearnedState, state_of, use_learned
 from lookahead.jobs.output_memory import OutputMemory
 from lookahead.kernels.dispatch import Verdict
-from lookahead.models import kernel_trial, step_costs
-from lookahead.models.loading import LoadedModel
-from lookahead.models.model_state import LearnedState, state_of, use_learned
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.memory_file import read_memory
 from lookahead.ngram.pool_file import Pool, read_header, write_pool

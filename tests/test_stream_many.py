@@ -217,7 +217,7 @@ def test_the_cache_takes_no_more_bytes_than_the_weights(tiny_llama, monkeypatch)
 
 
 def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 16)
     prompt, told = texts(1, 100, 100)[0], []
     lookahead.generate(
         tiny_llama, tiny_tokenizer, prompt, max_new_tokens=4, on_prefill=lambda *told_now: told.append(told_now)
@@ -233,7 +233,7 @@ def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch)
 
 
 def test_a_model_that_scores_no_trees_is_served_one_prompt_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):
-    from lookahead.models.support import Support
+    from lookahead.backend.support import Support
 
     monkeypatch.setattr("lookahead.generation.scheduler.support_of", lambda *_, **__: Support("chains", "of a test"))
     prompts = texts(3)
@@ -258,9 +258,9 @@ def test_a_mode_without_exact_form_is_refused(tiny_llama, tiny_tokenizer):
 def test_a_model_that_scores_no_drafts_is_decoded_plainly_unless_drafts_were_asked_for(
     tiny_llama, tiny_tokenizer, monkeypatch
 ):
-    from lookahead.models.support import Support
+    from lookahead.backend.support import Support
 
-    for place in ("lookahead.models.support", "lookahead.generation.scheduler"):
+    for place in ("lookahead.backend.support", "lookahead.generation.scheduler"):
         monkeypatch.setattr(f"{place}.support_of", lambda *_, **__: Support("none", "it is told so"))
     prompts = texts(3)
     done = many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
+from lookahead.backend.target import Target
 from lookahead.drafting.tree import TokenTree
-from lookahead.models.target import Target
 from tests.support.families import FAMILIES, build
 from tests.support.random_trees import ancestor_mask
 
@@ -165,7 +165,7 @@ def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) 
 def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 5)
     target = Target(model, rows=3, capacity=64)
     with torch.inference_mode(), target.serving():
         target.prefill(PROMPTS)

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backend.cpu import linears
 from lookahead.errors import UnsupportedModelError
-from lookahead.models import linears
-from lookahead.models.model_state import state_of
-from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
+from lookahead.hf.model_state import state_of
+from lookahead.hf.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 
 distributed = pytest.importorskip("torch.distributed")
 PROCESSES = 2

@@ -172,7 +172,7 @@ def test_a_decode_that_fails_leaves_one_on_another_thread_alone(looping_llama: L
 def test_threads_that_meet_a_model_together_probe_it_once(
     looping_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lookahead.models import support
+    from lookahead.backend import support
 
     model, expected = copied(looping_llama), ours(copied(looping_llama))
     probe, probes, barrier = support._probe, [], Barrier(4)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lookahead import Heads, LookaheadConfig, generate
 from lookahead.cli.app import app
 from lookahead.errors import TrainingError
-from lookahead.models.loading import load
+from lookahead.hf.loading import load
 
 OPTIONS = ["--heads", "2", "--batch-size", "4", "--max-new-tokens", "16", "--threads", "1"]
 

@@ -25,7 +25,7 @@ import torch
 
 from bench.command import use_one_thread
 from bench.prompts import SUMMARIZER, passages
-from lookahead.models.loading import LoadedModel, load
+from lookahead.hf.loading import LoadedModel, load
 from lookahead.summarization.prompting import Prompting
 from tools.train_extractor.corpus import read_documents
 

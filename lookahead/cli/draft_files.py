@@ -15,8 +15,8 @@ from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.readers import count_documents
 from lookahead.errors import ConfigError, count
+from lookahead.hf.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_process
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, ModelOptions, option
-from lookahead.models.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_process
 
 if TYPE_CHECKING:
     from lookahead.ngram.memory_file import MemoryHeader

@@ -17,8 +17,8 @@ from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN
 from lookahead.errors import ConfigError, PromptError
+from lookahead.hf.loading import DEFAULT_MODEL, locate_model
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions, new_tokens_option, option
-from lookahead.models.loading import DEFAULT_MODEL, locate_model
 
 if TYPE_CHECKING:
     from lookahead.generation.conversation import Conversation

@@ -18,8 +18,8 @@ from lookahead.cli.options import PromptOptions, read_prompt_file
 from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
+from lookahead.hf.loading import locate_model
 from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
-from lookahead.models.loading import locate_model
 from lookahead.utils.atomic import write_atomically
 
 _STYLES = ("black on green", "black on yellow", "white on blue", "white on magenta")
@@ -49,7 +49,7 @@ def calibrate(options: CalibrateOptions) -> None:
     if options.cache is not None and options.cache.exists() and not options.cache.is_dir():
         raise ConfigError(f"cache must be a folder, got the file {str(options.cache)!r}")
     loaded = load(options, measures_costs=False)
-    from lookahead.models.calibration import CONTEXTS
+    from lookahead.backend.calibration import CONTEXTS
 
     with console(sys.stderr).status("measuring"):
         calibration = lookahead.calibrate_costs(loaded.model, options.context or CONTEXTS)

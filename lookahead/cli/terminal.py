@@ -27,11 +27,11 @@ import lookahead
 from lookahead.documents.decode_text import DocumentId, Reject
 from lookahead.documents.inputs import Input, find_inputs
 from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
+from lookahead.hf import loading
+from lookahead.hf.gguf_files import convert_once, is_gguf
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.job import JobTotals
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions
-from lookahead.models import loading
-from lookahead.models.gguf_files import convert_once, is_gguf
 
 if TYPE_CHECKING:
     from lookahead.pools.pool_files import PoolTotals
@@ -180,7 +180,7 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
 
 def prepare(options: DeviceOptions, location: str) -> None:
     """Prepare the process for a model: wrong options are refused before a GGUF file is converted, which takes long."""
-    from lookahead.models.quantized import resolve_quantize
+    from lookahead.hf.quantized import resolve_quantize
 
     watch_compilation()
     loading.prepare_process(options.threads)

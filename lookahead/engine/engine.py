@@ -9,16 +9,16 @@ from contextlib import AbstractContextManager
 import numpy as np
 from torch import Tensor
 
+from lookahead.backend.target import OnPrefill, Target
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
 from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, batch_propose_fn
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
-from lookahead.models.cache import RowStates
-from lookahead.models.model_state import state_of
-from lookahead.models.target import OnPrefill, Target
-from lookahead.models.tensor_parallel import tensor_parallel_group
+from lookahead.hf.cache import RowStates
+from lookahead.hf.model_state import state_of
+from lookahead.hf.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.proposers.validated import ValidatedProposer
 from lookahead.verification.exact import Scores, read_scores

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from lookahead.backend.target import OnPrefill
 from lookahead.drafting.tree import IntArray
 from lookahead.engine.row import StepOutput
-from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.backend.target import OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prompts import Prompt, PromptReader, Prompts, Truncation
 from lookahead.generation.scheduler import Completion, Scheduler
-from lookahead.models.cache import cache_in
-from lookahead.models.target import OnPrefill
+from lookahead.hf.cache import cache_in
 from lookahead.stats import DecodingStats, total
 from lookahead.verification.stopping import FinishReason
 

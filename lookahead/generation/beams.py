@@ -21,21 +21,21 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from lookahead.backend.cpu.linears import LinearScope
+from lookahead.backend.cpu.product_bits import has_bits_of_copies
+from lookahead.backend.encoder_decoder import empty_cache
+from lookahead.backend.self_check import kernels_agree, may_keep_bits
+from lookahead.backend.support import support_of, vocabulary_size
+from lookahead.backend.target import Target
 from lookahead.config import LookaheadConfig
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError, with_place
 from lookahead.generation import validation
 from lookahead.generation.hf_outputs import append_states, copy_prefix_from
-from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
-from lookahead.models.cache import CACHE, cache_in, tokens_in
-from lookahead.models.encoder_decoder import empty_cache
-from lookahead.models.linears import LinearScope
-from lookahead.models.model_state import state_of
-from lookahead.models.product_bits import has_bits_of_copies
-from lookahead.models.self_check import kernels_agree, may_keep_bits
-from lookahead.models.support import support_of, vocabulary_size
-from lookahead.models.target import Target
+from lookahead.hf.beam_tree import DEAD_NODES, BeamModel, BeamTree
+from lookahead.hf.cache import CACHE, cache_in, tokens_in
+from lookahead.hf.model_state import state_of
 from lookahead.verification.stopping import FinishReason, reason_of
 
 LONG_PROMPT = 64

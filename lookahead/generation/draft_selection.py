@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.backend.calibration import pass_seconds
+from lookahead.backend.target import input_device
 from lookahead.config import LookaheadConfig
 from lookahead.generation.api import generate
 from lookahead.generation.prompts import pad_token_of
-from lookahead.models.calibration import pass_seconds
-from lookahead.models.model_state import LearnedState, use_learned
-from lookahead.models.target import input_device
+from lookahead.hf.model_state import LearnedState, use_learned
 from lookahead.proposers.draft_model import DraftModel
 from lookahead.stats import DecodingStats, total_in_sequence
 

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from lookahead.backend.support import validate_model
 from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
 from lookahead.generation.validation import check_config, resolved, serve_stop_strings
-from lookahead.models.support import validate_model
 
 _guard = RLock()  # held while switches are turned
 

@@ -18,6 +18,10 @@ from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from lookahead.backend import self_check, support
+from lookahead.backend.calibration import node_cost
+from lookahead.backend.encoder_decoder import ChainTarget, DecoderTarget, empty_cache
+from lookahead.backend.target import Shape, Target, input_device
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.budget import LookaheadBranch
 from lookahead.drafting.controller import Controller
@@ -30,15 +34,11 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.generation import validation
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
 from lookahead.generation.hf_outputs import collect, copy_prefix_from, return_cache, scores_by_step
-from lookahead.models import self_check, support
-from lookahead.models.cache import CACHE, cache_in, tokens_in
-from lookahead.models.calibration import node_cost
-from lookahead.models.encoded_rows import Encoded
-from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, empty_cache
-from lookahead.models.model_code import changed_cache, edits_inputs, version_of
-from lookahead.models.model_state import outside_passes, state_of, undisturbed
-from lookahead.models.target import Shape, Target, input_device
-from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
+from lookahead.hf.cache import CACHE, cache_in, tokens_in
+from lookahead.hf.encoded_rows import Encoded
+from lookahead.hf.model_code import changed_cache, edits_inputs, version_of
+from lookahead.hf.model_state import outside_passes, state_of, undisturbed
+from lookahead.hf.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.pools.pool_files import pool_of
 from lookahead.proposers import ProposerState, make_proposers
 from lookahead.verification.sampling import TokenChooser, warp_of

@@ -15,7 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerB
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.generation.text_pieces import TextPieces
-from lookahead.models.cache import RowStates, TreeCache
+from lookahead.hf.cache import RowStates, TreeCache
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason
 

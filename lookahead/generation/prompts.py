@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.backend.encoder_decoder import side_positions
+from lookahead.backend.support import context_limit, vocabulary_size
+from lookahead.backend.target import input_device
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.generation import validation
 from lookahead.generation.hf import prepare
-from lookahead.models.encoder_decoder import side_positions
-from lookahead.models.support import context_limit, vocabulary_size
-from lookahead.models.target import input_device
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from lookahead.backend.support import support_of
+from lookahead.backend.target import OnPrefill, input_device, prefills_at_once
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
@@ -18,8 +20,6 @@ from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.hf import assemble, encoded_in, takes_rows_apart
 from lookahead.generation.prompts import Prompt, PromptReader
 from lookahead.generation.validation import validate_call
-from lookahead.models.support import support_of
-from lookahead.models.target import OnPrefill, input_device, prefills_at_once
 from lookahead.stats import DecodingStats
 from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import FinishReason, stateful_name, stopping_rule

@@ -16,13 +16,13 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState
 
+from lookahead.backend.step_costs import prepare_costs
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, UnsupportedModelError, first_line
 from lookahead.generation.enable import Generate, enable
-from lookahead.models.checkpoints import load_weights
-from lookahead.models.loading import locate_model, resolve_device, resolve_dtype, to_safetensors
-from lookahead.models.quantized import resolve_quantize
-from lookahead.models.step_costs import prepare_costs
+from lookahead.hf.checkpoints import load_weights
+from lookahead.hf.loading import locate_model, resolve_device, resolve_dtype, to_safetensors
+from lookahead.hf.quantized import resolve_quantize
 
 if TYPE_CHECKING:
     import uvicorn

@@ -19,7 +19,7 @@ from lookahead.config import LookaheadConfig, refuse_removed
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError
-from lookahead.models.loading import DEFAULT_MODEL, locate_model
+from lookahead.hf.loading import DEFAULT_MODEL, locate_model
 from lookahead.utils.atomic import read_regular
 
 if sys.version_info >= (3, 11):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from lookahead.backend.support import vocabulary_size
 from lookahead.errors import PoolError
-from lookahead.models.model_state import state_of
-from lookahead.models.support import vocabulary_size
+from lookahead.hf.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR, ChainIndex, IntArray
 from lookahead.ngram.pool_file import Pool, read_header, write_pool
 from lookahead.pools.pool_files import changing, join_documents, open_pool, pool_errors

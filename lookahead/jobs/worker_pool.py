@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TextIO
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError, LookaheadError, first_line
+from lookahead.hf.loading import load, prepare_process
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job_options import WorkerOptions
-from lookahead.models.loading import load, prepare_process
 from lookahead.summarization.summarizer import Outcome, Summarized, Summarizer, Summary
 
 TRIES = 3  # workers that may die with a document in flight before it is rejected
@@ -44,7 +44,7 @@ class RayWorker:
 
         An error in the options is returned, not raised.
         """
-        from lookahead.models.step_costs import prepare_costs
+        from lookahead.backend.step_costs import prepare_costs
 
         options = self._options
         try:

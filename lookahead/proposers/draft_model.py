@@ -13,15 +13,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.backend.calibration import pass_seconds
+from lookahead.backend.encoder_decoder import ChainTarget, DecoderTarget, encode, side_positions
+from lookahead.backend.support import (
+    decoder_vocabulary,
+    support_of,
+    validate_causal_lm,
+    validate_model,
+    vocabulary_size,
+)
+from lookahead.backend.target import Shape, Target
 from lookahead.config import check_whole
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
-from lookahead.models.calibration import pass_seconds
-from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, encode, side_positions
-from lookahead.models.model_state import state_of
-from lookahead.models.support import decoder_vocabulary, support_of, validate_causal_lm, validate_model, vocabulary_size
-from lookahead.models.target import Shape, Target
+from lookahead.hf.model_state import state_of
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint

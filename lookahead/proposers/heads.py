@@ -8,13 +8,13 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
+from lookahead.backend.cpu.product_bits import FEWEST_WEIGHTS
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.heads.head_files import Network, fresh_rates, make_drafter, open_heads
 from lookahead.heads.layers import lm_head
-from lookahead.models.model_state import state_of
-from lookahead.models.product_bits import FEWEST_WEIGHTS
-from lookahead.models.quantized import quantize_linears
+from lookahead.hf.model_state import state_of
+from lookahead.hf.quantized import quantize_linears
 from lookahead.ngram.acceptance import AcceptanceTable
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from lookahead.backend.target import OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.generation.api import GenerationResult, generate
 from lookahead.generation.prompts import PromptReader, pad_prompts, pad_token_of
 from lookahead.generation.scheduler import Completion, Scheduler, cache_tokens_of
-from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats, total, total_in_sequence
 from lookahead.summarization.pipeline import PlainFigures, Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompting import PromptFitter, SummaryRequest

@@ -20,7 +20,7 @@ from lookahead.heads.head_files import TrainedHeads, read_object, write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import begin_fused, begin_mtp, fresh_fused
 from lookahead.heads.layers import body_of, layer_config, lm_head
-from lookahead.models.loading import LoadedModel
+from lookahead.hf.loading import LoadedModel
 from lookahead.training.examples import Example, Say, answer_prompts, make_examples, read_records, split_examples
 from lookahead.training.learners import EagleLearner, FusedEagleLearner, IndependentHeadsLearner, Learner
 from lookahead.utils.atomic import write_atomically

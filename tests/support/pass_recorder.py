@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lookahead.models.self_check import is_bitwise, kernels_agree
-from lookahead.models.support import support_of
+from lookahead.backend.self_check import is_bitwise, kernels_agree
+from lookahead.backend.support import support_of
 
 Run = Callable[[], tuple[Tensor, ...]]
 

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead import LookaheadConfig
+from lookahead.backend.target import Target
 from lookahead.engine.engine import Engine
 from lookahead.generation.hf import prepare
-from lookahead.models.target import Target
 from lookahead.stats import DecodingStats
 
 Cost = Callable[[int], float]

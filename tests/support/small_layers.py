@@ -21,9 +21,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from lookahead.backend.cpu import fused_layers
+from lookahead.backend.target import Target
 from lookahead.drafting.tree import TokenTree
-from lookahead.models import fused_layers
-from lookahead.models.target import Target
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 SIZES: dict[str, Any] = {

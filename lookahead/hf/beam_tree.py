@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from lookahead.backend.target import Target
 from lookahead.drafting.tree import IntArray, TokenTree, node_depths
-from lookahead.models.cache import RowStates
-from lookahead.models.target import Target
+from lookahead.hf.cache import RowStates
 
 Read = Callable[[Tensor, Any], Tensor]
 DEAD_NODES = 64

@@ -21,8 +21,8 @@ import xxhash
 from platformdirs import user_cache_path
 
 from lookahead.errors import UnsupportedModelError, first_line
-from lookahead.models.checkpoints import auto_class, load_weights, no_bars
-from lookahead.models.gguf_metadata import check_metadata
+from lookahead.hf.checkpoints import auto_class, load_weights, no_bars
+from lookahead.hf.gguf_metadata import check_metadata
 from lookahead.utils.cache_folders import writable_folder
 from lookahead.utils.locks import locked
 

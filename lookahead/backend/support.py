@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from lookahead.backend.encoder_decoder import ChainTarget, DecoderTarget, encode
+from lookahead.backend.target import Shape, Target, input_device, rope_parameters_of
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory, named, with_place
-from lookahead.models.cache import CACHE
-from lookahead.models.encoder_decoder import ChainTarget, DecoderTarget, encode
-from lookahead.models.model_code import attention_code, changed_attention, changed_caches, odd_window
-from lookahead.models.model_state import state_of
-from lookahead.models.quantized import QuantizedLinear
-from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
+from lookahead.hf.cache import CACHE
+from lookahead.hf.model_code import attention_code, changed_attention, changed_caches, odd_window
+from lookahead.hf.model_state import state_of
+from lookahead.hf.quantized import QuantizedLinear
 from lookahead.utils.shipped import is_shipped
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})

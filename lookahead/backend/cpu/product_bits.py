@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
+from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.hf.model_code import arithmetic_flags
+from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import packed_product
 from lookahead.kernels.packed_product import PackedWeight
-from lookahead.models.exact_attention import MAX_ROWS
-from lookahead.models.model_code import arithmetic_flags
-from lookahead.models.quantized import QuantizedLinear
 
 FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
 _OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is left over

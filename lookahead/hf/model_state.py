@@ -14,7 +14,7 @@ import torch
 
 from lookahead.drafting.budget import BranchState, DraftingBudget
 from lookahead.drafting.cost_model import StepCost
-from lookahead.models.model_code import Version, is_ours, version_of
+from lookahead.hf.model_code import Version, is_ours, version_of
 
 T = TypeVar("T")
 _MAX_VERSIONS = 4  # of a model, whose verdicts are kept

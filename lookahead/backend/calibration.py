@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.support import support_of
+from lookahead.backend.target import Target, input_device, position_limit
 from lookahead.drafting.cost_model import NODE_COST, StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
-from lookahead.models.self_check import is_bitwise
-from lookahead.models.support import support_of
-from lookahead.models.target import Target, input_device, position_limit
 from lookahead.verification.exact import likeliest
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)

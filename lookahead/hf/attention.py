@@ -17,11 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from lookahead.backend.cpu.exact_attention import PerNodeAttention, attend_per_node, attends_by_kernel, own_attention
+from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass
+from lookahead.hf.cache import TreeLayer
+from lookahead.hf.model_state import pass_local, patched_attribute
 from lookahead.kernels import dispatch
-from lookahead.models.cache import TreeLayer
-from lookahead.models.exact_attention import PerNodeAttention, attend_per_node, attends_by_kernel, own_attention
-from lookahead.models.model_state import pass_local, patched_attribute
-from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass
 
 ATTENTION_NAME = "lookahead_tree"
 

@@ -20,12 +20,7 @@ from torch.nn.modules import module as modules_of_torch
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lookahead.errors import with_place
-from lookahead.kernels import layer_ops
-from lookahead.kernels.jobs import run
-from lookahead.models.attention import per_node_by_kernel
-from lookahead.models.cache import CACHE, TreeCache
-from lookahead.models.layer_jobs import (
+from lookahead.backend.cpu.layer_jobs import (
     FEWEST_SLOTS,
     LINEARS,
     MAX_TABLE_NODES,
@@ -38,10 +33,15 @@ from lookahead.models.layer_jobs import (
     jobs_of_heads,
     norm_of,
 )
-from lookahead.models.linears import packed_weights
-from lookahead.models.model_code import arithmetic_flags, code_of, is_intercepted, is_set_by_user, multiplies_as_shipped
-from lookahead.models.model_state import pass_local, patched_attribute
-from lookahead.models.quantized import QuantizedLinear
+from lookahead.backend.cpu.linears import packed_weights
+from lookahead.errors import with_place
+from lookahead.hf.attention import per_node_by_kernel
+from lookahead.hf.cache import CACHE, TreeCache
+from lookahead.hf.model_code import arithmetic_flags, code_of, is_intercepted, is_set_by_user, multiplies_as_shipped
+from lookahead.hf.model_state import pass_local, patched_attribute
+from lookahead.hf.quantized import QuantizedLinear
+from lookahead.kernels import layer_ops
+from lookahead.kernels.jobs import run
 
 _FAMILIES = {
     (f"transformers.models.{family.lower()}.modeling_{family.lower()}", f"{family}DecoderLayer"): family

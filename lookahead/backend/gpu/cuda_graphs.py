@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, padded_rows
 from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import first_line
-from lookahead.models.attention import AttentionScope
-from lookahead.models.cache import CACHE, TreeCache
-from lookahead.models.model_code import Version, version_of
-from lookahead.models.model_state import ModelState, state_of
-from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows
+from lookahead.hf.attention import AttentionScope
+from lookahead.hf.cache import CACHE, TreeCache
+from lookahead.hf.model_code import Version, version_of
+from lookahead.hf.model_state import ModelState, state_of
 
 _FEWEST_SLOTS = 1024  # a row
 CAPTURE_AT = 3  # uses of a shape before it is recorded: a shape that is used once is not worth it

@@ -22,8 +22,8 @@ from platformdirs import user_cache_path
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lookahead.backend.cpu.product_bits import Layout, lay_out
 from lookahead.kernels import packed_product
-from lookahead.models.product_bits import Layout, lay_out
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 

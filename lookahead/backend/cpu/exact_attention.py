@@ -22,8 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.hf.model_code import arithmetic_flags
 from lookahead.kernels import row_attention
-from lookahead.models.model_code import arithmetic_flags
 
 Attention = Callable[..., tuple[Tensor, Any]]
 Step = tuple[int, int, int, Tensor | None]

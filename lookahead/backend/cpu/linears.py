@@ -19,12 +19,9 @@ import xxhash
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lookahead.kernels.packed_product import PackedWeight
-from lookahead.models import product_bits
-from lookahead.models.exact_attention import MAX_ROWS
-from lookahead.models.model_code import is_intercepted, multiplies_as_shipped
-from lookahead.models.model_state import pass_local, patched_attribute, state_of
-from lookahead.models.product_bits import (
+from lookahead.backend.cpu import product_bits
+from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.cpu.product_bits import (
     Bits,
     Kind,
     Layout,
@@ -36,8 +33,11 @@ from lookahead.models.product_bits import (
     rows_of,
     takes_any_rows,
 )
-from lookahead.models.product_choice import LAYOUTS, measured_backends
-from lookahead.models.quantized import QuantizedLinear
+from lookahead.backend.cpu.product_choice import LAYOUTS, measured_backends
+from lookahead.hf.model_code import is_intercepted, multiplies_as_shipped
+from lookahead.hf.model_state import pass_local, patched_attribute, state_of
+from lookahead.hf.quantized import QuantizedLinear
+from lookahead.kernels.packed_product import PackedWeight
 
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
 _UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from lookahead.backend.cpu.product_bits import Bits
+from lookahead.backend.target import Target, input_device, inputs_of, position_limit
+from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
-from lookahead.models.cache import CACHE
-from lookahead.models.encoded_rows import Encoded, EncodedRows
-from lookahead.models.product_bits import Bits
-from lookahead.models.target import Target, input_device, inputs_of, position_limit
-from lookahead.models.tree_pass import TreePass
+from lookahead.hf.cache import CACHE
+from lookahead.hf.encoded_rows import Encoded, EncodedRows
 
 
 def empty_cache(model: PreTrainedModel) -> EncoderDecoderCache:

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookahead.backend.cpu.exact_attention import PerNodeAttention
 from lookahead.drafting.sizes import DEFAULT_NODES
+from lookahead.hf.cache import TreeCache
 from lookahead.kernels import layer_ops, row_attention
 from lookahead.kernels.jobs import Job, run_table, table_of
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
-from lookahead.models.cache import TreeCache
-from lookahead.models.exact_attention import PerNodeAttention
 from lookahead.utils.addresses import KeepsAddresses
 
 LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
@@ -40,7 +40,7 @@ class LayerParts(NamedTuple):
 
     @property
     def reimplemented(self) -> tuple[Any, ...]:
-        """The modules whose code the jobs stand for; linear layers are those of `lookahead.models.linears`."""
+        """The modules whose code the jobs stand for; linear layers are those of `lookahead.backend.cpu.linears`."""
         mlp = self.layer.mlp
         return (self.layer, self.attention, mlp, mlp.act_fn, *self.norms)
 

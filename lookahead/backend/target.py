@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lookahead.backend.cpu import fused_layers
+from lookahead.backend.cpu.exact_attention import takes_rows
+from lookahead.backend.cpu.linears import LinearScope
+from lookahead.backend.cpu.product_bits import Bits
+from lookahead.backend.gpu.cuda_graphs import GraphRunner, KeptGraphs
+from lookahead.backend.gpu.kernel_trial import try_kernels
+from lookahead.backend.tree_pass import AttentionSpan, TreePass
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.hf.attention import AttentionScope
+from lookahead.hf.cache import CACHE, TreeCache, windows_of
+from lookahead.hf.model_code import version_of
+from lookahead.hf.model_state import outside_passes
 from lookahead.kernels import dispatch
-from lookahead.models import fused_layers
-from lookahead.models.attention import AttentionScope
-from lookahead.models.cache import CACHE, TreeCache, windows_of
-from lookahead.models.cuda_graphs import GraphRunner, KeptGraphs
-from lookahead.models.exact_attention import takes_rows
-from lookahead.models.kernel_trial import try_kernels
-from lookahead.models.linears import LinearScope
-from lookahead.models.model_code import version_of
-from lookahead.models.model_state import outside_passes
-from lookahead.models.product_bits import Bits
-from lookahead.models.tree_pass import AttentionSpan, TreePass
 
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
@@ -96,9 +96,9 @@ class Target:
         captures: Whether `score` records CUDA graphs, with trees padded to few sizes.
         most_nodes: Nodes of the largest expected tree, its root included.
         is_bitwise: Whether every node attends alone, so that in half precision on a CPU the logits have the bits of
-            decoding each row alone, token by token (`lookahead.models.exact_attention`). The prompts of several rows
+            decoding each row alone, token by token (`lookahead.backend.cpu.exact_attention`). The prompts of several rows
             must be read one at a time.
-        packs: Whether linear layers may keep packed copies of their weights (`lookahead.models.linears`).
+        packs: Whether linear layers may keep packed copies of their weights (`lookahead.backend.cpu.linears`).
         has_kernels: Whether kernels may stand for linear layers and whole layers of the model.
         is_together: Whether `is_bitwise` means the bits of decoding all nodes of a pass as the rows of a batch.
     """

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookahead.backend.cpu.exact_attention import PerNodeAttention
 from lookahead.drafting.tree import TokenTree
-from lookahead.models.cache import TreeCache, TreeSlots
-from lookahead.models.exact_attention import PerNodeAttention
+from lookahead.hf.cache import TreeCache, TreeSlots
 from lookahead.utils.jit import njit
 
 

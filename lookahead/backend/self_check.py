@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.errors import is_out_of_memory, with_place
-from lookahead.models.cache import CACHE
-from lookahead.models.encoder_decoder import DecoderTarget, empty_cache, encode
-from lookahead.models.exact_attention import MAX_ROWS
-from lookahead.models.linears import keeps_bits
-from lookahead.models.model_state import state_of
-from lookahead.models.product_bits import has_other_products
-from lookahead.models.support import (
+from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.cpu.linears import keeps_bits
+from lookahead.backend.cpu.product_bits import has_other_products
+from lookahead.backend.encoder_decoder import DecoderTarget, empty_cache, encode
+from lookahead.backend.support import (
     CHAIN,
     PROBES,
     TOLERANCE,
@@ -29,7 +25,11 @@ from lookahead.models.support import (
     decoder_vocabulary,
     own_logits,
 )
-from lookahead.models.target import Shape, Target, input_device
+from lookahead.backend.target import Shape, Target, input_device
+from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.errors import is_out_of_memory, with_place
+from lookahead.hf.cache import CACHE
+from lookahead.hf.model_state import state_of
 
 _SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
 _TRIALS = 8

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead.documents.byte_sources import in_time
 from lookahead.errors import ConfigError, UnsupportedModelError, first_line
-from lookahead.models.checkpoints import load_weights, no_bars
-from lookahead.models.gguf_files import convert_once, is_gguf
+from lookahead.hf.checkpoints import load_weights, no_bars
+from lookahead.hf.gguf_files import convert_once, is_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ def load(
     chosen = resolve_dtype(dtype, target, quantize)
     from transformers import AutoConfig, AutoTokenizer
 
-    from lookahead.models.quantized import resolve_quantize
+    from lookahead.hf.quantized import resolve_quantize
 
     quantization = resolve_quantize(quantize, target)
     location = to_safetensors(location)

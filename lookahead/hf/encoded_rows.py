@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from lookahead.backend.tree_pass import Cross
 from lookahead.drafting.tree import IntArray
-from lookahead.models.cache import CACHE, TreeCache
-from lookahead.models.tree_pass import Cross
+from lookahead.hf.cache import CACHE, TreeCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Passes on GPUs: CUDA graphs, kernels that were tested."""

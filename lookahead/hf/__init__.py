@@ -1,0 +1,1 @@
+"""HuggingFace models and transformers: loading, caches, hooks; the only room that uses its private names."""

@@ -1,1 +1,0 @@
-"""HuggingFace models as verification targets: loading, KV cache, tree attention, fixed-shape passes, step costs."""
