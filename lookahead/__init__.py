@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from lookahead.generation.api import generate as generate
     from lookahead.generation.api import stream as stream
     from lookahead.generation.api import stream_many as stream_many
+    from lookahead.generation.decode import decode as decode
     from lookahead.generation.enable import enable as enable
-    from lookahead.generation.hf import decode as decode
     from lookahead.generation.model_memory import save_memory as save_memory
     from lookahead.generation.scheduler import Completion as Completion
     from lookahead.hf.loading import LoadedModel as LoadedModel
@@ -57,7 +57,7 @@ _NAMES_BY_MODULE = {
     "config": ["LookaheadConfig"],
     "generation.api": ["GenerationResult", "generate", "stream", "stream_many"],
     "generation.enable": ["enable"],
-    "generation.hf": ["decode"],
+    "generation.decode": ["decode"],
     "generation.model_memory": ["save_memory"],
     "generation.scheduler": ["Completion"],
     "models.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.choice import backend_for
+from lookahead.backend.protocol import Backend, BitPolicy, PromptTokens
+from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
-from lookahead.backend.target import Target, input_device, position_limit
 from lookahead.drafting.cost_model import NODE_COST, StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.hf.facts import input_device, position_limit
 from lookahead.verification.exact import likeliest
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
@@ -142,10 +144,8 @@ def _sweep(
     if support.shape == "none":
         raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")
     device, shape = input_device(model), support.shape
-    target = Target(
-        model, rows=1, capacity=length, shape=shape, most_nodes=max(nodes),
-        is_bitwise=shape == "trees" and is_bitwise(model),
-    )  # fmt: skip
+    backend = backend_for(model, rows=1, capacity=length, shape=shape, most_nodes=max(nodes))
+    policy = BitPolicy.SOLO if shape == "trees" and keeps_solo_bits(model) else BitPolicy.ROUNDED
     rng = np.random.default_rng(0)
     config: Any = model.config.get_text_config()
     prompt = rng.integers(0, config.vocab_size, context + 1).astype(np.int32)
@@ -154,24 +154,24 @@ def _sweep(
         tokens = (np.arange(n, dtype=np.int32) + rng.integers(config.vocab_size)) % config.vocab_size  # siblings differ
         trees.append(TokenTree.from_parents(tokens, (np.arange(n) - 1).clip(0) // children))
     spent: list[list[float]] = []
-    with target.serving():
-        target.prefill([prompt[:2]])  # a model that is too slow reads no more than this
-        plain_s = min(timed(partial(_step, target, trees[nodes.index(1)]), device) for _ in range(2))
+    with backend.serving():
+        backend.read([PromptTokens(prompt[:2])])  # a model that is too slow reads no more than this
+        plain_s = min(timed(partial(_step, backend, trees[nodes.index(1)], policy), device) for _ in range(2))
         round_s, warm_ups = plain_s * len(nodes) * _STEP_TO_PLAIN, _WARM_UPS
         if within_s < math.inf:
             rounds, warm_ups = max(1, min(rounds, int(QUICK_S / round_s) - 1)), 1
         if round_s * (warm_ups + rounds) > within_s:
             return [], 0.0
-        target.prefill([prompt])
+        backend.read([PromptTokens(prompt)])
         for _ in range(warm_ups + rounds):
-            spent.append([timed(partial(_step, target, tree), device) for tree in trees])
-    kv_bytes = sum(each.nbytes / each.shape[1] for each in target.cache.buffers())
+            spent.append([timed(partial(_step, backend, tree, policy), device) for tree in trees])
+    kv_bytes = sum(each.nbytes / each.shape[1] for each in backend.cache.buffers())
     return [statistics.median(each) for each in zip(*spent[warm_ups:], strict=True)], kv_bytes
 
 
-def _step(target: Target, tree: TokenTree) -> None:
+def _step(backend: Backend, tree: TokenTree, policy: BitPolicy) -> None:
     """Score a tree and read the argmax, as decoding does."""
-    likeliest(target.score([tree])).cpu()
+    likeliest(backend.score([tree], policy)).cpu()
 
 
 def _points(

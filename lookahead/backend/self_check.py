@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lookahead.backend.choice import backend_for
+from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.linears import keeps_bits
 from lookahead.backend.cpu.product_bits import has_other_products
-from lookahead.backend.encoder_decoder import DecoderTarget, empty_cache, encode
+from lookahead.backend.protocol import BitPolicy, PromptTokens, Shape
 from lookahead.backend.support import (
     CHAIN,
     PROBES,
@@ -22,13 +24,13 @@ from lookahead.backend.support import (
     TREE,
     agree,
     croppable_cache,
-    decoder_vocabulary,
     own_logits,
 )
-from lookahead.backend.target import Shape, Target, input_device
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.hf.cache import CACHE
+from lookahead.hf.facts import attention_name, calls_registered_attention, decoder_vocabulary, empty_cache, input_device
+from lookahead.hf.inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 
 _SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
@@ -51,12 +53,12 @@ def _kernels_agree(model: PreTrainedModel, shape: Shape, packs: bool) -> bool:
     vocabulary = decoder_vocabulary(model)
     first, *drafted = (token * vocabulary // 9 for token in PROBES[0])
     tree = TokenTree.from_parents(drafted, TREE if shape == "trees" else CHAIN)
-    target = Target(model, rows=1, capacity=64, shape=shape, packs=packs)
+    backend = backend_for(model, rows=1, capacity=64, shape=shape, packs=packs)
     problem = "other logits than by the model's own code"
     try:
-        with target.serving():
-            target.prefill([np.array([first, drafted[0]], np.int32)])
-            logits = target.score([tree])[0, -2]
+        with backend.serving():
+            backend.read([PromptTokens(np.array([first, drafted[0]], np.int32))])
+            logits = backend.score([tree])[0, -2]
         path = [first, *(drafted[node] for node in _path_to(tree, len(drafted) - 2))]
         if agree(model, logits, own_logits(model, [path], path)[0, -1]):
             return True
@@ -76,7 +78,7 @@ def _path_to(tree: TokenTree, node: int) -> list[int]:
     return path
 
 
-def is_bitwise(model: PreTrainedModel) -> bool:
+def keeps_solo_bits(model: PreTrainedModel) -> bool:
     """Whether the logits of a tree can have the bits of decoding token by token: half precision on a CPU.
 
     The first call for a model compares the nodes of a tree with passes over one token each.
@@ -93,8 +95,8 @@ def may_keep_bits(model: PreTrainedModel) -> bool:
     return (
         model.dtype in TOLERANCE
         and input_device(model).type == "cpu"
-        and model._can_set_attn_implementation()
-        and config._attn_implementation in ("sdpa", "eager")
+        and calls_registered_attention(model)
+        and attention_name(config) in ("sdpa", "eager")
         # Masks of chunks change the order of summation.
         and not getattr(config, "attention_chunk_size", None)
         and not torch.is_autocast_enabled("cpu")
@@ -129,13 +131,13 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
         encoded = encode(model, [prompt])
         caches.append(empty_cache(model))
         inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
-        target: Target = DecoderTarget(model, encoded, is_bitwise=True)
+        backend = CpuBackend(model, rows=1, capacity=64, make_inputs=partial(EncoderInputs, encoded=encoded))
     else:
         caches.append(croppable_cache(model))
-        target = Target(model, rows=1, capacity=64, is_bitwise=True)
-    with target.serving():
-        target.prefill([prompt])
-        scores = target.score([tree])[0]
+        backend = CpuBackend(model, rows=1, capacity=64)
+    with backend.serving():
+        backend.read([PromptTokens(prompt)])
+        scores = backend.score([tree], BitPolicy.SOLO)[0]
     _own_pass(model, prompt, caches[0], inputs)
     caches[0].crop(-1)
     caches.append(deepcopy(caches[0]))

@@ -22,10 +22,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.backend import calibration
-from lookahead.backend.support import context_limit, validate_causal_lm
 from lookahead.config import refuses_removed
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError
+from lookahead.hf.facts import context_limit, validate_causal_lm
 from lookahead.hf.model_state import state_of
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked

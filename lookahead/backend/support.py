@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from os import PathLike, fspath
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -14,12 +13,22 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from lookahead.backend.encoder_decoder import ChainTarget, DecoderTarget, encode
-from lookahead.backend.target import Shape, Target, input_device, rope_parameters_of
+from lookahead.backend.chain_backend import ChainBackend
+from lookahead.backend.choice import backend_for
+from lookahead.backend.protocol import BitPolicy, PromptTokens, Shape
+from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
-from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory, named, with_place
+from lookahead.errors import is_out_of_memory, named, with_place
 from lookahead.hf.cache import CACHE
+from lookahead.hf.facts import (
+    calls_registered_attention,
+    decoder_vocabulary,
+    input_device,
+    rope_parameters_of,
+    vocabulary_size,
+)
+from lookahead.hf.inputs import EncoderInputs, encode
 from lookahead.hf.model_code import attention_code, changed_attention, changed_caches, odd_window
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
@@ -72,7 +81,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     windows, longest, what = [getattr(config, "keep_window_size", None)], max_length, "its own attention code"
     if model.config.is_encoder_decoder:  # whose cache is that of transformers
         longest, what = max_length + MAX_NODES_LIMIT + 1, "the cache of its decoder"
-    if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
+    if model.config.is_encoder_decoder or not calls_registered_attention(model):
         windows.append(getattr(config, "sliding_window", None))
     for window in windows:
         if window is not None and longest > window:
@@ -232,24 +241,30 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     paths: list[list[int]] = []  # tokens from the root to every node
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*(paths[parent] if paths else []), token])
-    is_batch = shape == "trees" and (not model.config.is_encoder_decoder or model._can_set_attn_implementation())
+    is_batch = shape == "trees" and (not model.config.is_encoder_decoder or calls_registered_attention(model))
     texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if is_batch else 1]
-    if model.config.is_encoder_decoder:
-        kind = DecoderTarget if shape == "trees" else ChainTarget
-        read = [np.array(tokens, np.int32)] * len(texts)
-        target: Target = kind(model, encode(model, read), len(texts), packs=False)
-    else:  # weights packed for the rows of a batch are of no use to later passes over one row
-        target = Target(model, rows=len(texts), capacity=16, shape=shape, packs=False)
-    with target.serving():
-        target.prefill([np.array([*text, tokens[2]], np.int32) for text in texts])
-        first = target.score([tree] * len(texts))
-        for row in range(len(texts)):
-            target.commit(row, path)
-        second = target.score([TokenTree.root(tokens[0])] * len(texts))
-        target.commit(0, path[:1])
-        if len(texts) > 1:
-            target.retire(1)
-        third = target.score([TokenTree.root(tokens[3])])  # as the model itself would take it, in half precision
+    rows = len(texts)
+    backend: TorchBackend
+    # Weights packed for the rows of a batch are of no use to later passes over one row.
+    if not model.config.is_encoder_decoder:
+        backend = backend_for(model, rows=rows, capacity=16, shape=shape, packs=False)
+    else:
+        encoded = encode(model, [np.array(tokens, np.int32)] * rows)
+        if shape == "trees":
+            make_inputs = partial(EncoderInputs, encoded=encoded)
+            backend = backend_for(model, rows=rows, capacity=256, packs=False, make_inputs=make_inputs)
+        else:
+            backend = ChainBackend(model, encoded, rows, packs=False)
+    with backend.serving():
+        backend.read([PromptTokens(np.array([*text, tokens[2]], np.int32)) for text in texts])
+        first = backend.score([tree] * rows)
+        for row in range(rows):
+            backend.commit(row, path)
+        second = backend.score([TokenTree.root(tokens[0])] * rows)
+        backend.commit(0, path[:1])
+        if rows > 1:
+            backend.retire(1)
+        third = backend.score([TokenTree.root(tokens[3])])  # as the model itself would take it, in half precision
     checks = [
         (text + tail, logits)
         for row, text in enumerate(texts)
@@ -277,12 +292,13 @@ def _decodes_alike(model: PreTrainedModel, verdict: Support) -> bool:
 
     In half precision on a CPU bits are compared: what a small edit changes is less than rounding.
     """
-    is_exact = model.dtype in TOLERANCE and input_device(model).type == "cpu"
-    shape: Shape = "trees" if verdict.shape == "trees" or (verdict.by_node and is_exact) else "chains"
-    if is_exact and shape == "chains":  # whose bits are others
+    is_half = model.dtype in TOLERANCE and input_device(model).type == "cpu"
+    policy = BitPolicy.SOLO if is_half else BitPolicy.ROUNDED
+    shape: Shape = "trees" if verdict.shape == "trees" or (verdict.by_node and is_half) else "chains"
+    if is_half and shape == "chains":  # whose bits are others
         return False
     try:
-        return _compare_nodes(model, shape, is_exact)
+        return _compare_nodes(model, shape, policy)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -291,16 +307,16 @@ def _decodes_alike(model: PreTrainedModel, verdict: Support) -> bool:
 
 
 @torch.inference_mode()
-def _compare_nodes(model: PreTrainedModel, shape: Shape, is_exact: bool) -> bool:
+def _compare_nodes(model: PreTrainedModel, shape: Shape, policy: BitPolicy) -> bool:
     vocabulary = decoder_vocabulary(model)
     prompt = (np.arange(_PROMPT, dtype=np.int32) * 7 + 1) % vocabulary
     chain = np.arange(-1, _DEEPEST).clip(0)
     parents = [*chain, *(np.arange(_DEEPEST + 1, _WIDE) % (_DEEPEST + 1))] if shape == "trees" else [*chain]
     tree = TokenTree.from_parents((np.arange(len(parents)) + prompt[-1]) % vocabulary, parents)
-    target = Target(model, rows=1, capacity=128, shape=shape, is_bitwise=is_exact and shape == "trees", packs=False)
-    with target.serving():
-        target.prefill([prompt])
-        scores = target.score([tree])[0]
+    backend = backend_for(model, rows=1, capacity=128, shape=shape, packs=False)
+    with backend.serving():
+        backend.read([PromptTokens(prompt)])
+        scores = backend.score([tree], policy)[0]
     device, lm = input_device(model), cast(Any, model)
     past = croppable_cache(model)
     lm(input_ids=torch.from_numpy(prompt.astype(np.int64))[None].to(device), use_cache=True, **{CACHE: past})
@@ -310,7 +326,7 @@ def _compare_nodes(model: PreTrainedModel, shape: Shape, is_exact: bool) -> bool
         for node in (parent, *branches):
             ids = torch.tensor([[int(tree.tokens[node])]], device=device)
             own = lm(input_ids=ids, use_cache=True, **{CACHE: past if node == parent else deepcopy(past)}).logits[0, -1]
-            if not (torch.equal(own, scores[node]) if is_exact else agree(model, scores[node], own)):
+            if not (torch.equal(own, scores[node]) if policy is BitPolicy.SOLO else agree(model, scores[node], own)):
                 return False
     return True
 
@@ -319,70 +335,3 @@ def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
     """Whether logits, `[vocab]`, are those expected but for rounding."""
     tolerance = max(TOLERANCE.get(dtype, _TOLERANCE_FP32) for dtype in (model.dtype, logits.dtype))
     return bool((logits - expected).norm() <= tolerance * expected.norm())
-
-
-def check_model(model: object) -> None:
-    """Raise ConfigError if the argument is not a model; the message says how to load one."""
-    if isinstance(model, nn.Module) and hasattr(model, "can_generate"):
-        return
-    if isinstance(model, tuple) and len(model) == 2:
-        raise ConfigError(f"model must be a PreTrainedModel, got a {type(model).__name__}; pass its two parts: *loaded")
-    raise ConfigError(f"model must be a PreTrainedModel, got {described(model)}")
-
-
-def validate_causal_lm(model: PreTrainedModel, purpose: str) -> None:
-    """Raise UnsupportedModelError if the model has an encoder; `purpose` is a verb phrase for the message."""
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model, which cannot {purpose}")
-
-
-def validate_model(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if no request to the model can be served."""
-    check_model(model)
-    name, config = type(model).__name__, model.config
-    if not model.can_generate():
-        raise UnsupportedModelError(
-            f"{name} cannot generate; lookahead serves what AutoModelForCausalLM and AutoModelForSeq2SeqLM load"
-        )
-    if config.is_encoder_decoder and model.main_input_name != "input_ids":
-        raise UnsupportedModelError(f"{name} reads {model.main_input_name}; lookahead serves models that read text")
-    is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
-    # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
-    if not is_decoder and not all(getattr(module, "is_causal", True) for module in model.modules()):
-        raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
-    if input_device(model).type == "meta":
-        raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
-
-
-def context_limit(model: PreTrainedModel) -> int | None:
-    """Most positions of a prompt and its output together by the model's configuration, its RoPE scaling included."""
-    config: Any = model.config.get_text_config(decoder=True)
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        return None
-    for rope in rope_parameters_of(config):
-        if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
-            trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            limit = max(limit, int(trained * (rope.get("factor") or 1)))
-    return limit
-
-
-def vocabulary_size(model: PreTrainedModel, side: Any = None) -> int:
-    """Rows of the embedding table of a model, or of its encoder or decoder `side`, padding included."""
-    text_config: Any = model.config.get_text_config()
-    own = side.get_input_embeddings() if isinstance(side, PreTrainedModel) else None
-    size: int = getattr(own or model.get_input_embeddings(), "num_embeddings", text_config.vocab_size)
-    return size
-
-
-def decoder_vocabulary(model: PreTrainedModel) -> int:
-    """Number of token ids that the model, or its decoder, has embeddings for."""
-    return vocabulary_size(model, model.get_decoder() if model.config.is_encoder_decoder else None)
-
-
-def described(value: object) -> str:
-    """Describe a wrong argument in an error message; for a name or path, add how to load it."""
-    if not isinstance(value, str | PathLike):
-        return repr(value) if value is None else f"a {type(value).__name__}"
-    name = fspath(value)
-    return f"{type(value).__name__} {name!r}; load it: model, tokenizer = lookahead.load({name!r})"

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lookahead.backend.cpu.exact_attention import PerNodeAttention
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.cache import TreeCache, TreeSlots
+from lookahead.hf.cache import TreeSlots
+from lookahead.hf.encoded_rows import Cross
 from lookahead.utils.jit import njit
 
 
@@ -33,14 +34,6 @@ class TreeTensors(NamedTuple):
     words: Tensor
 
 
-class Cross(NamedTuple):
-    """How a decoder attends to what the encoder has read: by keys and values that are not those of its own text."""
-
-    own: TreeCache
-    mask: Tensor | None  # bool `[rows, 1, 1, tokens]`; None for all tokens
-    alone: Sequence[tuple[int, Tensor | None]] = ()  # by row, without what pads it: tokens, and their mask as above
-
-
 class TreePass:
     """One pass of the target over a tree or a part of a prompt per row.
 
@@ -54,8 +47,8 @@ class TreePass:
         scored: int64 `[active]`; how many of its first nodes earlier passes scored. Their KV is in their slots.
         prompt: For a prefill int64 `[active, width]`, the tokens that rows write behind their committed ones, and int64
             `[columns]`, after which of them logits are wanted.
-        windows: For a pass whose nodes attend alone, with the bits of decoding each row token by token: how many
-            positions each layer of the model's own cache keeps for a query; None for all.
+        windows: For a pass whose nodes attend one by one, each as the only token of its pass: how many positions each
+            layer of the model's own cache keeps for a query; None for all.
     """
 
     def __init__(
@@ -73,7 +66,7 @@ class TreePass:
         self.windows = windows
         self.is_prefill = bool(prompt)
         self.has_trees = bool(trees)
-        self.is_exact = windows is not None and not prompt  # every node attends alone
+        self.attends_per_node = windows is not None and not prompt
         self.scores_trees = scored is None and not prompt  # whole, as the kernels do
         self.is_causal = self.is_prefill and slots.is_even  # chains behind equally many committed tokens
         self.is_from_empty = self.is_prefill and slots.kv_length == slots.width  # behind none

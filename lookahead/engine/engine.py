@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 from torch import Tensor
 
-from lookahead.backend.target import OnPrefill, Target
+from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, OnPrefill, PromptTokens
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
 from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, batch_propose_fn
@@ -31,29 +31,33 @@ class Engine:
     """Decodes rows together; they advance and finish independently, and others may join as they do.
 
     Args:
-        target: The model behind its cache.
+        backend: Scores the trees of the model.
         proposers: The sources of drafts; none means plain decoding.
         controller: Decides whether and how much to draft; None drafts all that the options allow.
         config: The options.
         call: What the proposers were made for.
         batch: The rows that `run` decodes, those of one call of `model.generate`, as many as the cache has.
+        policy: Which bits the logits of its rows have.
         keep_cache: Whether `kept` shall hold the KV per layer of every row that ended.
         isolates: Whether an error of one row ends that row alone; its `StepOutput` then holds the error.
     """
 
     def __init__(
         self,
-        target: Target,
+        backend: Backend,
         proposers: Sequence[Proposer],
         controller: Controller | None,
         config: LookaheadConfig,
         call: Call,
         batch: Sequence[Row] = (),
         *,
+        policy: BitPolicy = BitPolicy.ROUNDED,
         keep_cache: bool = False,
         isolates: bool = False,
     ) -> None:
-        self._target, self._proposers, self._controller = target, proposers, controller
+        self._backend, self._proposers, self._controller = backend, proposers, controller
+        self._policy = policy
+        self._on_prefill: OnPrefill | None = None
         self._config, self._call = config, call
         self._tp_group = tensor_parallel_group(call.model)  # only the leading process has proposers and a controller
         # Proposers and controller may learn together with other engines on other threads. Passes and verification run
@@ -71,33 +75,37 @@ class Engine:
         self._by_typicality = config.acceptance == "typical" and call.warp is not None
         self._keep_cache, self._isolates = keep_cache, isolates
         self.kept: dict[int, list[RowStates]] = {}
-        self._free_slots = list(range(target.cache.slots.rows))[::-1]
+        self._free_slots = list(range(backend.cache.slots.rows))[::-1]
         self._rows_since_output_start = -len(self._free_slots)  # rows that joined since an output was begun
         self._rows: list[Row] = []
         self.batch = batch
         self.stats = [row.stats for row in batch]
-        self.cache = target.cache
+        self.cache = backend.cache
         self.cache.slots.active = 0  # rows join by `admit`; their KV stays
-        self.reads_alone = target.reads_alone
+        self.reads_alone = backend.reads_alone(policy)
 
     def serving(self) -> AbstractContextManager[None]:
         """Keep the model in service for a whole block, for a loop over `run` that will not pause."""
-        return self._target.serving()
+        return self._backend.serving()
+
+    def report(self) -> BackendReport:
+        """Which path serves what of the model, and why not a faster one."""
+        return self._backend.report()
 
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
         """Set the callback that reports the progress of a prefill."""
-        self._target.on_prefill = on_prefill
+        self._on_prefill = on_prefill
 
     def run(self) -> Iterator[list[StepOutput]]:
         """Decode every row of the batch to its end, yielding what each step emitted.
 
         Between steps the model is as it was, unless the loop runs inside `serving`.
         """
-        with self._target.serving():
+        with self._backend.serving():
             outputs = self.admit(self.batch)
         yield outputs
         while self._rows:
-            with self._target.serving():
+            with self._backend.serving():
                 outputs = self.step()
             yield outputs
 
@@ -120,14 +128,12 @@ class Engine:
         first, slots = self.cache.slots.active, self.cache.slots
         slots.active += len(rows)
         self._rows += rows
-        self._target.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
+        self._backend.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
+        logits = self._backend.read([PromptTokens(row.text, row.encoded) for row in rows], first, self._on_prefill)
+        state_of(self._call.model).note_report(str(self._backend.report()))
         for row in rows:
-            if row.encoded is not None:
-                self._target.join(row.encoded)
-                row.encoded = None
-        logits = self._target.prefill([row.text for row in rows], first)
-        for row in rows:
-            row.is_bitwise = self._target.is_bitwise
+            row.encoded = None
+            row.policy = self._policy if self._backend.is_read_whole else BitPolicy.ROUNDED
         drafts, scores = self._root_only(rows), read_scores(logits, with_top=self._needs_top)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:
@@ -145,7 +151,7 @@ class Engine:
         with self._learning:
             if not self._rows:
                 return []
-            positions, plan = self._target.positions, self._plan_without_controller
+            positions, plan = self._backend.positions, self._plan_without_controller
             left = [row.stopping.max_length - row.length for row in self._rows]
             if positions is not None:  # behind them no more tokens can be read
                 left = [min(n, 1 + row.positions_left(positions)) for n, row in zip(left, self._rows, strict=True)]
@@ -165,7 +171,7 @@ class Engine:
             if self._controller is not None:
                 walked = [(draft.tree, result.path) for draft, result in zip(drafts, results, strict=True)]
                 tokens, host_s = [len(result.tokens) for result in results], drafted - begin + now - verified
-                record = StepRecord(walked, tokens, nodes, host_s, now - begin, self._target.is_cold)
+                record = StepRecord(walked, tokens, nodes, host_s, now - begin, self._backend.is_cold)
                 self._controller.record(plan, record)
             return self._retire(results)
 
@@ -174,12 +180,12 @@ class Engine:
 
         `left` are the tokens that each row may still emit.
         """
-        rows, by_rejection, target = self._rows, self._call.by_rejection, self._target
+        rows, by_rejection, backend = self._rows, self._call.by_rejection, self._backend
         if not plan.drafts:
             return self._root_only(rows)
         sizes = [plan.max_nodes] * len(rows)
-        if target.counts_nodes and target.positions is not None:  # of a model that counts nodes, not depths
-            sizes = [min(plan.max_nodes, *(row.positions_left(target.positions) for row in rows))] * len(rows)
+        if backend.counts_nodes and backend.positions is not None:  # of a model that counts nodes, not depths
+            sizes = [min(plan.max_nodes, *(row.positions_left(backend.positions) for row in rows))] * len(rows)
         is_chain, least = self._call.is_chain and not by_rejection, self._config.min_probability
         plan_costs = FREE if by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
@@ -216,8 +222,8 @@ class Engine:
         """
         if self._tp_group is not None:
             drafts = self._tp_group.agree(drafts)
-        self._target.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
-        logits = self._target.score([draft.tree for draft in drafts])
+        self._backend.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
+        logits = self._backend.score([draft.tree for draft in drafts], self._policy)
         needs_top = self._needs_top and plan.drafts
         needs_argmax = self._needs_argmax or plan.has_branch
         scores, nodes = Scores(NO_NODES), logits.shape[1]
@@ -231,7 +237,7 @@ class Engine:
                 drafts = self._root_only(self._rows)
                 for i in range(len(drafts)):
                     self.cache.wipe(i, int(self.cache.slots.lengths[i]))
-                logits = self._target.score([draft.tree for draft in drafts])
+                logits = self._backend.score([draft.tree for draft in drafts], self._policy)
                 scores = read_scores(logits, with_top=False)
         return drafts, logits, scores, nodes
 
@@ -241,7 +247,7 @@ class Engine:
         Where an error is that of one row, it stands in place of the row's result.
         """
         results: list[StepOutput] = []
-        if self._target.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
+        if self._backend.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
             results = self._walk_aligned(drafts, logits, scores)
         for i in range(len(results), len(drafts)):
             row = self._rows[first + i]
@@ -257,7 +263,7 @@ class Engine:
             if result.error is not None:
                 self.cache.wipe(i)
             else:
-                self._target.commit(i, result.path)
+                self._backend.commit(i, result.path)
                 self._rows[i].count(draft, result, self.sources)
         return results
 
@@ -282,7 +288,7 @@ class Engine:
 
     def _observe(self, rows: Sequence[Row], results: Sequence[StepOutput], scores: Scores) -> None:
         """Let the proposers learn from a step of all rows of the pass."""
-        hidden, prompts = self._target.hidden, self._target.prompt_hidden
+        hidden, prompts = self._backend.hidden, self._backend.prompt_hidden
         for at, (row, result) in enumerate(zip(rows, results, strict=True)):
             draft = result.draft
             if draft is None or result.error is not None:
@@ -308,14 +314,14 @@ class Engine:
         return results
 
     def _remove(self, i: int) -> None:
-        """Take a row out, the last active row filling the gap, in the target as in the engine."""
+        """Take a row out, the last active row filling the gap, in the backend as in the engine."""
         row = self._rows[i]
         for proposer in self._proposers:
             proposer.finish(row.slot)
         self._free_slots.append(row.slot)
         if self._keep_cache:
             self.kept[row.index] = self.cache.extract_row(i)
-        self._target.retire(i)
+        self._backend.retire(i)
         last = self._rows.pop()
         if i < len(self._rows):
             self._rows[i] = last

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from lookahead.backend.target import OnPrefill
+from lookahead.backend.protocol import OnPrefill
 from lookahead.drafting.tree import IntArray
 from lookahead.engine.row import StepOutput
 from lookahead.stats import DecodingStats

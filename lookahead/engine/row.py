@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.proposal import IntArray
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
@@ -78,7 +79,7 @@ class Row:
         self.inputs: IntArray = np.zeros(0, np.int32)  # what an encoder has read for it
         self.encoded: Any = None  # an `Encoded` of that, until the row joins others
         self.prefilled = 0.0  # when its prompt was read, by `time.perf_counter`
-        self.is_bitwise = False  # whether its passes have the bits of `model.generate` for its prompt
+        self.policy = BitPolicy.ROUNDED  # which bits its passes have
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -173,7 +174,7 @@ class Row:
         stats = self.stats
         if stats.emitted_tokens:
             stats.target_forwards += 1
-            stats.bitwise_forwards += self.is_bitwise
+            stats.bitwise_forwards += self.policy is not BitPolicy.ROUNDED
             stats.acceptance_histogram[len(result.tokens)] += 1
         stats.emitted_tokens += len(result.tokens)
         drafted_tokens = len(draft.tree.tokens) - 1

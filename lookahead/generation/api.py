@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.backend.target import OnPrefill
+from lookahead.backend.protocol import OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
@@ -90,7 +90,7 @@ def generate(
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
-    engine = reader.prepare(encoded)
+    engine = reader.plan(encoded).begin()
     engine.report_prefill(on_prefill)
     token_ids, reasons = collect(engine)
     return_cache(engine, cache_in(generate_kwargs))
@@ -125,7 +125,7 @@ def stream(
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
-    engine = reader.prepare(encoded)
+    engine = reader.plan(encoded).begin()
     engine.report_prefill(on_prefill)
     return TextStream(engine, tokenizer, cache_in(generate_kwargs))
 

@@ -8,33 +8,36 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from lookahead.backend.cpu.linears import LinearScope
+from lookahead.backend.choice import backend_for
+from lookahead.backend.cpu.cpu_backend import CpuBackend, packed_products
 from lookahead.backend.cpu.product_bits import has_bits_of_copies
-from lookahead.backend.encoder_decoder import empty_cache
+from lookahead.backend.protocol import BitPolicy, PromptTokens
 from lookahead.backend.self_check import kernels_agree, may_keep_bits
-from lookahead.backend.support import support_of, vocabulary_size
-from lookahead.backend.target import Target
+from lookahead.backend.support import support_of
 from lookahead.config import LookaheadConfig
+from lookahead.drafting.tree import TokenTree
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError, with_place
 from lookahead.generation import validation
 from lookahead.generation.hf_outputs import append_states, copy_prefix_from
 from lookahead.hf.beam_tree import DEAD_NODES, BeamModel, BeamTree
-from lookahead.hf.cache import CACHE, cache_in, tokens_in
+from lookahead.hf.cache import CACHE, TreeCache, cache_in, is_callers, tokens_in
+from lookahead.hf.calls import ResolvedCall, own_beam_search, read_prompt
+from lookahead.hf.facts import attention_name, empty_cache, processes_of, vocabulary_size
 from lookahead.hf.model_state import state_of
 from lookahead.verification.stopping import FinishReason, reason_of
 
@@ -62,15 +65,15 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
             prompt = (torch.arange(8, device="cpu")[None] * stride + 1) % vocabulary
             past = DynamicCache(config=model.config.get_text_config(decoder=True))
             model(input_ids=prompt.expand(beams, -1), **{CACHE: past}, use_cache=True)
-            target = Target(model, rows=1, capacity=64, is_bitwise=True, is_together=True)
-            copy_prefix_from(past, target.cache, np.zeros(1, np.int64))
-            target.cache.slots.lengths[0] -= 1
+            backend = CpuBackend(model, rows=1, capacity=64)
+            copy_prefix_from(past, backend.cache, np.zeros(1, np.int64))
+            backend.cache.slots.lengths[0] -= 1
             tree = BeamTree(int(prompt[0, -1]), prompt.new_zeros(0), beams)
-            with target.serving():
+            with backend.serving():
                 for step in range(2):
                     tokens = (torch.arange(beams, device="cpu") * stride + step) % vocabulary
                     tree.advance(range(beams), tokens.tolist())
-                    ours = target.score([tree.tree()], np.array([tree.scored]))
+                    ours = backend.score([tree.tree()], BitPolicy.BATCH, np.array([tree.scored]))
                     tree.learn(ours[0])
                     theirs = model(input_ids=tokens[:, None], **{CACHE: past}, use_cache=True).logits
                     if not torch.equal(ours[0], theirs[:, 0]):
@@ -101,45 +104,42 @@ def _with_cache(output: Any, past: Any) -> Any:
 
 
 class BeamLoop(PlainLoop):
-    """What transformers' beam search returns, with the interface of `PlainLoop`; made as by `prepare`.
+    """What transformers' beam search returns, with the interface of `PlainLoop`.
 
-    `input_ids`, int64 `[batch * num_beams, tokens]`, holds each prompt as often as it has beams.
+    Args:
+        call: The call; its `input_ids`, int64 `[batch * num_beams, tokens]`, hold each prompt as often as it has beams.
+        config: The options.
+        is_refused: Whether it is an error if beams cannot be nodes of a tree.
+        context: Tokens that the model may read of a row; None for all.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        lookahead_config: LookaheadConfig | None,
-        inputs_tensor: Tensor | None,
-        lookahead_context: int | None,
-        model_kwargs: dict[str, Any],
+        self, call: ResolvedCall, config: LookaheadConfig, *, is_refused: bool = False, context: int | None = None
     ) -> None:
-        validation.validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
-        past, beams = cache_in(model_kwargs), generation_config.num_beams
-        if getattr(past, "_is_user_defined", False) or tokens_in(past) > 0:
+        model, input_ids, generation_config, options = (
+            call.model, call.input_ids, call.generation_config, call.model_kwargs,
+        )  # fmt: skip
+        validation.validate_call(model, generation_config, options, modes=BEAM_MODES)
+        past, beams = cache_in(options), generation_config.num_beams
+        if is_callers(past) or tokens_in(past) > 0:
             raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
-        room = None if lookahead_context is None else lookahead_context + 1
+        room = None if context is None else context + 1
         if room is not None and cast(int, generation_config.max_length) > room:
             raise PromptError(
                 f"max_new_tokens must be at most {room - input_ids.shape[1]} with beams, got more: the longest prompt "
                 f"has {input_ids.shape[1]} tokens and the model a context of {room - 1}"
             )
-        lengths = read = validation.prompt_lengths(model, input_ids, model_kwargs, beams)
-        if model.config.is_encoder_decoder and inputs_tensor is not None:
-            seen = model_kwargs.get("attention_mask")
-            read = lengths + (len(inputs_tensor[0]) if seen is None else seen[::beams].sum(1).cpu().numpy())
+        lengths = read = validation.prompt_lengths(model, input_ids, options, beams)
+        if model.config.is_encoder_decoder and call.inputs_tensor is not None:
+            seen = options.get("attention_mask")
+            read = lengths + (len(call.inputs_tensor[0]) if seen is None else seen[::beams].sum(1).cpu().numpy())
         sequences = np.repeat(read, cast(int, generation_config.num_return_sequences))
-        super().__init__(self._search, input_ids, sequences, stopping_criteria)
-        self._model: Any = model
-        self._ids, self._processors, self._generation = input_ids, logits_processor, generation_config
-        self._given, self._model_kwargs, self._beams, self._lengths = lookahead_config, model_kwargs, beams, lengths
-        self._config = lookahead_config if lookahead_config is not None else LookaheadConfig()
+        super().__init__(self._search, input_ids, sequences, call.stopping_criteria)
+        self._call, self._model, self._ids = call, cast(Any, model), input_ids
+        self._generation, self._model_kwargs, self._beams = generation_config, options, beams
+        self._lengths, self._config, self._is_refused = lengths, config, is_refused
         self._returns_cache = validation.is_cache_returned(past, generation_config)
-        self._is_bitwise = False
+        self._policy = BitPolicy.ROUNDED
 
     def run(self) -> Iterator[list[StepOutput]]:
         """Search, and yield the sequences."""
@@ -154,7 +154,7 @@ class BeamLoop(PlainLoop):
             ids, stats = ids[: self._width + count], self.stats[row]
             stats.emitted_tokens, stats.decode_s, stats.ttft_s = count, seconds, seconds
             stats.acceptance_histogram[1] = stats.target_forwards = count - 1
-            stats.bitwise_forwards = stats.target_forwards if self._is_bitwise else 0
+            stats.bitwise_forwards = 0 if self._policy is BitPolicy.ROUNDED else stats.target_forwards
             found.append(StepOutput(row, ids[self._width :].numpy().astype(np.int32), self._reason(ids)))
         yield found
 
@@ -170,22 +170,22 @@ class BeamLoop(PlainLoop):
         if streamer is not None:
             raise UnsupportedModelError("a streamer is not served with beams")
         model, width, options = self._model, self._ids.shape[1], self._model_kwargs
-        search = partial(type(model)._beam_search, input_ids=self._ids, logits_processor=self._processors)
-        search = partial(search, stopping_criteria=stopping_criteria, generation_config=self._generation)
+        search = own_beam_search(self._call._replace(generation_config=self._generation))
+        search = partial(search, stopping_criteria=stopping_criteria)
         if model.config.is_encoder_decoder:
-            linears = LinearScope(model, packs=self._config.pack == "auto")
-            self._is_bitwise = model.dtype != torch.float32  # all passes are those of transformers
+            if model.dtype != torch.float32:
+                self._policy = BitPolicy.BATCH  # all passes are those of transformers
             inputs = self._with_shared_input()
-            with linears.serving(), linears.running("together"):
+            with packed_products(model, packs=self._config.pack == "auto"):
                 output = search(model, **inputs)
             past = cache_in(inputs)
             return _with_cache(output, past.own()) if self._returns_cache and isinstance(past, _SharedInput) else output
         validation.validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
         support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
-        if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:
+        if support.shape != "trees" or processes_of(model) > 1:
             reason = support.reason or "it is spread over several processes"
             reason = f"the beams of {type(model).__name__} are no token tree: {reason}"
-            if self._given is not None:
+            if self._is_refused:
                 raise UnsupportedModelError(f"{reason}; leave out the configuration to search as transformers does")
             warnings.warn(f"{reason}; they are searched as transformers does", stacklevel=2)
             return search(model, **options)
@@ -195,49 +195,54 @@ class BeamLoop(PlainLoop):
         """Search over one token tree per prompt."""
         model, width = self._model, self._ids.shape[1]
         # In a batch transformers attends to padding under a mask, which changes bits.
-        is_alone = len(self._lengths) == 1 and self._lengths[0] == width
-        is_alone = is_alone and not validation.reads_otherwise(self._generation)
-        is_exact = is_alone and self._config.exactness == "auto" and has_bits_of_beams(model, self._beams)
+        is_one = len(self._lengths) == 1 and self._lengths[0] == width
+        is_one = is_one and not validation.reads_otherwise(self._generation)
+        policy = BitPolicy.ROUNDED
+        if is_one and self._config.exactness == "auto" and has_bits_of_beams(model, self._beams):
+            policy = BitPolicy.BATCH
         rows, capacity = len(self._lengths), min(self._generation.max_length, width + 256) + DEAD_NODES
         packs = self._config.pack == "auto"
-        target = Target(
-            model, rows=rows, capacity=capacity, is_bitwise=is_exact, is_together=True, packs=packs,
-            has_kernels=is_exact or kernels_agree(model, "trees", packs=packs),
-        )  # fmt: skip
+        has_kernels = policy is BitPolicy.BATCH or kernels_agree(model, "trees", packs=packs)
+        backend = backend_for(model, rows=rows, capacity=capacity, packs=packs, has_kernels=has_kernels)
         prompts = self._ids[:: self._beams].cpu().numpy()
         texts = [ids[width - length :] for ids, length in zip(prompts, self._lengths.tolist(), strict=True)]
 
         def read(input_ids: Tensor, config: GenerationConfig) -> Tensor:
             """Logits `[prompts, vocab]` after the prompts; each is read once unless bits are those of transformers."""
-            if is_exact:
-                return self._read_as_generate(target, input_ids, config)
+            if policy is BitPolicy.BATCH:
+                return self._read_as_generate(backend.cache, input_ids, config)
             with torch.inference_mode():
-                return target.prefill(texts)[:, 0]
+                return backend.read([PromptTokens(text) for text in texts])[:, 0]
 
-        trees = BeamModel(model, target, [int(ids[-1]) for ids in texts], self._beams, read)
-        with target.serving(), torch.inference_mode(False), torch.no_grad():
+        def score(trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
+            """The passes of the beams' tips have the bits of a batch where they can, however few rows there are."""
+            return backend.score(trees, policy if policy is BitPolicy.BATCH else BitPolicy.ROUNDED, scored)
+
+        roots = [int(ids[-1]) for ids in texts]
+        trees = BeamModel(model, backend.cache, score, roots, self._beams, read)
+        with backend.serving(), torch.inference_mode(False), torch.no_grad():
             output = search(trees, **{CACHE: trees}, use_cache=True)
             past = cache_in(self._model_kwargs)
             past = past if self._returns_cache and isinstance(past, DynamicCache | StaticCache) else None
             if past is not None:
                 append_states(past, trees.states(), np.repeat(width - self._lengths, self._beams).tolist())
             output = _with_cache(output, past)
-        self._is_bitwise = is_exact
+        self._policy = policy
         return output
 
-    def _read_as_generate(self, target: Target, input_ids: Tensor, config: GenerationConfig) -> Tensor:
+    def _read_as_generate(self, cache: TreeCache, input_ids: Tensor, config: GenerationConfig) -> Tensor:
         """Read a prompt as often as it has beams, as `model.generate` does, or once where that has the same bits."""
         model, text_config = self._model, self._model.config.get_text_config()
         past = DynamicCache(config=model.config.get_text_config(decoder=True))
         inputs, (beams, width) = {**self._model_kwargs, CACHE: past}, input_ids.shape
-        is_sdpa = text_config._attn_implementation == "sdpa"  # it treats each row of a batch alone
+        is_sdpa = attention_name(text_config) == "sdpa"  # it treats each row of a batch alone
         if is_sdpa and width >= LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
             inputs = {name: each[:1] if isinstance(each, Tensor) else each for name, each in inputs.items()}
             input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of the head as there are beams
-        logits: Tensor = model._prefill(input_ids, config, inputs).logits
+        logits = read_prompt(model, input_ids, config, inputs)
         with torch.inference_mode():
-            copy_prefix_from(past, target.cache, np.zeros(1, np.int64), drops=True)
-        target.cache.slots.lengths[0] -= 1  # the last token is the root of the tree
+            copy_prefix_from(past, cache, np.zeros(1, np.int64), drops=True)
+        cache.slots.lengths[0] -= 1  # the last token is the root of the tree
         return logits[:1, -1]
 
     def _with_shared_input(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.backend.support import context_limit
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
 from lookahead.generation.api import stream
@@ -15,6 +14,7 @@ from lookahead.generation.hf_outputs import TextStream
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
 from lookahead.generation.validation import check_pair
 from lookahead.hf.cache import CACHE
+from lookahead.hf.facts import context_limit
 
 
 class Conversation:

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.calibration import pass_seconds
-from lookahead.backend.target import input_device
 from lookahead.config import LookaheadConfig
 from lookahead.generation.api import generate
 from lookahead.generation.prompts import pad_token_of
+from lookahead.hf.facts import input_device
 from lookahead.hf.model_state import LearnedState, use_learned
 from lookahead.proposers.draft_model import DraftModel
 from lookahead.stats import DecodingStats, total_in_sequence

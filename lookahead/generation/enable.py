@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from lookahead.backend.support import validate_model
 from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.hf import decode
+from lookahead.generation.decode import decode
 from lookahead.generation.validation import check_config, resolved, serve_stop_strings
+from lookahead.hf.calls import own_loop
+from lookahead.hf.facts import validate_model
 
 _guard = RLock()  # held while switches are turned
 
@@ -157,8 +157,7 @@ def _decode_or_hand_over(
     try:
         return decode(model, input_ids, inputs_tensor=inputs_tensor, lookahead_streamer=streamer, **ours, **kwargs)
     except UnsupportedModelError as error:
-        name = GENERATION_MODES_MAPPING[kwargs["generation_config"].get_generation_mode()]
-        loop: Any = getattr(type(model), name, None)  # some are on the Hub
+        name, loop = own_loop(model, kwargs["generation_config"])
         if loop is None or (streamer is not None and (name != "_sample" or streamer.shown > 1)):
             raise
         warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)

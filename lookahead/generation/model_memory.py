@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.backend.support import support_of, validate_causal_lm
-from lookahead.backend.target import input_device
+from lookahead.backend.support import support_of
 from lookahead.documents.inputs import Input
 from lookahead.errors import PoolError
 from lookahead.hf.cache import CACHE
+from lookahead.hf.facts import input_device, validate_causal_lm
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.memory_file import MemoryHeader, merge_records, read_memory, records_of, table_of, write_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from os import PathLike
@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.backend.encoder_decoder import side_positions
-from lookahead.backend.support import context_limit, vocabulary_size
-from lookahead.backend.target import input_device
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.generation import validation
-from lookahead.generation.hf import prepare
+from lookahead.generation.plan import RequestPlan, plan_request
+from lookahead.hf.calls import resolve_call
+from lookahead.hf.facts import context_limit, input_device, side_positions, vocabulary_size
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""
@@ -74,7 +73,7 @@ def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -
 
 
 class PromptReader:
-    """Reads the prompts of a call and prepares their decoding, with the arguments of `lookahead.generate`.
+    """Reads the prompts of a call and plans their decoding, with the arguments of `lookahead.generate`.
 
     A prompt has at most `limit` tokens, and `room` if it leaves room for its output; None for no limit. Of the options
     of `model.generate`, `has_own` tells whether they hold processors or criteria of a user's own.
@@ -119,15 +118,14 @@ class PromptReader:
         """An option of the call as `model.generate` resolves it."""
         return validation.resolved(self.model, self._generation_config, self.options, name)
 
-    def prepare(
-        self,
-        encoded: Sequence[list[int]],
-        max_new_tokens: int | None = None,
-        method: Callable[..., Any] | None = None,
-    ) -> Any:
-        """Pad prompts, and let `model.generate` resolve its options for a custom method; None for that of `prepare`.
+    def plan(self, encoded: Sequence[list[int]], max_new_tokens: int | None = None) -> RequestPlan:
+        """Pad prompts, and plan their request; `model.generate` resolves its options.
 
         They ask for no more new tokens than there is room for behind the shortest prompt.
+
+        Args:
+            encoded: Token ids of the prompts.
+            max_new_tokens: Takes the place of the option of that name; None for the option.
         """
         causal_lm: Any = self.model
         device, pad = input_device(causal_lm), pad_token_of(self.tokenizer)
@@ -147,14 +145,14 @@ class PromptReader:
             options["pad_token_id"] = pad
         if self._seed is not None:
             torch.manual_seed(self._seed)
-        ours: dict[str, Any] = {"lookahead_config": self.config, "lookahead_tokenizer": self.tokenizer}
-        return causal_lm.generate(
+        call = resolve_call(
+            causal_lm,
             padded.to(device),
             attention_mask=mask.to(device),
             generation_config=self._generation_config,
-            custom_generate=partial(prepare, lookahead_context=context, **ours) if method is None else method,
             **options,
         )
+        return plan_request(call, self.config, self.tokenizer, context)
 
     def separate(self, prompts: object) -> Iterable[Any]:
         """One prompt or several, each of them to be read; several may come from a stream."""

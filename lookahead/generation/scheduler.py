@@ -7,22 +7,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from lookahead.backend.protocol import OnPrefill
 from lookahead.backend.support import support_of
-from lookahead.backend.target import OnPrefill, input_device, prefills_at_once
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
-from lookahead.generation.hf import assemble, encoded_in, takes_rows_apart
+from lookahead.generation.assembly import assemble
+from lookahead.generation.plan import RequestPlan, joins_alone
 from lookahead.generation.prompts import Prompt, PromptReader
-from lookahead.generation.validation import validate_call
+from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.stats import DecodingStats
-from lookahead.verification.sampling import TokenChooser
-from lookahead.verification.stopping import FinishReason, stateful_name, stopping_rule
+from lookahead.verification.stopping import FinishReason, stateful_name
 
 MAX_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
@@ -113,7 +112,7 @@ class Scheduler:
         )
         # A user's objects are made for the rows of one call.
         self._is_apart = own or prefills_at_once(self._model)
-        if has_encoder and not (self._shares_batches and takes_rows_apart(self._model, config)):
+        if has_encoder and not (self._shares_batches and joins_alone(self._model, config)):
             self._is_apart = True  # the encoder would read the prompt only to resolve options
         self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
         check_whole("rows", self.rows, 1, MAX_ROWS)
@@ -141,34 +140,19 @@ class Scheduler:
         """Add a prompt as `generate` takes it; its `index` is unique among the prompts that are not done."""
         try:
             ids = self._reader.read(prompt, index)
-            row = None if self._is_apart else self._reader.prepare([ids], max_new_tokens, self._row_of)
+            row = None if self._is_apart else self._row_of(index, self._reader.plan([ids], max_new_tokens))
         except PromptError as error:
             self._failed.append(Completion(index, error=error))
             return
-        if row is not None:
-            row.index = index
         self._waiting.append(Request(index, ids, max_new_tokens, row))
 
-    def _row_of(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        inputs_tensor: Tensor | None = None,
-        **model_kwargs: Any,
-    ) -> Row | None:
-        """A custom method of `model.generate`: a row for its prompt, if it can be decoded beside others."""
-        validate_call(model, generation_config, model_kwargs)
-        rule = stopping_rule(stopping_criteria, generation_config).within(self._reader.limit)
-        support = support_of(model, shortest=input_ids.shape[1], max_length=rule.max_length)
-        if generation_config.do_sample or support.shape != "trees":
+    def _row_of(self, index: int, plan: RequestPlan) -> Row | None:
+        """A row for a prompt, if it can be decoded beside others."""
+        if not plan.can_join:
             return None
-        chooser = TokenChooser(logits_processor, do_sample=False, batch_size=1)
-        row = Row(0, input_ids[0].cpu().numpy(), chooser, rule, device=input_device(model))
-        if model.config.is_encoder_decoder:
-            encoded = encoded_in(model, False, inputs_tensor, model_kwargs)
+        (row,), encoded = plan.rows(), plan.encoded()
+        row.index, row.device = index, input_device(self._model)
+        if encoded is not None:
             row.read_by_encoder(encoded.tokens[0], encoded)
         return row
 
@@ -226,7 +210,7 @@ class Scheduler:
         """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
         self._running |= {request.index: request for request in group}
         try:
-            engine = self._reader.prepare([request.ids for request in group], group[0].max_new_tokens)
+            engine = self._reader.plan([request.ids for request in group], group[0].max_new_tokens).begin()
             engine.report_prefill(self.on_prefill)
             rows = engine.batch if isinstance(engine, Engine) else [None] * len(group)
             for step_outputs in engine.run():  # of which later rows are further sequences of a prompt

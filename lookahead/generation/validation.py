@@ -18,12 +18,18 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.backend.encoder_decoder import side_positions
-from lookahead.backend.support import check_model, decoder_vocabulary, described, validate_model
-from lookahead.backend.target import input_device, position_limit
 from lookahead.config import LookaheadConfig, check_whole, refuse_removed
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, with_place
 from lookahead.hf.cache import CACHE, cache_in, may_be_callers
+from lookahead.hf.facts import (
+    check_model,
+    decoder_vocabulary,
+    described,
+    input_device,
+    position_limit,
+    side_positions,
+    validate_model,
+)
 from lookahead.hf.model_state import state_of
 from lookahead.pools.pool_files import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint

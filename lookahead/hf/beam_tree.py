@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lookahead.backend.target import Target
 from lookahead.drafting.tree import IntArray, TokenTree, node_depths
-from lookahead.hf.cache import RowStates
+from lookahead.hf.cache import RowStates, TreeCache
 
 Read = Callable[[Tensor, Any], Tensor]
+Score = Callable[[Sequence[TokenTree], NDArray[np.int64]], Tensor]
 DEAD_NODES = 64
 """Nodes that a tree gains before those that no beam comes from are dropped."""
 
@@ -85,14 +85,24 @@ class BeamModel:
 
     Args:
         model: The model.
-        target: The model behind its cache of trees, one row per prompt; in service while the search runs.
+        cache: The cache of its trees, one row per prompt.
+        score: Scores the nodes of all trees behind the first ones, whose KV is known; runs in service.
         roots: The last token of each prompt.
         beams: Beams of a prompt.
         read: Reads the prompts into the cache; the logits after each, `[prompts, vocab]`.
     """
 
-    def __init__(self, model: PreTrainedModel, target: Target, roots: Sequence[int], beams: int, read: Read) -> None:
-        self._model, self._target, self._roots, self._beams, self._read = model, target, roots, beams, read
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        score: Score,
+        roots: Sequence[int],
+        beams: int,
+        read: Read,
+    ) -> None:
+        self._model, self._cache, self._score_trees = model, cache, score
+        self._roots, self._beams, self._read = roots, beams, read
         self._trees: list[BeamTree] = []
         self._chosen: list[int] = []
 
@@ -119,7 +129,7 @@ class BeamModel:
         with torch.inference_mode():
             for row, tree in enumerate(self._trees):
                 if len(tree) > tree.most:
-                    self._target.cache.commit(row, *tree.drop_dead())
+                    self._cache.commit(row, *tree.drop_dead())
                 own = slice(row * self._beams, (row + 1) * self._beams)
                 tree.advance(self._chosen[own], tokens[own])
             self._score()
@@ -127,17 +137,17 @@ class BeamModel:
 
     def _score(self) -> None:
         """Score the tips of all trees."""
-        scored, cache = np.array([tree.scored for tree in self._trees]), self._target.cache
+        scored, cache = np.array([tree.scored for tree in self._trees]), self._cache
         needed = int(max(cache.slots.lengths + [len(tree) for tree in self._trees]))
         if needed > cache.slots.capacity:  # a cache that grows by itself gains half of its size
             cache.resize(rows=len(self._trees), capacity=needed + DEAD_NODES)
-        logits = self._target.score([tree.tree() for tree in self._trees], scored)
+        logits = self._score_trees([tree.tree() for tree in self._trees], scored)
         for tree, each in zip(self._trees, logits, strict=True):
             tree.learn(each)
 
     def states(self) -> list[list[RowStates]]:
         """The keys and values of the chosen beams, but for their newest tokens."""
-        taken, cache = [], self._target.cache
+        taken, cache = [], self._cache
         for i, beam in enumerate(self._chosen):
             row, tree = i // self._beams, self._trees[i // self._beams]
             taken.append(cache.extract_row(row, torch.from_numpy(tree.path_of(tree.tips[beam]))))

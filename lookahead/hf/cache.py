@@ -12,8 +12,8 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.kernels import dispatch
@@ -85,6 +85,11 @@ def may_be_callers(cache: Any, config: GenerationConfig) -> bool:
     """Whether the caller of `model.generate` may have passed a cache; of an implementation that is named, none did."""
     is_unmarked = not MARKS_CACHES and config.cache_implementation is None  # before transformers 5.17 none is marked
     return cache is not None and getattr(cache, "_is_user_defined", is_unmarked)
+
+
+def is_callers(cache: Any) -> bool:
+    """Whether the caller of `model.generate` is known to have passed a cache."""
+    return bool(getattr(cache, "_is_user_defined", False))
 
 
 def tokens_in(cache: Any) -> int:
@@ -281,9 +286,3 @@ class TreeCache(Cache):
         self.slots.lengths[last] = 0
         self.slots.active = last
         return last
-
-
-def windows_of(model: PreTrainedModel) -> list[int | None]:
-    """Positions that each layer of the cache of `model.generate` keeps for a query; None for all."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return [getattr(layer, "sliding_window", None) for layer in layers]

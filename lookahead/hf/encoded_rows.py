@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from lookahead.backend.tree_pass import Cross
 from lookahead.drafting.tree import IntArray
 from lookahead.hf.cache import CACHE, TreeCache
+
+
+class Cross(NamedTuple):
+    """How a decoder attends to what the encoder has read: by keys and values that are not those of its own text."""
+
+    own: TreeCache
+    mask: Tensor | None  # bool `[rows, 1, 1, tokens]`; None for all tokens
+    alone: Sequence[tuple[int, Tensor | None]] = ()  # by row, without what pads it: tokens, and their mask as above
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +111,9 @@ class EncodedRows:
         alone = [(len(mask), None if bool(mask.all()) else mask[None, None, None]) for mask in masks]
         mask = pad_sequence(list(masks), batch_first=True)
         return Cross(self._own, None if bool(mask.all()) else mask[:, None, None], alone)
+
+
+def rows_of(outputs: Any, mask: Tensor | None, rows: Tensor) -> tuple[Any, Tensor | None]:
+    """Some rows, int64 `[n]`, of the encoder's outputs and of the mask of its inputs."""
+    kind = BaseModelOutput if isinstance(outputs, tuple) else type(outputs)
+    return kind(last_hidden_state=outputs[0][rows]), None if mask is None else mask[rows]

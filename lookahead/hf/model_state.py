@@ -53,6 +53,7 @@ class ModelState:
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
         self.problems: dict[str, str] = {}  # what turned a faster path off, by path
+        self._reports: set[str] = set()
         self._probed: defaultdict[str, dict[int, tuple[Version, Any]]] = defaultdict(dict)  # by name and version
         self.newest: Version | None = None  # of the last verdict that was asked for
         self._probing = RLock()  # a signal handler may decode while its thread probes
@@ -62,6 +63,12 @@ class ModelState:
         if self.problems.get(path) != problem:
             self.problems[path] = problem
             _log.warning("%s: %s", path, problem)
+
+    def note_report(self, report: str) -> None:
+        """Log once which paths serve the model."""
+        if report not in self._reports:
+            self._reports.add(report)
+            _log.info("%s", report)
 
     def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
         """The result of a probe for the weights and the code of a pass as they are; other threads wait for it.

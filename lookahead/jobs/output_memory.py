@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from lookahead.backend.support import vocabulary_size
 from lookahead.errors import PoolError
+from lookahead.hf.facts import vocabulary_size
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR, ChainIndex, IntArray
 from lookahead.ngram.pool_file import Pool, read_header, write_pool

@@ -14,19 +14,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.calibration import pass_seconds
-from lookahead.backend.encoder_decoder import ChainTarget, DecoderTarget, encode, side_positions
-from lookahead.backend.support import (
-    decoder_vocabulary,
-    support_of,
-    validate_causal_lm,
-    validate_model,
-    vocabulary_size,
-)
-from lookahead.backend.target import Shape, Target
+from lookahead.backend.chain_backend import ChainBackend
+from lookahead.backend.choice import backend_for
+from lookahead.backend.protocol import Backend, PromptTokens, Shape
+from lookahead.backend.support import support_of
 from lookahead.config import check_whole
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
+from lookahead.hf.facts import decoder_vocabulary, side_positions, validate_causal_lm, validate_model, vocabulary_size
+from lookahead.hf.inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
@@ -180,28 +177,28 @@ class ModelProposer(BatchProposer):
         self._times = state.times
         self._rows: dict[int, _DraftRow] = {}
         self._slots: list[int] = []  # the rows in the order of the model's passes
-        self._target: Target | None = None  # the draft model behind its cache
+        self._backend: Backend | None = None  # of the draft model
         self._done: float | None = None  # when the drafts of this step were done
 
     def start(self, row: int, prompt: IntArray) -> None:
         self._rows[row] = _DraftRow(prompt.astype(np.int32))
-        self._target = None
+        self._backend = None
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> list[Proposal | None]:
         """Draft for rows together; those of the call that are not asked for are drafted for as well."""
-        target = self._target if self._target is not None else self._open()
-        if target is None:
+        backend = self._backend if self._backend is not None else self._open()
+        if backend is None:
             return [None] * len(rows)
         for row in list(self._slots):
-            if not self._can_read(row, target):
+            if not self._can_read(row, backend):
                 self._leave(row)
         offers: dict[int, Proposal] = {}
         # The target gives the last token in any case: nothing is drafted beyond the one before it.
         shortest = min((len(self._rows[row].ids) for row in self._slots), default=0)
         passes = min(self._depth, self._max_length - shortest - 1)
         if self._slots and passes > 0:
-            with target.serving():
-                proposals = self._grow(target, max_nodes, passes)
+            with backend.serving():
+                proposals = self._grow(backend, max_nodes, passes)
             offers = dict(zip(self._slots, proposals, strict=True))
         self._done = time.perf_counter()
         return [offers.get(row) for row in rows]
@@ -212,16 +209,16 @@ class ModelProposer(BatchProposer):
             self._done = None
         state = self._rows[row]
         tree, state.tree = state.tree, None
-        if tree is not None and self._target is not None:
+        if tree is not None and self._backend is not None:
             with torch.inference_mode():
-                self._target.commit(self._slots.index(row), tree.learn(self._rates, feedback.tokens))
+                self._backend.commit(self._slots.index(row), tree.learn(self._rates, feedback.tokens))
         state.ids = np.append(state.ids, feedback.tokens)
 
     def finish(self, row: int) -> None:
         self._leave(row)
         del self._rows[row]
 
-    def _open(self) -> Target | None:
+    def _open(self) -> Backend | None:
         """Make a cache for all rows there are; what was read of them before is read again."""
         self._slots, inputs = list(self._rows), self._call.inputs
         if self.has_encoder and inputs is not None:
@@ -234,18 +231,21 @@ class ModelProposer(BatchProposer):
                 row for row in self._slots if 0 < len(inputs[row]) <= (limit or math.inf) and inputs[row].max() < known
             ]
             if self._slots:
-                encoded = encode(self._model, [inputs[row] for row in self._slots])
-                kind = DecoderTarget if self._shape == "trees" else ChainTarget
-                self._target = kind(self._model, encoded, len(self._slots))
+                encoded, rows = encode(self._model, [inputs[row] for row in self._slots]), len(self._slots)
+                if self._shape == "trees":
+                    make_inputs = partial(EncoderInputs, encoded=encoded)
+                    self._backend = backend_for(self._model, rows=rows, capacity=256, make_inputs=make_inputs)
+                else:
+                    self._backend = ChainBackend(self._model, encoded, rows)
         elif self._slots:
             capacity = max(len(state.ids) for state in self._rows.values()) + 256
-            self._target = Target(self._model, rows=len(self._slots), capacity=capacity, shape=self._shape)
-        return self._target
+            self._backend = backend_for(self._model, rows=len(self._slots), capacity=capacity, shape=self._shape)
+        return self._backend
 
-    def _can_read(self, row: int, target: Target) -> bool:
+    def _can_read(self, row: int, backend: Backend) -> bool:
         """Whether the draft model knows all tokens of a row, and has positions for it and a draft."""
-        ids, deepest = self._rows[row].ids, self._depth * (self._width if target.counts_nodes else 1)
-        if target.positions is not None and len(ids) + deepest > target.positions:
+        ids, deepest = self._rows[row].ids, self._depth * (self._width if backend.counts_nodes else 1)
+        if backend.positions is not None and len(ids) + deepest > backend.positions:
             return False
         return self._vocabulary == self._call.vocab_size or int(ids.max()) < self._vocabulary
 
@@ -255,11 +255,11 @@ class ModelProposer(BatchProposer):
         slot, last = self._slots.index(row), self._slots.pop()
         if last != row:
             self._slots[slot] = last
-        if self._target is not None:
+        if self._backend is not None:
             with torch.inference_mode():
-                self._target.retire(slot)
+                self._backend.retire(slot)
 
-    def _grow(self, target: Target, max_nodes: int, passes: int) -> list[Proposal]:
+    def _grow(self, backend: Backend, max_nodes: int, passes: int) -> list[Proposal]:
         """Read what is new of every row, which is the first pass, then grow their trees pass by pass."""
         begin = time.perf_counter()
         states = [self._rows[row] for row in self._slots]
@@ -276,7 +276,7 @@ class ModelProposer(BatchProposer):
             warp=self._call.warp,
             by_rejection=self._call.by_rejection,
         )
-        batch.add(target.prefill([state.ids for state in states]))
+        batch.add(backend.read([PromptTokens(state.ids) for state in states]))
         times, now = self._pass_times(), time.perf_counter()
         for _ in range(passes - 1):
             if self._call.is_timed and not times.pays(*batch.outlook(), now - begin):
@@ -284,7 +284,7 @@ class ModelProposer(BatchProposer):
             before = batch.choose()
             if not any(tree.chosen.size for tree in trees):
                 break
-            batch.add(target.score([tree.scored_tree() for tree in trees], before))
+            batch.add(backend.score([tree.scored_tree() for tree in trees], scored=before))
             then, now = now, time.perf_counter()
             times.draft.add(now - then)
         return batch.proposals()

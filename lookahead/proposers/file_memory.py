@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.backend.support import decoder_vocabulary
 from lookahead.errors import PoolError
 from lookahead.heads.layers import body_of
+from lookahead.hf.facts import decoder_vocabulary
 from lookahead.ngram import memory_file
 from lookahead.ngram.memory_file import MAX_VOCABULARY, MemoryHeader, Records, merge_records, read_memory, write_memory
 from lookahead.pools.pool_files import changing, pool_errors

@@ -70,7 +70,7 @@ def trace(
     """Generate from a text or chat messages as `lookahead.generate` does, recording every step by the clock."""
     reader = PromptReader(model, tokenizer, config, truncate=truncate, **generate_kwargs)
     ids = reader.read(prompt, 0)
-    engine = reader.prepare([ids])
+    engine = reader.plan([ids]).begin()
     names = list(getattr(engine, "sources", ()))
     text, steps = TextPieces(tokenizer), []
     with engine.serving():

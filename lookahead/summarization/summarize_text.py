@@ -62,8 +62,8 @@ def summarize(
             wrote nothing about it.
         UnsupportedModelError: The model cannot be served, or the default one is not installed.
     """
-    from lookahead.backend.support import check_model
     from lookahead.generation.validation import check_config, check_pair
+    from lookahead.hf.facts import check_model
     from lookahead.hf.loading import load_default
     from lookahead.summarization.prompting import SummaryRequest
     from lookahead.summarization.summarizer import Summarizer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
-from lookahead.backend.target import OnPrefill
+from lookahead.backend.protocol import OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, LookaheadError

@@ -7,8 +7,7 @@ its own path, in the call that the model would make for one token.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -17,15 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.errors import UnsupportedModelError
+from lookahead.hf.facts import Attention, attention_name, is_sdpa
 from lookahead.hf.model_code import arithmetic_flags
 from lookahead.kernels import row_attention
 
-Attention = Callable[..., tuple[Tensor, Any]]
 Step = tuple[int, int, int, Tensor | None]
 """A node, its depth, the first depth whose slot must change before the node attends, and the nodes whose KV goes there
 and into the slots behind it."""
@@ -76,16 +72,6 @@ def _steps_of(tree: TokenTree, scored: int) -> list[Step]:
             steps.append((node, depth, first, torch.tensor(path[first:end], device="cpu") if first < end else None))
         waiting += reversed(children[node])
     return steps
-
-
-def own_attention(module: Any, config: PretrainedConfig) -> Attention:
-    """The attention function that a layer of the model calls by itself, for one row at a time."""
-    name, space = config._attn_implementation, vars(sys.modules[type(module).__module__])
-    if name not in ("sdpa", "eager"):
-        raise UnsupportedModelError(f"the attention {name!r} has no form for single rows")
-    registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-    own: Attention = registry.get(name, space.get("eager_attention_forward"))
-    return own
 
 
 @lru_cache(maxsize=64)
@@ -148,7 +134,7 @@ def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 def takes_rows(config: PretrainedConfig) -> bool:
     """Whether layers of a model in bfloat16 attend by `kernels.row_attention`, where they have no windows."""
     heads, size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if config._attn_implementation != "sdpa" or not isinstance(heads, int) or not isinstance(size, int):
+    if attention_name(config) != "sdpa" or not isinstance(heads, int) or not isinstance(size, int):
         return False
     dim = getattr(config, "head_dim", None) or size // heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -172,7 +158,7 @@ def attends_by_kernel(
     if not is_exact:
         return heads * dim * sum(map(len, per_node.trees)) * (per_node.deepest + 1) <= _MAX_KERNEL_PRODUCTS
     # For a single head torch would share the sums of a product among its threads.
-    return own is sdpa_attention_forward and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads, arithmetic_flags())
+    return is_sdpa(own) and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads, arithmetic_flags())
 
 
 def attend_per_node(
@@ -229,14 +215,14 @@ def _attend_by_torch(
 
     While a node attends, the slots after the committed ones hold its path. Afterwards they hold the nodes in order.
     """
-    is_sdpa, scale, bias = own is sdpa_attention_forward, options.get("scaling"), options.get("position_bias")
+    by_sdpa, scale, bias = is_sdpa(own), options.get("scaling"), options.get("position_bias")
     heads = query.shape[1]
     nodes = slice(start, start + scored + len(steps))
     is_moved = any(moved is not None for *_, moved in steps)
     held = [(each, each[:, :, nodes].clone()) for each in (key, value)] if is_moved else []
     # With one row of a batch for each KV head, SDPA reads shared heads in place.
     shape = query.dtype, heads, key.shape[1], query.shape[3]
-    is_shared = is_sdpa and bias is None and _has_bits_of_shared_heads(*shape, arithmetic_flags())
+    is_shared = by_sdpa and bias is None and _has_bits_of_shared_heads(*shape, arithmetic_flags())
     grouped, keys, values = _by_kv_head(query, key, value)
     queries = grouped.split(1, 2)
     out: list[Any] = [None] * len(steps)
@@ -253,7 +239,7 @@ def _attend_by_torch(
         if window is not None and end >= window:  # transformers makes a mask from here on
             first = end - window if crops else 0
             mask = torch.arange(first, end, device="cpu")[None, None, None] >= end - window
-            if not is_sdpa:
+            if not by_sdpa:
                 mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
         if bias is not None:  # of distances: the last query stands in the last slot
             options = {**options, "position_bias": bias[:, :, -1:, -end:]}

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache, partial
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from transformers.activations import SiLUActivation
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lookahead.backend.cpu.cpu_pass import running_pass
 from lookahead.backend.cpu.layer_jobs import (
-    FEWEST_SLOTS,
     LINEARS,
-    MAX_TABLE_NODES,
     LayerParts,
-    LayerTable,
     Positions,
     Space,
     jobs_after,
@@ -35,15 +30,14 @@ from lookahead.backend.cpu.layer_jobs import (
 )
 from lookahead.backend.cpu.linears import packed_weights
 from lookahead.errors import with_place
-from lookahead.hf.attention import per_node_by_kernel
-from lookahead.hf.cache import CACHE, TreeCache
-from lookahead.hf.model_code import arithmetic_flags, code_of, is_intercepted, is_set_by_user, multiplies_as_shipped
-from lookahead.hf.model_state import pass_local, patched_attribute
+from lookahead.hf.cache import CACHE
+from lookahead.hf.facts import attention_name, registered_attention
+from lookahead.hf.model_code import arithmetic_flags, code_of, is_set_by_user, multiplies_as_shipped
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
 
-_FAMILIES = {
+FAMILIES = {
     (f"transformers.models.{family.lower()}.modeling_{family.lower()}", f"{family}DecoderLayer"): family
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
 }
@@ -51,115 +45,70 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
 _HEAD_NORMS = "q_norm", "k_norm"
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_NORMS = {(module, f"{family}RMSNorm") for (module, _), family in _FAMILIES.items()}
+_NORMS = {(module, f"{family}RMSNorm") for (module, _), family in FAMILIES.items()}
 _DTYPES = torch.float32, torch.bfloat16
-_MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that are served
-_MAX_SHARED_ELEMENTS = 1 << 15  # where torch would share them among threads; the kernels run on one
 _RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 _ROWS = 32  # whose mean squares are compared
 _TOLERANCE = 1e-4  # of float32, relative to the largest output
 
-_thread = pass_local()
 _log = logging.getLogger(__name__)
 _probed: dict[Any, bool] = {}
 
 
-class _Stack(NamedTuple):
-    """All decoder layers of a model, which are alike."""
+class FusedLayers(NamedTuple):
+    """The modules of a model that can be fused."""
 
-    layers: list[LayerParts]
-    linears: list[Any]
-    by_window: list[LayerParts]  # a layer of each window
-    known: dict[Any, Any]  # of `packed_weights`
+    forwards: list[tuple[nn.Module, None, Callable[..., Any]]]  # for `patched_attribute`
+    layers: list[LayerParts]  # the fused decoder layers
+    total: int = 0  # decoder layers of a class that can be fused
+    reason: str = ""  # why some or all are not fused
 
 
-@contextmanager
-def serving(model: nn.Module) -> Iterator[None]:
-    """Let decoder layers fuse their operators in the passes of `running`, until the last open block of any thread ends.
+def fused_layers(model: nn.Module) -> FusedLayers:
+    """The decoder layers and norms whose operators can be fused in passes, and what takes the place of their `forward`.
 
     In bfloat16 they keep the bits of the model's own code, with which they are compared first. Layers that are hooked,
     adapted, offloaded, in training, not on the CPU or of a class not known here stay as they are.
     """
-    with torch.inference_mode():
-        forwards = _forwards_of(model)
-    with patched_attribute("forward", forwards):
-        yield
-
-
-@contextmanager
-def running(*, as_one: bool = False) -> Iterator[None]:
-    """Within `serving`, fuse operators on this thread until the block ends.
-
-    With `as_one` the first layer may do the work of all, and return the result of the last.
-    """
-    outer = getattr(_thread, "most", 0), getattr(_thread, "is_whole", False)
-    is_served = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_intercepted())
-    _thread.most = (_MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS) if is_served else 0
-    _thread.is_whole, _thread.done = is_served and as_one, None
-    try:
-        yield
-    finally:
-        (_thread.most, _thread.is_whole), _thread.done = outer, None
-
-
-def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, None, Callable[..., Any]]]:
-    """The modules that can be fused, and what takes the place of their `forward`, for `patched_attribute`."""
     modules = list(model.modules())
-    if torch.is_autocast_enabled("cpu"):  # products have another type than their inputs
-        return []
     is_hooked = modules_of_torch._global_forward_hooks or modules_of_torch._global_forward_pre_hooks
-    if is_hooked or "forward" in model.__dict__ or any(each._compiled_call_impl is not None for each in modules):
-        return []
-    layers = [_parts_of(each) for each in modules if _name_of(each) in _FAMILIES]
+    found = [each for each in modules if name_of(each) in FAMILIES]
+    reason = ""
+    if not found:
+        reason = f"they are for {', '.join(sorted(FAMILIES.values()))}"
+    elif torch.is_autocast_enabled("cpu"):  # products have another type than their inputs
+        reason = "autocast is on"
+    elif is_hooked or "forward" in model.__dict__ or any(each._compiled_call_impl is not None for each in modules):
+        reason = "hooks for all modules, a forward of its own or a compiled module stand around them"
+    if reason:
+        return FusedLayers([], [], len(found), reason)
+    layers = [_parts_of(each) for each in found]
     kinds = {type(part) for parts in layers if parts is not None for part in parts.reimplemented}
-    kinds |= {type(each) for each in modules if _name_of(each) in _NORMS}
+    kinds |= {type(each) for each in modules if name_of(each) in _NORMS}
     code = code_of(frozenset(kinds))
     # A function of another package may have taken the place of one that the kernels stand for.
     if code.foreign or not multiplies_as_shipped():
-        return []
+        return FusedLayers([], [], len(found), "code that they stand for is not as shipped")
     right = [parts for parts in layers if parts is not None and _is_right(parts, code.number)]
     # The last norm of a model, and those of layers that have something else in them.
     inside = {norm for parts in right for norm in parts.norms}
     norms: list[Any] = [each for each in modules if each not in inside and _is_plain_norm(each)]
     norms = [norm for norm in norms if _keeps_means(norm.weight.dtype, len(norm.weight))]
-    stack = _stack_of(right) if right and len(right) == len(layers) and _is_own_loop(modules, right) else None
-    return [
-        *((parts.layer, None, partial(_layer_forward, parts, stack)) for parts in right),
+    forwards: list[tuple[nn.Module, None, Callable[..., Any]]] = [
+        *((parts.layer, None, partial(_layer_forward, parts)) for parts in right),
         *((norm, None, partial(_norm_forward, norm)) for norm in norms),
     ]
+    is_whole = len(right) == len(found)
+    return FusedLayers(forwards, right, len(found), "" if is_whole else "parts of others are not plain, or differ")
 
 
-def _stack_of(layers: list[LayerParts]) -> _Stack | None:
-    """Layers that follow each other in one model and are of one class and size; None for others."""
-    kinds = {(type(parts.layer), *(each.weight.shape for each in parts.linears)) for parts in layers}
-    if len(kinds) > 1 or [parts.attention.layer_idx for parts in layers] != list(range(len(layers))):
-        return None
-    by_window = {parts.options.get("sliding_window"): parts for parts in layers}
-    return _Stack(layers, [each for parts in layers for each in parts.linears], list(by_window.values()), {})
-
-
-def _is_own_loop(modules: Sequence[Any], layers: Sequence[LayerParts]) -> bool:
-    """Whether a model of transformers calls the layers one after the other, by its own code and all of them."""
-    module, family = type(layers[0].layer).__module__, _FAMILIES[_name_of(layers[0].layer)]
-    for owner in modules:
-        held = owner._modules.get("layers")
-        if held is not None and len(held) and held[0] is layers[0].layer:
-            return (
-                _name_of(owner) == (module, f"{family}Model")
-                and type(held) is nn.ModuleList
-                and "forward" not in owner.__dict__
-                and all(map(is_, held, (parts.layer for parts in layers)))
-                and not code_of(frozenset((type(owner), type(held)))).foreign
-            )
-    return False
-
-
-def _name_of(module: nn.Module) -> tuple[str, str]:
+def name_of(module: nn.Module) -> tuple[str, str]:
+    """The file and the name of a module's class."""
     kind = type(module)
     return kind.__module__, kind.__qualname__
 
 
-def _is_bare(module: nn.Module) -> bool:
+def is_bare(module: nn.Module) -> bool:
     """Whether calling a module runs the code of its class, or ours, and nothing else."""
     forward = module.__dict__.get("forward")
     hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
@@ -175,8 +124,8 @@ def _is_bare(module: nn.Module) -> bool:
 def _is_plain_norm(module: Any) -> bool:
     """Whether a module is an RMSNorm that the kernel computes."""
     return (
-        _name_of(module) in _NORMS
-        and _is_bare(module)
+        name_of(module) in _NORMS
+        and is_bare(module)
         and type(module.weight) is nn.Parameter
         and module.weight.dtype in _DTYPES
         and module.weight.device.type == "cpu"
@@ -186,8 +135,8 @@ def _is_plain_norm(module: Any) -> bool:
 
 def _parts_of(layer: Any) -> LayerParts | None:
     """The parts of a decoder layer; None where one of them is not plain."""
-    family, code = _FAMILIES[_name_of(layer)], vars(sys.modules[type(layer).__module__])
-    if set(layer._modules) != _LAYER or not _is_bare(layer):
+    family, code = FAMILIES[name_of(layer)], vars(sys.modules[type(layer).__module__])
+    if set(layer._modules) != _LAYER or not is_bare(layer):
         return None
     attention, mlp = layer.self_attn, layer.mlp
     heads = _HEAD_NORMS if family == "Qwen3" else ()
@@ -200,14 +149,14 @@ def _parts_of(layer: Any) -> LayerParts | None:
     is_plain = (
         kinds == [code[f"{family}Attention"], code[f"{family}MLP"]]
         and type(mlp.act_fn) in (SiLUActivation, nn.SiLU)
-        and all(map(_is_bare, (attention, mlp, mlp.act_fn)))
+        and all(map(is_bare, (attention, mlp, mlp.act_fn)))
         and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
         # Products are called as modules, whatever their weights are, and overwritten: no hook may have kept them.
         and all(type(each) in (nn.Linear, QuantizedLinear) and "_hf_hook" not in each.__dict__ for each in linears)
         and not any(is_set_by_user(each) for each in linears)
         and not any(each._forward_pre_hooks or each._forward_hooks for each in linears)
         and all("weight" in each._parameters for each in linears)  # a parametrization computes it at every call
-        and attention.config._attn_implementation in ("sdpa", "eager")
+        and attention_name(attention.config) in ("sdpa", "eager")
     )
     if not is_plain:
         return None
@@ -218,12 +167,14 @@ def _parts_of(layer: Any) -> LayerParts | None:
     return LayerParts(layer, attention, linears, tuple(norms), code["eager_attention_forward"], options, {})
 
 
-def _is_served(x: Tensor, norm: Any) -> bool:
-    """Whether a pass of ours runs on this thread, and the kernels take its hidden states."""
+def takes(x: Tensor, norm: Any) -> bool:
+    """Whether a pass of ours runs on this thread, and fused layers take its hidden states, `[rows, tokens, size]`."""
+    mode = running_pass()
     return (
-        not torch.compiler.is_compiling()
+        mode is not None
+        and 0 < x.numel() <= mode.most_elements
+        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")  # which a user's function within the pass may enter
-        and 0 < x.numel() <= getattr(_thread, "most", 0)
         and x.dtype == norm._parameters["weight"].dtype
         and x.is_contiguous()
     )
@@ -231,7 +182,7 @@ def _is_served(x: Tensor, norm: Any) -> bool:
 
 def _norm_forward(norm: Any, x: Tensor) -> Tensor:
     """The norm's `forward`; one call for a few tokens on a thread that runs a pass."""
-    if not _is_served(x, norm):
+    if not takes(x, norm):
         own: Tensor = type(norm).forward(norm, x)
         return own
     out = torch.empty_like(x)
@@ -239,45 +190,13 @@ def _norm_forward(norm: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _layer_forward(parts: LayerParts, stack: _Stack | None, *args: Any, **kwargs: Any) -> Any:
+def _layer_forward(parts: LayerParts, *args: Any, **kwargs: Any) -> Any:
     """The layer's `forward`; fused for a few tokens on a thread that runs a pass."""
     positions, cache = kwargs.get("position_embeddings"), kwargs.get(CACHE)
     # A cache of another name would be left out.
-    if len(args) != 1 or positions is None or cache is None or not _is_served(args[0], parts.norms[0]):
+    if len(args) != 1 or positions is None or cache is None or not takes(args[0], parts.norms[0]):
         return type(parts.layer).forward(parts.layer, *args, **kwargs)
-    if stack is not None and getattr(_thread, "is_whole", False):
-        if _thread.done is not None and args[0] is _thread.done[0] and positions is _thread.done[1]:
-            return args[0]  # the first layer did the others' work
-        if parts is stack.layers[0] and (out := _all_layers(stack, args[0], positions, cache)) is not None:
-            _thread.done = out, positions
-            return out
     return _fused(parts, args[0], **kwargs)
-
-
-def _all_layers(stack: _Stack, hidden: Tensor, positions: Positions, cache: Any) -> Tensor | None:
-    """The result of the last layer by one call; None for passes that a `LayerTable` does not serve."""
-    first = stack.layers[0]
-    if (
-        len(hidden) > 1
-        or not isinstance(cache, TreeCache)
-        or cache.slots.capacity < FEWEST_SLOTS
-        or len(cache.layers) != len(stack.layers)
-        or first.attention.config.num_hidden_layers != len(stack.layers)
-        or not (weights := packed_weights(stack.linears, hidden, stack.known))
-        or cache.places(0) is None
-    ):
-        return None
-    dim = positions[0].shape[-1]
-    per_node = [
-        per_node_by_kernel(each.attention, cache.layers[0], weights[0].outputs // dim, each.options)
-        for each in stack.by_window
-    ]
-    if per_node[0] is None or None in per_node or len(per_node[0].trees[0]) > MAX_TABLE_NODES:
-        return None
-    table: Any = cache.table
-    if table is None or not table.serves(weights):
-        table = cache.table = LayerTable(stack.layers, weights, cache, hidden, dim)
-    return table.run(hidden, positions, per_node[0]) if table.is_right else None
 
 
 def _fused(
@@ -304,7 +223,7 @@ def _fused(
     query, key, value = (each.view(rows, tokens, -1, cos.shape[-1]).transpose(1, 2) for each in (query, key, value))
     if cache is not None:
         key, value = cache.update(key, value, attention.layer_idx)
-    by_model = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, parts.eager)
+    by_model = registered_attention(attention.config, parts.eager)
     attended = by_model(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0]
     attended = attended.contiguous().view(rows, tokens, -1)
     if weights:

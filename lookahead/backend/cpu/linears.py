@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import is_not
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lookahead.backend.cpu import product_bits
+from lookahead.backend.cpu.cpu_pass import CpuPass, running_pass, thread
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.product_bits import (
-    Bits,
     Kind,
     Layout,
     Packed,
@@ -34,8 +34,9 @@ from lookahead.backend.cpu.product_bits import (
     takes_any_rows,
 )
 from lookahead.backend.cpu.product_choice import LAYOUTS, measured_backends
-from lookahead.hf.model_code import is_intercepted, multiplies_as_shipped
-from lookahead.hf.model_state import pass_local, patched_attribute, state_of
+from lookahead.backend.protocol import BitPolicy
+from lookahead.hf.model_code import multiplies_as_shipped
+from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels.packed_product import PackedWeight
 
@@ -46,8 +47,6 @@ _MANY_ROWS = (64,)
 _FEWEST_ROWS = 8  # of one product in a larger layer
 _ONE_ROW = 1.15  # the same for one row by the kernel of this package, which does whole layers at once
 
-_thread = pass_local()
-
 
 class PackedLinear:
     """The packed weights of one linear layer. Where its model is copied, the copy begins empty."""
@@ -56,7 +55,7 @@ class PackedLinear:
         self._own: Tensor | None = None
         self._version = 0
         self._digest = 0
-        self._packed: dict[Bits, Packed | None] = {}
+        self._packed: dict[BitPolicy, Packed | None] = {}
 
     def __reduce__(self) -> Any:
         return PackedLinear, ()
@@ -66,25 +65,21 @@ class PackedLinear:
         if self._own is not None and any(self._packed.values()) and _digest(self._own) != self._digest:
             self._own = None
 
-    def weight(self, layer: nn.Linear | Conv1D, bits: Bits = "any") -> Packed | None:
-        """A packed form of a layer's weight whose rows have certain bits, made anew where the weight has changed."""
+    def weight(self, layer: nn.Linear | Conv1D, policy: BitPolicy = BitPolicy.ROUNDED) -> Packed | None:
+        """A packed form of a layer's weight whose rows have such bits, made anew where the weight has changed."""
         own = layer._parameters["weight"]
         assert own is not None
         if self._own is not own or self._version != own._version:
             self._packed.clear()
             self._own, self._version = own, own._version
-        if bits not in self._packed:
+        if policy not in self._packed:
             others = [each for each in self._packed.values() if each is not None]
-            packed = _pack(matrix_of(layer), layer.bias, bits, others)
+            packed = _pack(matrix_of(layer), layer.bias, policy, others)
             if packed is not None and not others:
                 self._digest = _digest(own)
-            self._packed[bits] = packed
-            _thread.has_packed = True
-        return self._packed[bits]
-
-
-_Mode = tuple[Bits, bool, int]
-"""The bits of rows of half precision, whether weights are packed, and the fewest rows of float32 by packed ones."""
+            self._packed[policy] = packed
+            thread.has_packed = True
+        return self._packed[policy]
 
 
 class PackedLookup(NamedTuple):
@@ -103,48 +98,49 @@ class LinearScope:
     Packed weights are made by the first pass that needs them, and kept until the model goes or its weights change.
     Layers that are quantized, sharded, offloaded, adapted or not on the CPU stay as they are. Where weights must not be
     packed, products of many rows in float32 still go to oneDNN.
+
+    Attributes:
+        packs: Whether weights may be packed.
+        fewest: Rows of float32 from which on packed weights are faster.
+        reason: Why no weight is packed; empty where they are.
     """
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
-        self.has_packed = False  # whether the newest block of `running` packed a weight
-        self._packs, self._fewest = False, 1
+        self.packs, self.fewest, self.reason = False, 1, ""
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
-        layers = [each for each in product_bits.linear_layers(model) if _is_plain(each)]
+        all_layers = product_bits.linear_layers(model)
+        layers = [each for each in all_layers if _is_plain(each)]
+        self.counts = len(layers), len(all_layers)
         if "forward" in model.__dict__ or not layers or not multiplies_as_shipped():
+            self.reason = "torch's products, or calls of the model, are changed" if layers else "no layer is plain"
             return
         dtype, threads = layers[0].weight.dtype, torch.get_num_threads()
         backends = measured_backends(dtype, threads)
-        if dtype == torch.float32 and not backends:
-            return
+        if not backends:
+            self.reason = f"no product of {dtype} is faster than torch's with {threads} threads"
+            if dtype == torch.float32:
+                return
         size = sum({id(each.weight): each.weight.nbytes for each in layers}.values())
         try:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, OSError, ValueError):  # Windows does not tell
             memory = 0
-        self._packs = packs and bool(backends) and size <= _SHARE_OF_MEMORY * memory
-        self._fewest = (
-            1 if backends[:1] == ("packed",) and "packed" in measured_backends(dtype, threads, (1,), _ONE_ROW) else 2
-        )
+        if not packs:
+            self.reason = "the options say so"
+        elif size > _SHARE_OF_MEMORY * memory:
+            self.reason = f"they would take {size >> 20} MiB of {memory >> 20}"
+        self.packs = not self.reason
+        is_fast = backends[:1] == ("packed",) and "packed" in measured_backends(dtype, threads, (1,), _ONE_ROW)
+        self.fewest = 1 if is_fast else 2
         known = state_of(model).linears
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())
             packed.check()
             self._forwards.append((layer, None, partial(_forward, layer, packed)))
 
-    def serving(self) -> AbstractContextManager[None]:
-        """Let the layers look for packed weights until the last open block of any thread ends."""
-        return patched_attribute("forward", self._forwards if multiplies_as_shipped() else [])
-
-    @contextmanager
-    def running(self, bits: Bits) -> Iterator[None]:
-        """Within `serving`, multiply by packed weights on this thread; rows of half precision have these bits."""
-        outer, _thread.has_packed = getattr(_thread, "mode", None), False
-        is_left = torch.is_autocast_enabled("cpu") or is_intercepted()  # which choose the type of products, or see them
-        _thread.mode = None if is_left else (bits, self._packs, self._fewest)
-        try:
-            yield
-        finally:
-            _thread.mode, self.has_packed = outer, _thread.has_packed
+    def forwards(self) -> list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]]:
+        """The layers, and what takes the place of their `forward`, for `patched_attribute`."""
+        return self._forwards if multiplies_as_shipped() else []
 
 
 def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, PackedLookup]) -> Sequence[PackedWeight]:
@@ -152,7 +148,7 @@ def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, PackedLook
 
     What is found is kept in `known`, until a weight changes.
     """
-    mode, rows = getattr(_thread, "mode", None), x.numel() // x.shape[-1]
+    mode, rows = running_pass(), x.numel() // x.shape[-1]
     if mode is None:
         return ()
     owns = [layer._parameters["weight"] for layer in layers]
@@ -163,9 +159,9 @@ def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, PackedLook
     return held.weights if rows in held.rows else ()
 
 
-def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: _Mode) -> tuple[Sequence[PackedWeight], range]:
+def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: CpuPass) -> tuple[Sequence[PackedWeight], range]:
     """The packed weights of some layers, and the numbers of rows that they take; others are left to the layers."""
-    weights, fewest, most = list[PackedWeight](), mode[2] if dtype == torch.float32 else 1, sys.maxsize
+    weights, fewest, most = list[PackedWeight](), mode.fewest if dtype == torch.float32 else 1, sys.maxsize
     if all(isinstance(layer, QuantizedLinear) and layer.multiplies(dtype) for layer in layers):
         return [layer.packed() for layer in layers], range(1, sys.maxsize)
     for layer in layers:
@@ -184,7 +180,7 @@ def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: _Mode) -> tuple[S
 
 def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tensor:
     """The forward of a linear layer, by packed weights on a thread that runs a pass."""
-    mode, rows = getattr(_thread, "mode", None), x.numel() // x.shape[-1]
+    mode, rows = running_pass(), x.numel() // x.shape[-1]
     own, bias = matrix_of(layer), layer._parameters["bias"]
     if mode is None or x.dtype != own.dtype or rows == 0:
         return by_torch(x, own, bias)
@@ -193,31 +189,31 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
         return found.product(x, bias)
     if own.dtype == torch.float32:
         return by_torch(x, own, bias) if rows < _UNPACKED_ROWS else product_bits.by_onednn(x, own, bias)
-    if mode[0] != "alone":
+    if mode.policy is not BitPolicy.SOLO or mode.is_prompt:
         return by_torch(x, own, bias)
     # A split takes as long as a small product.
-    most = max(1, rows_of(Kind.of(own, bias), Layout()).alone) if found is None else found.most
+    most = max(1, rows_of(Kind.of(own, bias), Layout()).solo) if found is None else found.most
     parts = [x] if rows <= most else x.reshape(rows, -1).split(most)
     outs = [by_torch(part, own, bias) if found is None else found.product(part, bias) for part in parts]
     return outs[0] if rows <= most else torch.cat(outs).view(*x.shape[:-1], -1)
 
 
-def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: _Mode) -> Packed | None:
+def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: CpuPass) -> Packed | None:
     """The packed weight for so many rows, or for some of them at a time; None where torch multiplies."""
-    (bits, packs, fewest), weight = mode, layer._parameters["weight"]
+    weight, policy = layer._parameters["weight"], mode.policy
     assert weight is not None
     if weight.dtype == torch.float32:  # fewer rows wait for the weight, which torch reads faster
-        return packed.weight(layer) if packs and fewest <= rows <= _MAX_PACKED_ROWS else None
-    if not packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
+        return packed.weight(layer) if mode.packs and mode.fewest <= rows <= _MAX_PACKED_ROWS else None
+    if not mode.packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
         return None
-    if bits == "torch" or (bits != "alone" and rows > MAX_ROWS):
+    if mode.is_prompt or (policy is not BitPolicy.SOLO and rows > MAX_ROWS):
         own = matrix_of(layer)
-        layout, _ = best_layout(own, layer.bias, "together", ("packed",))
-        return packed.weight(layer, "together") if _is_for_prompts(own, layer.bias, layout) else None
-    found = packed.weight(layer, "alone" if bits == "any" else bits)
-    if bits == "any" and (found is None or rows > found.most):
-        found = packed.weight(layer, "together")
-    return found
+        layout, _ = best_layout(own, layer.bias, BitPolicy.BATCH, ("packed",))
+        return packed.weight(layer, BitPolicy.BATCH) if _is_for_prompts(own, layer.bias, layout) else None
+    if policy is not BitPolicy.ROUNDED:
+        return packed.weight(layer, policy)
+    found = packed.weight(layer, BitPolicy.SOLO)
+    return packed.weight(layer, BitPolicy.BATCH) if found is None or rows > found.most else found
 
 
 def _is_for_prompts(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool:
@@ -249,14 +245,14 @@ def _is_plain(layer: nn.Linear | Conv1D) -> bool:
     )
 
 
-def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Packed]) -> Packed | None:
+def _pack(weight: Tensor, bias: Tensor | None, policy: BitPolicy, others: Sequence[Packed]) -> Packed | None:
     """A packed weight, None where nothing multiplies faster or bits change; one of the others is not packed again."""
     backends = measured_backends(weight.dtype, torch.get_num_threads())
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
                 return lay_out(weight, LAYOUTS[backends[0]], _MAX_PACKED_ROWS)
-            layout, most = best_layout(weight, bias, bits, backends)
+            layout, most = best_layout(weight, bias, policy, backends)
             if not most:
                 return None
             if _is_for_prompts(weight, bias, layout):
@@ -278,9 +274,9 @@ def keeps_bits(model: nn.Module) -> bool:
 
 def _keeps_bits_of_rows(layer: nn.Linear | Conv1D) -> bool:
     weight = matrix_of(layer)
-    alone = rows_of(Kind.of(weight, layer.bias), Layout()).alone
+    alone = rows_of(Kind.of(weight, layer.bias), Layout()).solo
     if not _is_plain(layer):  # it multiplies all rows of a pass at once
         return alone == MAX_ROWS
     if weight.numel() < product_bits.FEWEST_WEIGHTS or alone >= _FEWEST_ROWS:
         return True
-    return best_layout(weight, layer.bias, "alone", ("packed", "onednn"))[1] >= _FEWEST_ROWS
+    return best_layout(weight, layer.bias, BitPolicy.SOLO, ("packed", "onednn"))[1] >= _FEWEST_ROWS

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.protocol import BitPolicy
 from lookahead.hf.model_code import arithmetic_flags
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import packed_product
@@ -29,10 +30,6 @@ _DIFFERENT = 256  # outputs of the compared weight that differ; the others repea
 _ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)
 _CANCELLING = 4  # inputs that take back the sum of the others, each what the last one left
 _BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs take them for one row
-
-Bits = Literal["alone", "together", "any", "torch"]
-"""The bits of a row of half precision: those it has alone in torch's product, those it has there together with the
-other rows, any, or "torch": those of torch's product of any number of rows, as for a prompt."""
 
 
 class Layout(NamedTuple):
@@ -71,8 +68,12 @@ class Kind(NamedTuple):
 class Rows(NamedTuple):
     """Most rows of a product of half precision, up to `MAX_ROWS`, that have certain bits."""
 
-    alone: int  # those that each row has alone in torch's own product
-    together: int  # those that the same rows have in torch's own product
+    solo: int  # those that each row has alone in torch's own product
+    batch: int  # those that the same rows have together in torch's own product
+
+    def keeping(self, policy: BitPolicy) -> int:
+        """Those that have the bits of a policy, which is not `ROUNDED`."""
+        return self.solo if policy is BitPolicy.SOLO else self.batch
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear | Conv1D]:
@@ -110,7 +111,7 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
     return Packed(layout, lambda x, bias: by_onednn(x, packed, bias), most)
 
 
-def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, backends: Sequence[str]) -> tuple[Layout, int]:
+def best_layout(weight: Tensor, bias: Tensor | None, policy: BitPolicy, backends: Sequence[str]) -> tuple[Layout, int]:
     """The layout of a weight of half precision that gives the right bits to most rows, and how many; 0 if none does.
 
     Of the backends "packed", the kernel of this package, and "onednn", the first serves where both do.
@@ -120,7 +121,7 @@ def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, backends: Seque
         layouts["packed"] = [Layout(block=block) for block in _BLOCKS]
     best, most = Layout(), 0
     for layout in (layout for backend in backends for layout in layouts.get(backend, ())):
-        rows = rows_of(Kind.of(weight, bias), layout)._asdict()[bits]
+        rows = rows_of(Kind.of(weight, bias), layout).keeping(policy)
         if rows > most:
             best, most = layout, rows
         if most == MAX_ROWS:
@@ -132,7 +133,7 @@ def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, backends: Seque
 @torch.inference_mode()
 def takes_any_rows(kind: Kind, layout: Layout) -> bool:
     """Whether a layout has the bits of torch's product for any number of rows, each of which torch multiplies alone."""
-    if not MAX_ROWS == rows_of(kind, Layout()).alone == rows_of(kind, layout).alone:
+    if not MAX_ROWS == rows_of(kind, Layout()).solo == rows_of(kind, layout).solo:
         return False
     x, weight, bias = _cancelling(kind, _MANY_ROWS)
     return torch.equal(lay_out(weight, layout).product(x, bias), by_torch(x, weight, bias))
@@ -144,18 +145,18 @@ def rows_of(kind: Kind, layout: Layout) -> Rows:
     """Most rows whose bits do not change in a product with a weight of this kind that is laid out so."""
     trials = range(max(1, _DIFFERENT // kind.shape[0]))  # of few outputs, few show another order
     found = [_rows_of(kind, layout, seed) for seed in trials]
-    return Rows(min(each.alone for each in found), min(each.together for each in found))
+    return Rows(min(each.solo for each in found), min(each.batch for each in found))
 
 
 def _rows_of(kind: Kind, layout: Layout, seed: int) -> Rows:
     x, weight, bias = _cancelling(kind, MAX_ROWS, seed)
     alone = torch.cat([by_torch(each, weight, bias) for each in x.split(1)])
     other = None if layout == Layout() else lay_out(weight, layout)
-    most = {"alone": 0, "together": 0}
+    most = {"solo": 0, "batch": 0}
     for before, rows in pairwise((0, *_ROWS)):
         together = by_torch(x[:rows], weight, bias)
         product = together if other is None else other.product(x[:rows], bias)
-        for name, expected in (("alone", alone[:rows]), ("together", together)):
+        for name, expected in (("solo", alone[:rows]), ("batch", together)):
             if most[name] == before and torch.equal(product, expected):
                 most[name] = rows
     return Rows(**most)
@@ -203,7 +204,7 @@ def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
 @torch.inference_mode()
 def _has_bits_of_copies(kind: Kind, rows: int, copies: int) -> bool:
     _, weight, bias = _cancelling(kind, 1)
-    layout, most = best_layout(weight, bias, "alone", ("packed",))
+    layout, most = best_layout(weight, bias, BitPolicy.SOLO, ("packed",))
     if most == MAX_ROWS and takes_any_rows(kind, layout):
         return True  # torch multiplies each row alone, and so slowly that a comparison would take seconds
     x, weight, bias = _cancelling(kind, rows)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from lookahead.backend.pass_attention import Spans, attend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, padded_rows
 from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
@@ -193,7 +194,7 @@ def _settings_of(model: torch.nn.Module) -> int:
 
 
 class GraphRunner:
-    """Scores trees in fixed-shape passes that are recorded; `Target` has its options.
+    """Scores trees in fixed-shape passes that are recorded; `GpuBackend` has its options.
 
     Without a `scope` the model takes prepared masks.
     """
@@ -207,11 +208,15 @@ class GraphRunner:
         most_nodes: int,
         hidden_layers: tuple[int, ...],
         scope: AttentionScope | None,
+        spans: Spans,
     ) -> None:
-        self._model, self._kept, self._device, self._scope = model, kept, device, scope
+        self._model, self._kept, self._device, self._scope, self._spans = model, kept, device, scope, spans
+        self.problem = ""  # why no passes are recorded
         self._cache, self._most_nodes, self._hidden_layers = kept.cache, most_nodes, hidden_layers
         self.is_cold = False  # whether the newest pass recorded or is yet to be, so that its time is no cost
-        self._capture = None if state_of(model).has_failed_capture else CudaGraphs(device)
+        self._capture: CudaGraphs | None = CudaGraphs(device)
+        if state_of(model).has_failed_capture:
+            self._capture, self.problem = None, "recording failed before"
         if self._capture is not None and (problem := graphs_unsupported_reason(model, device)):
             self._stop(problem)
         elif self._capture is not None:
@@ -234,7 +239,9 @@ class GraphRunner:
         if runner is None:
             runner = runners[rows, width] = _ShapeRunner(FixedShapePass(slots, rows, width, self._device))
         runner.static.fill(trees)
-        runs = nullcontext() if self._scope is None else self._scope.running(runner.static)
+        runs = (
+            nullcontext() if self._scope is None else self._scope.running(partial(attend, runner.static, self._spans))
+        )
         with slots.fixed(rows, width, runner.static.index), runs:
             outputs = self._run(runner, self._capture)
         if outputs is None:
@@ -296,7 +303,7 @@ class GraphRunner:
 
     def _stop(self, reason: str) -> None:
         """Record no further passes of this model, and log once why."""
-        self._capture = None
+        self._capture, self.problem = None, reason
         self._kept.runners.clear()
         state = state_of(self._model)
         if not state.has_failed_capture:

@@ -1,0 +1,35 @@
+"""Which backend serves a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lookahead.backend.cpu.cpu_backend import CpuBackend
+from lookahead.backend.gpu.cuda_graphs import graphs_unsupported_reason
+from lookahead.backend.gpu.gpu_backend import GpuBackend
+from lookahead.backend.torch_backend import TorchBackend
+from lookahead.hf.facts import input_device
+from lookahead.hf.model_state import state_of
+
+_KINDS: dict[str, type[TorchBackend]] = {"cpu": CpuBackend, "cuda": GpuBackend}
+_OPTIONS = {"packs": CpuBackend, "has_kernels": CpuBackend, "captures": GpuBackend, "most_nodes": GpuBackend}
+
+
+def backend_for(model: PreTrainedModel, **options: Any) -> TorchBackend:
+    """The backend of a model's device; of the options of all backends it gets its own.
+
+    Args:
+        model: The model.
+        **options: Those of `TorchBackend`; `packs` and `has_kernels` of `CpuBackend`; `captures` and `most_nodes` of
+            `GpuBackend`.
+    """
+    device = input_device(model)
+    kind = _KINDS.get(device.type, TorchBackend)
+    if options.get("captures"):
+        if problem := graphs_unsupported_reason(model, device):
+            state_of(model).note_problem(f"{type(model).__name__} is decoded without CUDA graphs", problem)
+        else:
+            kind = GpuBackend
+    return kind(model, **{name: each for name, each in options.items() if issubclass(kind, _OPTIONS.get(name, kind))})

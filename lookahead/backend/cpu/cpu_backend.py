@@ -1,0 +1,113 @@
+"""Passes on a CPU: packed weights, fused layers, whole passes as one call, nodes that attend one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lookahead.backend.cpu.cpu_pass import CpuPass, running, thread
+from lookahead.backend.cpu.exact_attention import takes_rows
+from lookahead.backend.cpu.fused_layers import FusedLayers, fused_layers
+from lookahead.backend.cpu.linears import LinearScope
+from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
+from lookahead.backend.protocol import BitPolicy, PathReport
+from lookahead.backend.torch_backend import TorchBackend
+from lookahead.backend.tree_pass import TreePass
+from lookahead.drafting.tree import TokenTree
+from lookahead.hf.facts import processes_of
+from lookahead.hf.model_state import patched_attribute
+
+
+class CpuBackend(TorchBackend):
+    """A `TorchBackend` whose products and layers are kernels, with the bits of decoding token by token where asked.
+
+    What the kernels do not serve is the model's own code. In half precision every node may attend by itself, so that
+    the logits have the bits of each row alone (`lookahead.backend.cpu.exact_attention`).
+
+    Args:
+        model: The model.
+        packs: Whether linear layers may keep packed copies of their weights.
+        has_kernels: Whether kernels may stand for linear layers and whole layers of the model.
+        **options: Those of `TorchBackend`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, packs: bool = True, has_kernels: bool = True, **options: Any) -> None:
+        super().__init__(model, **options)
+        # Tensor-parallel processes must compute the same bits, and each measures whether packing pays.
+        self._why_apart = "" if has_kernels else "its kernels compute otherwise than the model's own code"
+        if processes_of(model) > 1:
+            self._why_apart = "it is spread over several processes"
+        self._served: nn.Module = nn.Identity() if self._why_apart else model
+        self._linears = LinearScope(self._served, packs=packs)
+        self._fused = FusedLayers([], [])
+        self._whole: WholePass | str = "it was not in service yet"
+        # A single node need not attend by torch either.
+        is_bf16 = self._scope is not None and model.dtype == torch.bfloat16
+        self._takes_rows = is_bf16 and not any(self._windows) and takes_rows(model.config.get_text_config())
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        self._fused = fused_layers(self._served)
+        self._whole = whole_pass(self._served, self._fused.layers)
+        with patched_attribute("forward", [*self._fused.forwards, *self._linears.forwards()]), super()._patched():
+            yield
+
+    def _keeps(self, policy: BitPolicy) -> bool:
+        return policy is not BitPolicy.ROUNDED and self._is_half and self._scope is not None
+
+    def _attention_of(self, trees: Sequence[TokenTree], policy: BitPolicy) -> tuple[Sequence[int | None] | None, bool]:
+        is_exact, is_one = self._keeps(policy), len(trees) == 1
+        # One prompt's nodes attend alone where a kernel does that, which is faster than one mask; but all of them
+        # attend to an encoder's output in one call. Transformers' own attention for several rows has other bits than
+        # for each alone.
+        takes_rows = self._takes_rows and is_one and (is_exact or not self.counts_nodes)
+        windows = self._windows if is_exact or takes_rows else None
+        return windows, not takes_rows and (is_one or not is_exact)
+
+    def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
+        if self._rows > 1 and policy is BitPolicy.ROUNDED:
+            policy = BitPolicy.BATCH  # the passes that `model.generate` would run too have its bits
+        linears = self._linears
+        mode = CpuPass(policy, not tree_pass.has_trees, linears.packs, linears.fewest)
+        keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
+        with running(mode):
+            logits = None
+            if isinstance(self._whole, WholePass) and tree_pass.has_trees and not keeps_hidden:
+                logits = self._whole(tree_pass, self.cache)
+            if logits is None:
+                logits = super()._forward(tree_pass, policy)
+            else:
+                self.hidden = {}
+            self.is_cold = thread.has_packed
+        return logits
+
+    def _paths(self) -> list[PathReport]:
+        fused, linears, apart = self._fused, self._linears, self._why_apart
+        plain, layers = linears.counts
+        packed = linears.reason or f"{plain} of {layers} linear layers"
+        one_call = "" if isinstance(self._whole, WholePass) else self._whole
+        share = f"{len(fused.layers)} of {fused.total} layers"
+        return [
+            *super()._paths(),
+            PathReport("packed weights", linears.packs, apart or packed),
+            PathReport("fused layers", bool(fused.layers), apart or "; ".join(filter(None, (share, fused.reason)))),
+            PathReport("passes as one call", not one_call, apart or one_call),
+            PathReport(
+                "nodes that attend by a kernel of their own", self._takes_rows,
+                "" if self._takes_rows else "it is for bfloat16, SDPA and layers without windows",
+            ),
+        ]  # fmt: skip
+
+
+@contextmanager
+def packed_products(model: PreTrainedModel, *, packs: bool) -> Iterator[None]:
+    """Let the linear layers of a model multiply by packed weights on this thread, with the bits of torch's products."""
+    linears = LinearScope(model, packs=packs)
+    mode = CpuPass(BitPolicy.BATCH, False, linears.packs, linears.fewest)
+    with patched_attribute("forward", linears.forwards()), running(mode, fuses=False):
+        yield

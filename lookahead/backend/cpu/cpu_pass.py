@@ -1,0 +1,55 @@
+"""The pass that a thread runs on a CPU, as packed weights and fused layers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from lookahead.backend.protocol import BitPolicy
+from lookahead.hf.model_code import is_intercepted
+from lookahead.hf.model_state import pass_local
+
+_MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that fused layers take
+_MAX_SHARED_ELEMENTS = 1 << 15  # where torch would share them among threads; the kernels run on one
+
+
+class CpuPass(NamedTuple):
+    """What decides how layers compute in a pass."""
+
+    policy: BitPolicy  # of rows of half precision
+    is_prompt: bool = False  # whether it reads a part of a prompt, of any number of rows, as torch does
+    packs: bool = False  # whether weights may be packed
+    fewest: int = 1  # rows of float32 from which on packed weights are faster
+    most_elements: int = 0  # of hidden states, up to which layers are fused
+
+
+thread = pass_local()
+"""`running` is the `CpuPass` of the thread, None or absent outside of passes; `has_packed`, that it packed a weight."""
+
+
+def running_pass() -> CpuPass | None:
+    """The pass of this thread; None outside of passes."""
+    running: CpuPass | None = getattr(thread, "running", None)
+    return running
+
+
+@contextmanager
+def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[None]:
+    """Run a pass on this thread until the block ends.
+
+    Under autocast, which chooses the type of products, and under a mode of torch that sees every operator, the model's
+    own code runs. With `fuses` False layers are not fused.
+    """
+    outer, thread.has_packed = getattr(thread, "running", None), False
+    is_left = torch.is_autocast_enabled("cpu") or is_intercepted()
+    if fuses and not torch.is_grad_enabled():
+        most = _MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS
+        cpu_pass = cpu_pass._replace(most_elements=most)
+    thread.running = None if is_left else cpu_pass
+    try:
+        yield
+    finally:
+        thread.running = outer

@@ -1,0 +1,75 @@
+"""Passes on a GPU: kernels for trees that were tested there, and passes that are recorded as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lookahead.backend.gpu.cuda_graphs import GraphRunner, KeptGraphs
+from lookahead.backend.gpu.kernel_trial import try_kernels
+from lookahead.backend.protocol import BitPolicy, PathReport
+from lookahead.backend.torch_backend import TorchBackend
+from lookahead.drafting.tree import TokenTree
+from lookahead.hf.inputs import ModelInputs
+from lookahead.kernels import dispatch
+
+
+class GpuBackend(TorchBackend):
+    """A `TorchBackend` that tests kernels for trees before they serve, and records passes.
+
+    Args:
+        model: The model.
+        captures: Whether `score` records CUDA graphs, with trees padded to few sizes.
+        most_nodes: Nodes of the largest expected tree, its root included.
+        **options: Those of `TorchBackend`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, captures: bool = False, most_nodes: int = 64, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._graphs: GraphRunner | None = None
+        inputs = self._inputs
+        if captures and self._takes_masks and inputs.takes_positions and type(inputs) is ModelInputs:
+            kind, slots = (self._hidden_layers, most_nodes, str(self._device)), self.cache.slots
+            kept = KeptGraphs.take(model, kind, slots.rows, slots.capacity, self._windows)
+            self._use(ModelInputs(model, kept.cache))
+            self._graphs = GraphRunner(
+                model, kept, self._device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
+                scope=self._scope, spans=self._spans,
+            )  # fmt: skip
+
+    def score(
+        self,
+        trees: Sequence[TokenTree],
+        policy: BitPolicy = BitPolicy.ROUNDED,
+        scored: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """As `Backend.score`; by a recording where there is one."""
+        known, outputs = len(dispatch.verdicts) + len(dispatch.served), None
+        if self._graphs is not None and scored is None:
+            outputs = self._graphs.score(trees)
+        if outputs is None:
+            logits = super().score(trees, policy, scored)
+        else:
+            logits = outputs[0]
+            self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
+        if dispatch.wanted:
+            try_kernels(dispatch.wanted)
+        is_new = len(dispatch.verdicts) + len(dispatch.served) > known
+        self.is_cold = is_new or (self._graphs is not None and self._graphs.is_cold)
+        return logits
+
+    def _paths(self) -> list[PathReport]:
+        problems = [
+            f"{kernel.name}: {verdict.problem}" for kernel, verdict in dispatch.verdicts.items() if verdict.problem
+        ]
+        graphs = "the options ask for none" if self._graphs is None else self._graphs.problem
+        return [
+            *super()._paths(),
+            PathReport("kernels for trees", not problems, "; ".join(problems)),
+            PathReport("CUDA graphs", not graphs, graphs),
+        ]

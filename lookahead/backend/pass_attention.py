@@ -1,0 +1,208 @@
+"""What the nodes of a pass attend to: a kernel, torch's attention under a mask of the pass, or each node alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from lookahead.backend.cpu.exact_attention import attend_per_node
+from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass
+from lookahead.hf.attention import real_config
+from lookahead.hf.facts import attention_name, is_sdpa, own_attention
+from lookahead.kernels import dispatch
+
+Spans = dict[int, AttentionSpan]
+"""How far the layers of a model look back, by the ids of their modules, as they were asked within `serving`."""
+
+
+def attend(
+    tree_pass: TreePass,
+    spans: Spans,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention of a layer in a pass, `[rows, width, heads, value_dim]`.
+
+    Trees go to a kernel where one supports them. Otherwise the query heads that share a KV head are packed into query
+    rows, so that torch's attention reads keys and values once. The pass makes the mask. The window or chunk of the
+    layer applies where the arguments have none.
+
+    Args:
+        tree_pass: The pass.
+        spans: Those known of the model; that of the layer is added.
+        module: The attention layer.
+        query: `[rows, heads, width, dim]`.
+        key: `[rows, kv_heads, slots, dim]`.
+        value: `[rows, kv_heads, slots, value_dim]`.
+        scaling: Factor of the scores; None for `dim ** -0.5`.
+        softcap: Bound of the scores; None for none.
+        s_aux: Sinks `[heads]`, scores that no value belongs to.
+        position_bias: Biases of the scores by slot, `[1, heads, width, slots]`.
+        **kwargs: What else the layer passes along, `sliding_window` among it.
+    """
+    if tree_pass.cross is not None and not _is_of(key, tree_pass.cross.own.layers[module.layer_idx].keys):
+        options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, **kwargs}
+        return _attend_across(module, query, key, value, tree_pass, options)
+    if softcap is not None and attention_name(real_config(module.config)) == "sdpa":
+        softcap = None  # which transformers' SDPA attention does not apply
+    slots = key.shape[2]
+    span = span_of(module, spans)
+    if "sliding_window" in kwargs and kwargs["sliding_window"] != span.window:
+        span = AttentionSpan(kwargs["sliding_window"], span.chunk)
+    if tree_pass.attends_per_node:
+        options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, "position_bias": position_bias, **kwargs}
+        window = _within(span, slots + 1).window
+        # Not by layer: the last layers of some models have no cache of their own and read one with the same window.
+        crops = window in (tree_pass.windows or ())
+        own = own_attention(module, real_config(module.config))
+        options = {name: option for name, option in options.items() if option is not None}
+        options = {"window": window, "crops": crops, "own": own, "options": options}
+        return attend_per_node(module, query, key, value, tree_pass.per_node, **options)
+    if position_bias is not None:
+        return dispatch.masked_attention(query, key, value, tree_pass.biased_mask(position_bias), scaling)
+    if tree_pass.scores_trees and not torch.compiler.is_compiling():
+        kernel = _kernel_of(tree_pass, query, key, value, span, scaling, softcap, s_aux)
+        if kernel is not None:
+            return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux)
+    reached = _within(span, slots)
+    is_plain = softcap is None and s_aux is None and reached == AttentionSpan()
+    if is_plain and tree_pass.is_causal and (tree_pass.is_from_empty or dispatch.takes_flash(query, key, value)):
+        return _causal(tree_pass, query, key, value, scaling)
+    return _by_torch(tree_pass, query, key, value, reached, scaling, softcap, s_aux)
+
+
+def _causal(tree_pass: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Attention of a part of a prompt, which needs no mask.
+
+    From an empty cache SDPA skips half of the work. Behind other tokens flash attention aligns the last query with the
+    last key.
+    """
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
+    if tree_pass.is_from_empty:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    else:
+        last = causal_lower_right(query.shape[2], key.shape[2])
+        out = scaled_dot_product_attention(query, key, value, attn_mask=last, **options)
+    return out.transpose(1, 2).contiguous()
+
+
+def _is_of(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share their memory."""
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _attend_across(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, tree_pass: TreePass, options: dict[str, Any]
+) -> Tensor:
+    """Attention of nodes to what the encoder has read, by the model's own function; `[rows, width, heads, dim]`."""
+    assert tree_pass.cross is not None
+    own = own_attention(module, real_config(module.config))
+    options = {name: option for name, option in options.items() if option is not None}
+
+    def attend(nodes: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        mask = None if mask is None else mask.to(query.device)
+        if mask is not None and not is_sdpa(own):
+            mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+        return own(module, nodes, keys, values, mask, **options)[0]
+
+    if not tree_pass.attends_per_node:
+        return attend(query, key, value, tree_pass.cross.mask, **options)
+    rows, heads, width, _ = query.shape
+    out, bias = query.new_zeros(rows, width, heads, value.shape[3]), options.get("position_bias")
+    per_node = tree_pass.per_node
+    for row, (tokens, mask) in enumerate(tree_pass.cross.alone):
+        one = slice(row, row + 1)
+        nodes = slice(len(per_node.trees[row]) - per_node.scored[row])  # padding attends to nothing
+        keys, values = key[one, :, :tokens], value[one, :, :tokens]
+        if bias is not None:
+            options["position_bias"] = bias[one if len(bias) > 1 else slice(1), :, -1:, :tokens]
+        alone = [attend(node, keys, values, mask, **options) for node in query[one, :, nodes].split(1, 2)]
+        out[one, nodes] = torch.cat(alone, 1)
+    return out
+
+
+def _kernel_of(
+    tree_pass: TreePass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    span: AttentionSpan,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Callable[..., Tensor] | None:
+    """The kernel of the layers of a pass that are alike, bound to the trees of the pass."""
+    layouts = query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()
+    kind = (*layouts, query.device, query.dtype, span, scaling, softcap, s_aux is None)
+    if kind not in tree_pass.kernels:
+        options = {**_within(span, key.shape[2])._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
+        later = frozenset(name for name, limit in span._asdict().items() if limit is not None)
+        is_eager = not isinstance(tree_pass, FixedShapePass)
+        buffers = key.transpose(1, 2), value.transpose(1, 2)  # as the cache holds them
+        kernel = dispatch.attention_for(query, *buffers, options, is_eager, later)
+        if kernel is not None:
+            kernel = partial(kernel, **tree_pass.tensors(query.device)._asdict())
+        tree_pass.kernels[kind] = kernel
+    return tree_pass.kernels[kind]
+
+
+def _by_torch(
+    tree_pass: TreePass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    span: AttentionSpan,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Torch's attention, under a mask of the slots that not every node sees, or of all."""
+    mask = None
+    if span != AttentionSpan() or not tree_pass.sees_all:
+        start, is_plain = 0, softcap is None and sinks is None and span == AttentionSpan()
+        if is_plain and not torch.compiler.is_compiling():  # which would make the length a constant
+            start = dispatch.unmasked(query, key, value, tree_pass.prefix)
+        mask = tree_pass.mask(query.shape[1] // key.shape[1], span, query.dtype, query.device, start)
+    return dispatch.masked_attention(query, key, value, mask, scaling, softcap, sinks)
+
+
+def _within(span: AttentionSpan, slots: int) -> AttentionSpan:
+    """A span without limits that so few slots do not reach."""
+    return AttentionSpan(*(None if limit is None or limit >= slots else limit for limit in span))
+
+
+def span_of(module: Any, spans: Spans) -> AttentionSpan:
+    """The window of a layer that is told none, and its chunk.
+
+    They are read once in a block of `serving`: configurations take microseconds to answer.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and (known := spans.get(id(module))) is not None:
+        return known
+    config: Any = getattr(module, "config", None)
+    window: int | None = getattr(module, "sliding_window", None)
+    if window is None and not hasattr(config, "layer_types"):
+        # Some models put the window into masks only: Qwen2-MoE in some layers, PhiMoE in all.
+        window = getattr(config, "sliding_window", None)
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    # Llama 4 does not tell attention functions which of its layers look at chunks only.
+    if chunk is not None and config.layer_types[module.layer_idx] != "chunked_attention":
+        chunk = None
+    span = AttentionSpan(window, chunk)
+    if not is_compiling:
+        spans[id(module)] = span
+    return span

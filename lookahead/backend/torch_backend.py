@@ -1,0 +1,243 @@
+"""Passes over token trees by a model's own code, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lookahead.backend.pass_attention import Spans, attend
+from lookahead.backend.protocol import BackendReport, BitPolicy, OnPrefill, PathReport, PromptTokens, Shape
+from lookahead.backend.tree_pass import AttentionSpan, TreePass
+from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.errors import UnsupportedModelError
+from lookahead.hf.attention import AttentionScope
+from lookahead.hf.cache import TreeCache
+from lookahead.hf.facts import (
+    attention_name,
+    calls_registered_attention,
+    input_device,
+    prefills_at_once,
+    windows_of,
+)
+from lookahead.hf.inputs import ModelInputs
+from lookahead.hf.model_code import version_of
+from lookahead.hf.model_state import outside_passes
+
+PREFILL_CHUNK = 1024  # tokens of a pass over a part of a prompt
+_MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention
+
+MakeInputs = Callable[[PreTrainedModel, TreeCache], ModelInputs]
+
+
+class TorchBackend:
+    """A `Backend` that runs anything that transformers runs.
+
+    Models that call registered attention functions get tree attention, older architectures get prepared masks. For
+    chains of a single row the model makes its own masks. Within `serving`, its attention implementation changes.
+
+    Args:
+        model: The model.
+        rows: Rows of the batch; 1 for chains.
+        capacity: Slots per row to begin with.
+        shape: What `score` takes: trees, or chains only.
+        hidden_layers: Indices in `output_hidden_states` of the hidden states to keep.
+        make_inputs: Makes what the model takes in a pass.
+    """
+
+    is_aligned = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        rows: int,
+        capacity: int,
+        shape: Shape = "trees",
+        hidden_layers: Sequence[int] = (),
+        make_inputs: MakeInputs = ModelInputs,
+    ) -> None:
+        self._model, self._rows, self._device = model, rows, input_device(model)
+        self._takes_masks = shape == "trees"
+        self._scope = AttentionScope(model) if self._takes_masks and calls_registered_attention(model) else None
+        self._spans: Spans = {}
+        self._reads_at_once = prefills_at_once(model)
+        self._windows = windows_of(model)
+        self._use(make_inputs(model, TreeCache(rows=rows, capacity=capacity, windows=self._windows)))
+        self._hidden_layers = tuple(hidden_layers)
+        self.keeps_hidden = True
+        self.hidden: dict[int, Tensor] = {}
+        self.prompt_hidden: list[dict[int, Tensor]] = []
+        self._is_served = False
+        # In float32 the last bits do not change tokens.
+        self._is_half = model.dtype in (torch.bfloat16, torch.float16)
+        self.is_read_whole = self.is_cold = False
+
+    def _use(self, inputs: ModelInputs) -> None:
+        self._inputs, self.cache = inputs, inputs.cache
+        self.positions, self.counts_nodes = inputs.positions, inputs.counts_nodes
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """As `Backend.serving`."""
+        with torch.inference_mode():
+            if self._is_served:
+                yield
+                return
+            self._is_served = True
+            self._spans.clear()
+            try:
+                with outside_passes(), self._patched():
+                    yield
+            finally:
+                self._is_served = False
+
+    def _patched(self) -> AbstractContextManager[None]:
+        """A block in which the modules of the model hold what takes their place in passes."""
+        return nullcontext() if self._scope is None else self._scope.serving()
+
+    def reads_alone(self, policy: BitPolicy) -> bool:
+        """As `Backend.reads_alone`."""
+        return self._inputs.joins_alone or self._keeps(policy)
+
+    def _keeps(self, policy: BitPolicy) -> bool:
+        """Whether passes have the bits of a policy."""
+        return False
+
+    def read(self, prompts: Sequence[PromptTokens], first: int = 0, on_prefill: OnPrefill | None = None) -> Tensor:
+        """As `Backend.read`."""
+        for prompt in prompts:
+            if prompt.encoded is not None:
+                self._inputs.join(prompt.encoded)
+        with self._inputs.joining(), self.cache.slots.rows_from(first):
+            return self._read([prompt.tokens for prompt in prompts], on_prefill or (lambda *_: None))
+
+    def _read(self, prompts: Sequence[IntArray], report: OnPrefill) -> Tensor:
+        """`read` of all rows that are in the passes."""
+        slots = self.cache.slots
+        committed = slots.lengths[: slots.active]
+        cached = committed.copy()
+        lengths = np.array([len(prompt) for prompt in prompts])
+        new = lengths - cached
+        width = int(new.max())
+        padded = np.zeros((len(prompts), width), np.int64)
+        for row, prompt in enumerate(prompts):
+            padded[row, : new[row]] = prompt[cached[row] :]
+        last: dict[int, Tensor] = {}
+        hidden: list[dict[int, Tensor]] = []
+        size = self._tokens_of_a_pass(new, cached)
+        self.is_read_whole = size >= width and len(prompts) == 1
+        report(0, width)
+        for start in range(0, width, size):
+            chunk = np.ascontiguousarray(padded[:, start : start + size])
+            # A row whose prompt has ended writes padding after it, into the slots of its later trees.
+            committed[:] = cached + start
+            ends = new - 1 - start
+            ending = np.flatnonzero((ends >= 0) & (ends < chunk.shape[1]))
+            keep, place = np.unique(ends[ending], return_inverse=True)
+            keep = keep if len(keep) else np.zeros(1, np.int64)
+            is_plain = self._is_half and not np.ptp(committed) and keep.tolist() == [chunk.shape[1] - 1]
+            slots.begin(chunk.shape[1], is_plain=is_plain)
+            logits = self._forward(TreePass(slots, self._device, prompt=(chunk, keep)), BitPolicy.BATCH)
+            last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
+            hidden.append(self.hidden)
+            report(min(start + size, width), width)
+        committed[:] = lengths - 1
+        whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
+        self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
+        self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
+        return torch.stack([last[row] for row in range(len(prompts))])[:, None]
+
+    def _tokens_of_a_pass(self, new: NDArray[np.int64], cached: NDArray[np.int64]) -> int:
+        """Tokens of a row that one pass reads, of `new` ones behind those in the cache, int64 `[rows]` each."""
+        width = int(new.max())
+        # In half precision prompts of one length are read in one pass, with the bits of `model.generate`. Without fused
+        # causal attention the memory of a pass grows quadratically with its tokens.
+        is_sdpa = attention_name(self._model.config.get_text_config()) == "sdpa"
+        is_fused = is_sdpa and not cached.any() and not any(self._windows)
+        is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
+        is_whole = is_whole or self._reads_at_once
+        # A hook may edit the end of a prompt, and would meet the end of every part.
+        is_whole = is_whole or (width > PREFILL_CHUNK and bool(version_of(self._model).users))
+        return width if is_whole else PREFILL_CHUNK
+
+    def score(
+        self,
+        trees: Sequence[TokenTree],
+        policy: BitPolicy = BitPolicy.ROUNDED,
+        scored: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """As `Backend.score`."""
+        slots, sizes = self.cache.slots, np.array([len(tree.tokens) for tree in trees])
+        width = int((sizes if scored is None else sizes - scored).max())
+        windows, may_be_plain = self._attention_of(trees, policy)
+        # `model.generate` would run the same pass: one token a row, and rows of one length.
+        is_plain = may_be_plain and self._is_half and width == 1 and scored is None
+        is_plain = is_plain and not np.ptp(slots.lengths[: len(trees)])
+        slots.begin(width, scored, is_plain=is_plain)
+        return self._forward(TreePass(slots, self._device, trees, scored, windows=windows), policy)
+
+    def _attention_of(self, trees: Sequence[TokenTree], policy: BitPolicy) -> tuple[Sequence[int | None] | None, bool]:
+        """The windows of layers whose nodes attend one by one, and whether a pass may be the model's own.
+
+        None for nodes that attend under a mask.
+        """
+        return None, True
+
+    def commit(self, row: int, path: IntArray) -> None:
+        """As `Backend.commit`."""
+        self.cache.commit(row, path)
+
+    def retire(self, row: int) -> int:
+        """As `Backend.retire`."""
+        last = self.cache.retire(row)
+        self._inputs.retire(row, last)
+        return last
+
+    def report(self) -> BackendReport:
+        """As `Backend.report`."""
+        return BackendReport(type(self).__name__, type(self._model).__name__, tuple(self._paths()))
+
+    def _paths(self) -> list[PathReport]:
+        """What `report` lists."""
+        if not self._takes_masks:
+            return [PathReport("trees of drafts", False, "the model verifies chains")]
+        is_registered = self._scope is not None
+        return [PathReport("tree attention", is_registered, "" if is_registered else "the model takes prepared masks")]
+
+    def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
+        """One pass of the model; returns the logits of all columns, or of those to keep."""
+        inputs, is_plain, keeps = self._inputs, self.cache.slots.is_plain, len(tree_pass.keep) > 0
+        options: dict[str, Any] = {"use_cache": True}
+        if inputs.keeps_logits and keeps:
+            options["logits_to_keep"] = 1 if is_plain else tree_pass.keep
+        scope: AbstractContextManager[None] = nullcontext()
+        if self._takes_masks and not is_plain:
+            if self._scope is not None:
+                scope = self._scope.running(partial(attend, tree_pass, self._spans))
+            else:
+                mask = tree_pass.mask(1, AttentionSpan(), self._model.dtype, self._device)
+                options[f"{inputs.prefix}attention_mask"] = mask
+        keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
+        if keeps_hidden:
+            options["output_hidden_states"] = True
+        with inputs.of_pass(tree_pass.tokens, tree_pass.positions) as given, scope:
+            tree_pass.cross = inputs.cross
+            output = self._model(**given, **options)
+        states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
+        self.hidden = {}
+        for layer in self._hidden_layers if keeps_hidden else ():
+            if not -len(states) <= layer < len(states):
+                raise UnsupportedModelError(
+                    f"a proposer asks for hidden states {layer}, and the model has {len(states)}"
+                )
+            self.hidden[layer] = states[layer]
+        logits: Tensor = output.logits
+        return logits[:, tree_pass.keep] if keeps and not inputs.keeps_logits else logits

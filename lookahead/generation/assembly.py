@@ -1,0 +1,134 @@
+"""The parts of an engine: a backend, proposers, and a controller with what was learned of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.backend import self_check
+from lookahead.backend.calibration import node_cost
+from lookahead.backend.chain_backend import ChainBackend
+from lookahead.backend.choice import backend_for
+from lookahead.backend.protocol import Backend, BitPolicy, Shape
+from lookahead.config import LookaheadConfig
+from lookahead.drafting.budget import LookaheadBranch
+from lookahead.drafting.controller import Controller
+from lookahead.drafting.proposal import Call, Proposer
+from lookahead.drafting.sizes import MAX_NODES_LIMIT
+from lookahead.engine.engine import Engine
+from lookahead.engine.row import Row
+from lookahead.errors import UnsupportedModelError
+from lookahead.hf.encoded_rows import Encoded
+from lookahead.hf.facts import decoder_vocabulary
+from lookahead.hf.inputs import EncoderInputs
+from lookahead.hf.model_state import state_of
+from lookahead.hf.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
+from lookahead.pools.pool_files import pool_of
+from lookahead.proposers import ProposerState, make_proposers
+from lookahead.verification.stopping import StoppingRule
+
+
+def assemble(
+    model: PreTrainedModel,
+    config: LookaheadConfig,
+    stopping: StoppingRule,
+    tokenizer: PreTrainedTokenizerBase | None,
+    batch: Sequence[Row] = (),
+    *,
+    slots: int = 0,
+    shape: Shape = "trees",
+    warp: Callable[[Tensor], Tensor] | None = None,
+    encoded: Encoded | None = None,
+    keep_cache: bool = False,
+) -> Engine:
+    """Build an engine: a backend with its cache, the proposers, and the controller with its learned state.
+
+    Args:
+        model: The model.
+        config: How to draft.
+        stopping: Ends the rows.
+        tokenizer: The model's tokenizer, for proposers that compare it with their own.
+        batch: The rows of one call. Without them rows of prompts of their own join the engine later, up to `slots`,
+            and one that fails ends alone.
+        slots: Rows at a time, without a batch.
+        shape: What is verified in one pass.
+        warp: As in `Call`.
+        encoded: What the encoder has read for the batch; None without one, and for rows that join with their own.
+        keep_cache: As for `Engine`.
+    """
+    rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
+    call = Call(
+        model=model,
+        tokenizer=tokenizer,
+        rows=rows,
+        vocab_size=decoder_vocabulary(model),
+        max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
+        max_nodes=config.node_budget,
+        is_chain=shape == "chains",
+        is_timed=config.draft == "auto",
+        by_rejection=config.acceptance == "rejection" and warp is not None,
+        warp=warp,
+        inputs=None if encoded is None else encoded.tokens,
+    )
+    proposers, controller = _drafting(config, call, runs_to_limit=not (stopping.custom or stopping.eos_tokens))
+    has_encoder, packs = model.config.is_encoder_decoder, config.pack == "auto"
+    # `generate` attends to padding under a mask.
+    is_separate = isolates or (rows == 1 and not batch[0].padding)
+    policy = BitPolicy.ROUNDED
+    if is_separate and shape == "trees" and config.exactness == "auto" and self_check.keeps_solo_bits(model):
+        policy = BitPolicy.SOLO
+    backend: Backend
+    if has_encoder and shape == "chains":
+        assert encoded is not None
+        backend, keep_cache = ChainBackend(model, encoded, rows, packs=packs), False
+    else:
+        backend = backend_for(
+            model,
+            rows=rows,
+            # Enough for short outputs; the cache grows with a longer one.
+            capacity=min(stopping.max_length, longest + 256) + config.node_budget + 1,
+            shape=shape,
+            hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
+            captures=config.cuda_graphs and not has_encoder,
+            most_nodes=config.node_budget + 1,
+            packs=packs,
+            # The comparison of bits was made with all kernels.
+            has_kernels=policy is BitPolicy.SOLO or has_encoder or self_check.kernels_agree(model, shape, packs=packs),
+            **({"make_inputs": partial(EncoderInputs, encoded=encoded)} if has_encoder else {}),
+        )
+    given = (backend, proposers, controller, config, call, batch)
+    return Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
+
+
+def _drafting(
+    config: LookaheadConfig, call: Call, *, runs_to_limit: bool
+) -> tuple[Sequence[Proposer], Controller | None]:
+    """The proposers of a call and their controller, with the learned state of the model."""
+    model, has_encoder, learned = call.model, call.model.config.is_encoder_decoder, state_of(call.model).learned
+    pool = pool_of(config, vocabulary=call.vocab_size)
+    with learned.lock:
+        size = config.branch_size if config.decides_branch and not call.is_chain else None  # the branch is a tree
+        branch = LookaheadBranch(
+            size,
+            learned.branch[size, tuple(name for name in config.proposers if isinstance(name, str))],
+            max_nodes=config.max_nodes or MAX_NODES_LIMIT,
+            teaches="recycled" in config.proposers,
+        )
+        proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch)
+        cost, budget = learned.costs[config.passes], learned.budgets[config.passes]
+        cost.assume(node_cost(model))
+    reads_hidden = any(proposer.hidden_layers for proposer in proposers)
+    if has_encoder and reads_hidden:
+        raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
+    tp_group = tensor_parallel_group(model)
+    if tp_group is not None:
+        validate_tensor_parallel(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)
+        proposers = proposers if tp_group.leads else []
+    if not proposers or config.draft != "auto":
+        return proposers, None
+    is_padded = config.cuda_graphs and not has_encoder
+    limits = {"is_padded": is_padded, "runs_to_limit": runs_to_limit, "by_rejection": call.by_rejection}
+    return proposers, Controller(cost, budget, branch, proposers, node_budget=config.node_budget, **limits)

@@ -1,0 +1,91 @@
+"""Decoding inside `model.generate`: `decode`, a custom method of generation for any call."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from lookahead.config import LookaheadConfig
+from lookahead.engine.engine import Engine
+from lookahead.generation import validation
+from lookahead.generation.beams import BeamLoop
+from lookahead.generation.hf_outputs import collect, return_cache, scores_by_step
+from lookahead.generation.plan import plan_request
+from lookahead.hf.cache import cache_in
+from lookahead.hf.calls import GenerateOutput, ResolvedCall, generate_output
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig | None = None,
+    lookahead_streamer: BaseStreamer | None = None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateOutput:
+    """Decode speculatively inside `model.generate`, without changing a token.
+
+    Example:
+        `model.generate(**inputs, max_new_tokens=256, custom_generate=lookahead.decode)`; options go along as
+        `lookahead_config=LookaheadConfig(...)`.
+
+    Args:
+        model: The model `generate` was called on.
+        input_ids: int64 `[batch, tokens]`, left-padded.
+        logits_processor: Prepared by `generate`.
+        stopping_criteria: Prepared by `generate`.
+        generation_config: Resolved by `generate`.
+        lookahead_config: How to draft; the defaults when None.
+        lookahead_streamer: Gets the new tokens of a single prompt as they are verified; transformers passes its
+            own `streamer` argument to no custom method.
+        lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` passes its
+            own `tokenizer` to no custom method either.
+        inputs_tensor: What the encoder of an encoder-decoder model has read; passed by `generate`.
+        **model_kwargs: What `generate` would pass to the model.
+
+    Returns:
+        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` the output class that transformers gives,
+        with it as `sequences`, the scores and logits asked for, and the cache. A filled cache is continued from, and
+        grows in place. Behind the end of a row of a batch, scores and logits are 0 for the padding token and -inf for
+        all others: `compute_transition_scores` gives 0 there. transformers decodes on there, from padding.
+
+    Raises:
+        PoolError: The pool or the memory file of the configuration cannot be opened, or is of another model.
+        UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
+    """
+    validation.check_config("lookahead_config", lookahead_config)
+    given = (model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs)
+    call = ResolvedCall(*given)
+    engine = plan_request(call, lookahead_config, lookahead_tokenizer).begin()
+    if lookahead_streamer is not None and not isinstance(engine, BeamLoop):
+        lookahead_streamer.put(input_ids.cpu())
+    if not isinstance(engine, Engine):
+        return cast(Tensor | GenerateOutput, engine.sample(streamer=lookahead_streamer))
+    pad, past = call.pad_token, cache_in(model_kwargs)
+    tokens, _ = collect(engine, lookahead_streamer, pad)
+    new = pad_sequence(
+        [torch.tensor(row, device="cpu") for row in tokens], batch_first=True, padding_value=int(pad or 0)
+    )
+    sequences = torch.cat([input_ids, new.to(input_ids.device)], -1)
+    return_cache(engine, past)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    is_kept = isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache)
+    chooser = engine.batch[0].chooser
+    shown = {
+        name: scores_by_step(rows, int(pad or 0))
+        for name, rows in {"scores": chooser.scores, "logits": chooser.logits}.items()
+        if getattr(generation_config, f"output_{name}")
+    }
+    return generate_output(model, sequences, past if is_kept else None, **shown)

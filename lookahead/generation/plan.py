@@ -1,0 +1,287 @@
+"""The plan of a request: what a call of `model.generate` is resolved to, and what serves it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+
+from lookahead.backend import self_check, support
+from lookahead.backend.protocol import Shape
+from lookahead.config import LookaheadConfig
+from lookahead.drafting.proposal import IntArray
+from lookahead.engine.engine import Engine
+from lookahead.engine.fallback import PlainLoop
+from lookahead.engine.row import Row
+from lookahead.errors import UnsupportedModelError
+from lookahead.generation import validation
+from lookahead.generation.assembly import assemble
+from lookahead.generation.beams import BEAM_MODES, BeamLoop
+from lookahead.generation.hf_outputs import copy_prefix_from
+from lookahead.hf.cache import cache_in, tokens_in
+from lookahead.hf.calls import ResolvedCall, own_sample
+from lookahead.hf.encoded_rows import Encoded
+from lookahead.hf.facts import (
+    calls_registered_attention,
+    decoder_vocabulary,
+    empty_cache,
+    input_device,
+    vocabulary_size,
+)
+from lookahead.hf.model_code import changed_cache, edits_inputs, version_of
+from lookahead.hf.model_state import outside_passes, undisturbed
+from lookahead.verification.sampling import TokenChooser, warp_of
+from lookahead.verification.stopping import StoppingRule, stateful_reason, stopping_rule
+
+Loop = Engine | PlainLoop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    """What a call of `model.generate` is resolved to.
+
+    Attributes:
+        call: What transformers made of the arguments.
+        config: How to draft.
+        tokenizer: The model's tokenizer, for proposers that compare it with their own.
+        context: Tokens that the model may read of a row, which ends there; None for all.
+        lengths: int64 `[batch]`, tokens of the prompts without padding.
+        stopping: Ends the rows.
+        shape: What is verified in one pass; "none" for the loop of transformers.
+        reason: Why that loop serves, to be told; empty where it is told by the shape alone.
+        is_refused: Whether it is an error to ask for drafts all the same, by a configuration that names proposers.
+    """
+
+    call: ResolvedCall
+    config: LookaheadConfig
+    tokenizer: PreTrainedTokenizerBase | None = None
+    context: int | None = None
+    lengths: NDArray[np.int64]
+    stopping: StoppingRule
+    shape: Shape | Literal["none"] = "none"
+    reason: str = ""
+    is_refused: bool = False
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn."""
+        return bool(self.call.generation_config.do_sample)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether its prompt can be a row beside others. One that asks for a single token, and drafts nothing, can."""
+        if self.is_sampled or self.reason:
+            return False
+        given = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
+        is_single = self.shape == "none"
+        return self.shape == "trees" or (is_single and support.support_of(self.call.model, **given).shape == "trees")
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the caller gets the cache."""
+        past = cache_in(self.call.model_kwargs)
+        return validation.is_cache_returned(past, self.call.generation_config)
+
+    def rows(self) -> list[Row]:
+        """The rows of an engine, one for each prompt."""
+        call, longest = self.call, self.call.input_ids.shape[1]
+        config, device = call.generation_config, call.input_ids.device
+        is_shown = bool(config.output_scores or config.output_logits)
+        batch_size = len(self.lengths)
+        chooser = TokenChooser(call.logits_processor, do_sample=self.is_sampled, batch_size=batch_size, keep=is_shown)
+        rows = []
+        for i, (ids, length) in enumerate(zip(call.input_ids.cpu().numpy(), self.lengths.tolist(), strict=True)):
+            padding = longest - length
+            rule = self.stopping.within(self.context, padding)
+            rows.append(Row(i, ids, chooser, rule, padding=padding, place=i, device=device))
+        return rows
+
+    def encoded(self) -> Encoded | None:
+        """What the encoder has read, with the cache that `generate` made if that can be cropped; None without one."""
+        model, options, inputs = self.call.model, self.call.model_kwargs, self.call.inputs_tensor
+        if not model.config.is_encoder_decoder:
+            return None
+        past, mask = cache_in(options), options.get("attention_mask")
+        if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
+            past = empty_cache(model)
+        outputs = options["encoder_outputs"]
+        tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
+        is_shared = vocabulary_size(model, cast(Any, model).get_encoder()) == decoder_vocabulary(model)
+        if inputs is not None and inputs.ndim == 2 and is_shared:
+            inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # for several sampled outputs of each
+            # Where the outputs of the encoder are given without its inputs, `generate` fills these with -100.
+            seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()
+            tokens = [ids[kept].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
+        return Encoded(outputs, mask, past, self.keeps_cache, tokens)
+
+    def begin(self) -> Loop:
+        """What decodes the request; a warning tells why transformers does.
+
+        Raises:
+            UnsupportedModelError: Nothing can be drafted, and the call asks for that by its configuration.
+        """
+        call = self.call
+        if call.generation_config.get_generation_mode() in BEAM_MODES:
+            return BeamLoop(call, self.config, is_refused=self.is_refused, context=self.context)
+        if self.reason and self.is_refused:
+            raise UnsupportedModelError(f"{self.reason}; leave out the configuration to decode it plainly")
+        if self.shape == "none":
+            if self.reason:
+                warnings.warn(self.reason, stacklevel=3)
+            loop = outside_passes()(own_sample(call))
+            return PlainLoop(loop, call.input_ids, self.lengths, call.stopping_criteria, self.context)
+        encoded, rows = self.encoded(), self.rows()
+        for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
+            row.read_by_encoder(tokens)
+        past = cache_in(call.model_kwargs)
+        is_continued = encoded is None and tokens_in(past) > 0
+        with undisturbed(call.model):
+            engine = assemble(
+                call.model,
+                self.config,
+                self.stopping,
+                self.tokenizer,
+                rows,
+                shape=self.shape,
+                warp=warp_of(call.logits_processor) if self.is_sampled else None,
+                encoded=encoded,
+                keep_cache=self.keeps_cache or is_continued,
+            )
+        if is_continued:
+            longest = call.input_ids.shape[1]
+            copy_prefix_from(cast(DynamicCache, past), engine.cache, longest - self.lengths)
+        return engine
+
+
+def plan_request(
+    call: ResolvedCall,
+    config: LookaheadConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    context: int | None = None,
+) -> RequestPlan:
+    """Check a call of `model.generate`, and decide what serves it.
+
+    Args:
+        call: What transformers made of the arguments.
+        config: How to draft; the defaults when None.
+        tokenizer: The model's tokenizer.
+        context: Tokens that the model may read of a row; None for all.
+
+    Raises:
+        PromptError: A prompt has no tokens, or the model no positions for it.
+        UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
+    """
+    model, generation_config, options = call.model, call.generation_config, call.model_kwargs
+    is_given, config = config is not None, config if config is not None else LookaheadConfig()
+    stopping = stopping_rule(call.stopping_criteria, generation_config)
+    if generation_config.get_generation_mode() in BEAM_MODES:
+        none = np.zeros(0, np.int64)
+        return RequestPlan(
+            call=call, config=config, context=context, lengths=none, stopping=stopping, is_refused=is_given
+        )
+    validation.validate_call(model, generation_config, options)
+    past = cache_in(options)
+    held = getattr(past, "self_attention_cache", past)
+    # Transformers attends to the empty slots of a static cache under a mask, and without a cache, or with a prompt that
+    # is read in parts, it multiplies other numbers of rows together: the bits are not those of one token at a time.
+    if isinstance(held, StaticCache) or validation.reads_otherwise(generation_config):
+        config = replace(config, exactness="fast")
+    lengths = validation.prompt_lengths(model, call.input_ids, options)
+    plan = RequestPlan(
+        call=call, config=config, tokenizer=tokenizer, context=context, lengths=lengths, stopping=stopping
+    )
+    batch_size, longest = call.input_ids.shape
+    if stopping.max_length <= longest + 1:
+        return plan  # a single token: there is nothing to draft
+    is_lossy = config.acceptance == "typical"
+    given = call.logits_processor, call.stopping_criteria, generation_config
+    if reason := stateful_reason(*given, batch_size, is_lossy):
+        return replace(plan, reason=reason)
+    shape, reason = _verified(call, config, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
+    if reason and is_given and config.proposers:
+        return replace(plan, reason=reason, is_refused=True)
+    if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
+        # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
+        reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
+    if shape == "none" or reason:
+        return replace(plan, reason=f"{reason}; it is decoded plainly")
+    if not model.config.is_encoder_decoder and tokens_in(past) > 0:
+        validation.validate_past(model, past, call.input_ids, generation_config, options.get("attention_mask"))
+    validation.validate_positions(options.get("position_ids"), lengths, longest)
+    return replace(plan, shape=shape)
+
+
+def _verified(
+    call: ResolvedCall, config: LookaheadConfig, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool
+) -> tuple[Shape | Literal["none"], str]:
+    """What a call verifies in one pass, and why the model cannot verify what is asked for, or an empty string."""
+    model, longest = call.model, call.input_ids.shape[1]
+    is_padded = bool(lengths.min() < longest)
+    found = support.support_of(model, shortest=int(lengths.min()), max_length=max_length)
+    if changed := changed_cache(cache_in(call.model_kwargs)):
+        found = support.Support("none", f"its cache has code of its own, {changed}")
+    elif found.shape != "none" and is_padded and edits_inputs(model):
+        found = support.Support("none", "a hook of a user's may edit its masks, which the padding of a batch needs")
+    elif call.generation_config.use_cache is False and (users := version_of(model).users):
+        found = support.Support(
+            "none", f"its {users[0]} is not of transformers and may compute otherwise without a cache"
+        )
+    return shape_of(model, found, config, rows=len(lengths), is_padded=is_padded, keeps_cache=keeps_cache)
+
+
+def shape_of(
+    model: PreTrainedModel,
+    found: support.Support,
+    config: LookaheadConfig,
+    *,
+    rows: int = 1,
+    is_padded: bool = False,
+    keeps_cache: bool = False,
+) -> tuple[Shape | Literal["none"], str]:
+    """What is verified in one pass, and why the model cannot verify what is asked for, or an empty string.
+
+    Args:
+        model: The model.
+        found: What it can verify.
+        config: What is asked for.
+        rows: Prompts that are decoded together.
+        is_padded: Whether their lengths differ.
+        keeps_cache: Whether the caller gets the cache.
+    """
+    shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
+    is_auto = config.exactness == "auto"
+    if has_encoder and shape == "trees":
+        is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
+        if is_padded or (rows > 1 and (keeps_cache or not calls_registered_attention(model))):
+            shape, why = "chains", "the rows of such a batch keep one length"
+        # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
+        elif is_half and is_auto and (rows > 1 or not self_check.keeps_solo_bits(model)):
+            shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
+    elif found.by_node and rows == 1 and not is_padded and is_auto and self_check.keeps_solo_bits(model):
+        shape = "trees"
+    acceptance = config.acceptance
+    obstacles = {
+        f"be decoded speculatively: {why}": shape == "none",
+        f"be decoded speculatively for {rows} prompts at once: {why}": rows > 1 and not has_encoder,
+        "be decoded speculatively behind a padded decoder_attention_mask": has_encoder and is_padded,
+        f"verify the lookahead branch: {why}": "jacobi" in config.proposers and not config.decides_branch,
+        f"verify what several proposers draw: {why}": acceptance == "rejection" and len(config.proposers) > 1,
+        f"accept {rows} inputs by acceptance={acceptance!r}: {why}": acceptance != "exact" and rows > 1,
+    }
+    met = [obstacle for obstacle, is_met in obstacles.items() if is_met and shape != "trees"]
+    return shape, f"{type(model).__name__} cannot {met[0]}" if met else ""
+
+
+def joins_alone(model: PreTrainedModel, config: LookaheadConfig) -> bool:
+    """Whether inputs of an encoder-decoder model are to join one at a time, each with the tokens that it has alone.
+
+    On a GPU several inputs are read in little more time than one.
+    """
+    shape, _ = shape_of(model, support.support_of(model, shortest=1, max_length=1), config)
+    return shape == "trees" and calls_registered_attention(model) and input_device(model).type == "cpu"

@@ -1,0 +1,102 @@
+"""Calls of `model.generate`: what transformers resolves one to, and its own loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import utils
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from lookahead.hf.cache import CACHE
+
+GenerateOutput = utils.GenerateOutput
+
+
+class ResolvedCall(NamedTuple):
+    """What `model.generate` hands to its loop."""
+
+    model: PreTrainedModel
+    input_ids: Tensor  # int64 `[batch, tokens]`, left-padded; of an encoder-decoder model the decoder's prompt
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    inputs_tensor: Tensor | None  # what the encoder has read
+    model_kwargs: dict[str, Any]  # what the model gets, the encoder's outputs included
+
+    @property
+    def pad_token(self) -> Tensor | None:
+        """The token of padding, as a tensor; None where there is none."""
+        token: Tensor | None = getattr(self.generation_config, "_pad_token_tensor", None)
+        return token
+
+
+def resolve_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> ResolvedCall:
+    """Let `model.generate` check and resolve its arguments; nothing is generated.
+
+    Args:
+        model: The model.
+        *args: Arguments of `model.generate`.
+        **kwargs: Further ones; not `custom_generate`.
+    """
+    resolved: list[ResolvedCall] = []
+
+    def keep(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        given = (model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, rest)
+        resolved.append(ResolvedCall(*given))
+        return input_ids
+
+    cast(Any, model).generate(*args, custom_generate=keep, **kwargs)
+    return resolved[0]
+
+
+def own_sample(call: ResolvedCall) -> Callable[..., Any]:
+    """Transformers' own loop of greedy search and sampling for a call; it takes criteria and a streamer."""
+    lm: Any = call.model
+    return partial(
+        lm._sample,
+        call.input_ids,
+        call.logits_processor,
+        generation_config=call.generation_config,
+        **call.model_kwargs,
+    )
+
+
+def own_beam_search(call: ResolvedCall) -> Callable[..., Any]:
+    """Transformers' own beam search for a call; it takes what stands for the model, criteria and inputs."""
+    kind: Any = type(call.model)
+    return partial(
+        kind._beam_search,
+        input_ids=call.input_ids,
+        logits_processor=call.logits_processor,
+        generation_config=call.generation_config,
+    )
+
+
+def own_loop(model: Any, config: GenerationConfig) -> tuple[str, Callable[..., Any] | None]:
+    """The name of the loop that `model.generate` chooses by a configuration, and the loop; None if it is on the Hub."""
+    name: str = utils.GENERATION_MODES_MAPPING[config.get_generation_mode()]
+    return name, getattr(type(model), name, None)
+
+
+def read_prompt(model: Any, input_ids: Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> Tensor:
+    """Read a prompt as the loop of transformers does; logits `[rows, n, vocab]`."""
+    logits: Tensor = model._prefill(input_ids, config, inputs).logits
+    return logits
+
+
+def generate_output(model: PreTrainedModel, sequences: Tensor, past: Any, **others: Any) -> GenerateOutput:
+    """The output class of `model.generate` for greedy search and sampling."""
+    kind = utils.GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else utils.GenerateDecoderOnlyOutput
+    return cast(GenerateOutput, kind(**{"sequences": sequences, CACHE: past, **others}))
