@@ -107,7 +107,7 @@ def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
     def figures(out: Any) -> dict[str, int]:
         if not searches:
             return {"kv_bytes": held(out[CACHE])} if isinstance(out.get(CACHE), DynamicCache) else {}
-        return {"kv_bytes": max([*at_prefill, held(searches[-1]._target.cache)])}
+        return {"kv_bytes": max([*at_prefill, held(searches[-1]._cache)])}
 
     with mock.patch.object(BeamModel, "_prefill", read), mock.patch.object(beams, "copy_prefix_from", copy_prefix_from):
         yield figures

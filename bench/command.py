@@ -19,7 +19,8 @@ import transformers
 
 from lookahead import LookaheadConfig
 from lookahead.engine.engine import Engine
-from lookahead.generation.hf import prepare
+from lookahead.generation.plan import plan_request
+from lookahead.hf.calls import resolve_call
 
 
 def parser_of(
@@ -79,7 +80,8 @@ def clock_of(threads: int) -> str:
 def make_engine(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **options: Any) -> Engine:
     """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy unless told otherwise."""
     shared = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
-    engine: Engine = model.generate(ids, custom_generate=prepare, lookahead_config=config, **shared)
+    engine = plan_request(resolve_call(model, ids, **shared), config).begin()
+    assert isinstance(engine, Engine)
     return engine
 
 

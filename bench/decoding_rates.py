@@ -46,29 +46,29 @@ def dictating(engine: Engine, trace: Trace, device: torch.device) -> Iterator[No
     the few numbers that takes go to the device before the pass, so that the host does not wait for it. A node at depth
     d stands d places after the root, and is told what follows there, whatever token it holds.
     """
-    target: Any = engine._target
+    backend: Any = engine._backend
     script = np.array([*trace.prompt, *trace.output], np.int64)
-    prefill, score = target.prefill, target.score
+    read, score = backend.read, backend.score
 
     def following(places: IntArray) -> Tensor:
         told = script[np.minimum(places + 1, len(script) - 1)]
         return torch.from_numpy(told)[None, :, None].to(device)
 
-    def dictated_prefill(prompts: Sequence[IntArray], first: int = 0) -> Tensor:
+    def dictated_read(prompts: Sequence[IntArray], *args: Any, **options: Any) -> Tensor:
         told = following(np.array([len(prompts[0]) - 1]))
-        logits: Tensor = prefill(prompts, first)
+        logits: Tensor = read(prompts, *args, **options)
         return logits.scatter_(2, told, _RAISE)
 
-    def dictated_score(trees: Sequence[TokenTree]) -> Tensor:
-        told = following(target.cache.slots.lengths[0] + trees[0].depths)
-        logits: Tensor = score(trees)
+    def dictated_score(trees: Sequence[TokenTree], *args: Any) -> Tensor:
+        told = following(backend.cache.slots.lengths[0] + trees[0].depths)
+        logits: Tensor = score(trees, *args)
         return logits.scatter_(2, told, _RAISE)
 
-    target.prefill, target.score = dictated_prefill, dictated_score
+    backend.read, backend.score = dictated_read, dictated_score
     try:
         yield
     finally:
-        del target.prefill, target.score  # they hold the target, and with it the memory of its KV
+        del backend.read, backend.score  # they hold the backend, and with it the memory of its KV
 
 
 class Step(NamedTuple):

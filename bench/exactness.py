@@ -34,7 +34,7 @@ from bench.command import parser_of, publish, use_one_thread
 from bench.llm import as_chat
 from bench.prompts import SUMMARIZER, agreed, read_texts, summary_prompts
 from lookahead import LookaheadConfig
-from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.hf.loading import load
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
@@ -163,7 +163,7 @@ class Half:
         except ValueError:
             return []  # transformers does no prompt lookup with this model: there is nothing to stand beside
         begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
-        is_promised = not model.config.is_encoder_decoder and is_bitwise(model)
+        is_promised = not model.config.is_encoder_decoder and keeps_solo_bits(model)
         greedy: list[int] = []
         for mode in ("greedy", "warm"):
             kwargs |= MODES[mode]
@@ -277,7 +277,7 @@ def check_model(arguments: argparse.Namespace) -> int:
     for name, counts in report.items():
         print(f"{name:16} {counts['identical']:3} of {counts['runs']} identical")
     publish({"model": type(loaded.model).__name__, "bf16": report}, arguments.output)
-    has_parted = is_bitwise(loaded.model) and together < len(prompts)
+    has_parted = keeps_solo_bits(loaded.model) and together < len(prompts)
     return 1 if has_parted or half.failures("") else 0
 
 

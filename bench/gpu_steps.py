@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from bench.passes import branching_tree
 from lookahead.backend.gpu.cuda_graphs import CAPTURE_AT, Graph, Run
-from lookahead.backend.target import Target
+from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.verification.exact import read_scores
 
@@ -75,7 +75,7 @@ class Replays:
     On a CPU passes are run by hand, and on a GPU too with `by_hand`.
     """
 
-    def __init__(self, target: Target, device: torch.device, *, by_hand: bool = False) -> None:
+    def __init__(self, target: GpuBackend, device: torch.device, *, by_hand: bool = False) -> None:
         fast = target._graphs
         assert fast is not None
         self._capture: Callable[[Run], Graph] | None = ByHand
@@ -163,14 +163,14 @@ def measure_steps(
     A step is the pass and the likeliest token after every node, read by the host: by the clock on the wall.
     """
     options: dict[str, Any] = {"rows": 1, "capacity": len(prompt) + max(sizes)}
-    graphs = Target(model, **options, captures=True, most_nodes=max(sizes))
-    eager = Target(model, **options)
+    graphs = GpuBackend(model, **options, captures=True, most_nodes=max(sizes))
+    eager = GpuBackend(model, **options)
     replays = Replays(graphs, device)
     trees = [branching_tree(size, model.config.vocab_size) for size in sizes]
     taken = [{"graphs": [], "graph_alone": [], "eager": []} for _ in sizes]
     with graphs.serving():
         for target in (graphs, eager):
-            target.prefill([prompt])
+            target.read([prompt])
         for trial in range(trials + WARM_UP):
             for tree, seconds in zip(trees, taken, strict=True):
                 before = replays.count
@@ -188,7 +188,7 @@ def measure_steps(
     ]
 
 
-def _step(target: Target, tree: TokenTree, device: torch.device) -> float:
+def _step(target: GpuBackend, tree: TokenTree, device: torch.device) -> float:
     """Seconds of one step, nothing else being under way on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

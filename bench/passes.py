@@ -26,15 +26,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from bench.command import clock_of, parser_of, publish, seconds_of, setting_of, stay_on_cores
 from lookahead import load
-from lookahead.backend.self_check import is_bitwise
-from lookahead.backend.target import Target
+from lookahead.backend.choice import backend_for
+from lookahead.backend.protocol import BitPolicy
+from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.cache import CACHE
 from lookahead.hf.loading import DEFAULT_MODEL
 from lookahead.hf.quantized import QUANTIZED, QuantizedLinear
 
 STEP = "transformers, 1 token"
-WAYS: dict[str, dict[str, Any]] = {"exact": {"is_bitwise": True}, "fast": {}, "unpacked": {"packs": False}}
+WAYS: dict[str, dict[str, Any]] = {"exact": {}, "fast": {}, "unpacked": {"packs": False}}
 _READ = 1 << 28  # floats whose sum shows the bandwidth: 1 GiB, more than a cache holds
 _SIDE = 2048  # of the matrices whose product shows the peak
 
@@ -81,10 +82,12 @@ def measure(
     """Median milliseconds of every way, the options of a target, by nodes, after so many tokens of context."""
     vocabulary = model.config.get_text_config().vocab_size
     prompt = ((np.arange(context) * 7919 + 13) % vocabulary).astype(np.int32)
-    targets = {name: Target(model, rows=1, capacity=context + max(widths), **options) for name, options in ways.items()}
+    targets = {
+        name: backend_for(model, rows=1, capacity=context + max(widths), **options) for name, options in ways.items()
+    }
     for target in targets.values():
         with target.serving():
-            target.prefill([prompt])
+            target.read([prompt])
     own = DynamicCache(config=model.config)
     causal_lm: Any = model
     with torch.inference_mode():
@@ -101,8 +104,9 @@ def measure(
         seconds = {STEP: {1: seconds_of(step, clock)}}
         for name, target in targets.items():
             with target.serving():
+                policy = BitPolicy.SOLO if name == "exact" else BitPolicy.ROUNDED
                 seconds[name] = {
-                    width: seconds_of(partial(target.score, [tree]), clock) for width, tree in trees.items()
+                    width: seconds_of(partial(target.score, [tree], policy), clock) for width, tree in trees.items()
                 }
         for name, each in seconds.items():
             for width, taken in each.items():
@@ -127,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     widths = [int(each) for each in arguments.nodes.split(",")]
     perfect = {width: round(perfect_ms(model, width, bandwidth, peak), 2) for width in widths}
     print(f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s, {model.dtype}, {arguments.threads} threads")
-    ways = {name: options for name, options in WAYS.items() if name != "exact" or is_bitwise(model)}
+    ways = {name: options for name, options in WAYS.items() if name != "exact" or keeps_solo_bits(model)}
     tables = {}
     for context in map(int, arguments.contexts.split(",")):
         tables[context] = measure(model, context, widths, arguments.rounds, ways, clock)

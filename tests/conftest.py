@@ -141,7 +141,7 @@ def foretell(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor, torch.T
             tokens = answers[row][len(text) - 1 : len(text) + 2 + len(text) % 4]
             return chain([*tokens, (tokens[-1] + 1) % 101])
 
-        monkeypatch.setattr("lookahead.generation.hf.make_proposers", lambda *_: [Scripted(offer)])
+        monkeypatch.setattr("lookahead.generation.assembly.make_proposers", lambda *_: [Scripted(offer)])
 
     return tell
 

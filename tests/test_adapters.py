@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.hf import prepare
+from tests.support.engines import engine_of
 
 DRAFTING = LookaheadConfig(draft="fixed")
 ONE = {"input_ids": torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])}
@@ -134,7 +134,7 @@ def test_a_switch_on_the_base_model_serves_its_adapters(lora: Any) -> None:
 
 def test_drafts_are_accepted_with_an_adapter_on(lora: Any) -> None:
     arguments: dict[str, Any] = {**ONE, "max_new_tokens": 60, "do_sample": False}
-    engine = lora.generate(**arguments, custom_generate=prepare, lookahead_config=DRAFTING)
+    engine = engine_of(lora, **arguments, lookahead_config=DRAFTING)
     for _ in engine.run():
         pass
     assert engine.stats[0].accepted_tokens > 0
@@ -166,7 +166,7 @@ def test_float32_adapters_on_bfloat16_weights_are_drafted_for(looping_llama: Pre
     model = adapted(deepcopy(looping_llama).bfloat16(), lora_of("all-linear"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
     arguments: dict[str, Any] = {**RAGGED, "max_new_tokens": 60, "do_sample": False}
-    engine = model.generate(**arguments, custom_generate=prepare, lookahead_config=DRAFTING)
+    engine = engine_of(model, **arguments, lookahead_config=DRAFTING)
     for _ in engine.run():
         pass
     assert [stats.emitted_tokens for stats in engine.stats] == [60, 60]

@@ -71,7 +71,7 @@ def test_the_slots_of_a_search_are_little_more_than_its_trees_hold(
 
     def scored(search: beam_tree.BeamModel) -> None:
         score(search)
-        slots = search._target.cache.slots
+        slots = search._cache.slots
         sizes.append((slots.capacity, max(slots.lengths + [len(tree) for tree in search._trees])))
 
     monkeypatch.setattr(beam_tree.BeamModel, "_score", scored)

@@ -15,11 +15,11 @@ import torch
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.backend import support, target
-from lookahead.backend.cpu import fused_layers, layer_jobs
+from lookahead.backend.cpu import layer_jobs
 from lookahead.kernels import layer_ops
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES, PLACES, Switched, patched
-from tests.support.small_layers import HALF, MODELS, SINGLE, made
+from tests.support.small_layers import HALF, MODELS, SINGLE, made, serving
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}  # worth packing
 DRAFTED = LookaheadConfig(draft="fixed")
@@ -217,6 +217,6 @@ def test_layers_that_cannot_be_compared_are_named_in_the_log(caplog):
         return rotation
 
     model = made("llama", SINGLE, hidden_size=96, head_dim=16)
-    with torch.inference_mode(), patched(layer_ops, "rotation", picky), fused_layers.serving(model):
+    with torch.inference_mode(), patched(layer_ops, "rotation", picky), serving(model):
         pass
     assert any("layers of LlamaDecoderLayer are not fused: ValueError" in each for each in caplog.messages)

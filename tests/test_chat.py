@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead.backend.target import Target
+from lookahead.backend.torch_backend import TorchBackend
 from lookahead.cli import generate as cli_generate
 from lookahead.cli.app import app
 from lookahead.errors import PromptError
@@ -63,14 +63,14 @@ def test_every_answer_is_that_of_the_whole_history(tiny_llama, chat_tokenizer):
 
 def test_what_was_read_is_not_read_again(tiny_llama, chat_tokenizer, monkeypatch):
     read: list[int] = []
-    plain = Target.prefill
+    plain = TorchBackend.read
 
-    def counting(self, prompts, *rest):
+    def counting(self, prompts, *rest, **options):
         held = int(self.cache.slots.lengths[0])
         read.append(sum(map(len, prompts)) - held)
-        return plain(self, prompts, *rest)
+        return plain(self, prompts, *rest, **options)
 
-    monkeypatch.setattr(Target, "prefill", counting)
+    monkeypatch.setattr(TorchBackend, "read", counting)
     conversation = Conversation(tiny_llama, chat_tokenizer, system="x" * 100, max_new_tokens=12, **GREEDY)
     for question in ("abab", "what?"):
         "".join(conversation.ask(question))

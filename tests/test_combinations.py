@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import LookaheadConfig
-from lookahead.generation.hf import prepare
 from lookahead.hf.model_state import LearnedState, use_learned
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import write_pool
 from lookahead.stats import DecodingStats, total
 from lookahead.utils.fingerprints import tokenizer_fingerprint
+from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, build
 
 NAMES = ("prompt", "outputs", "corpus", "recycled", "jacobi")
@@ -62,7 +62,7 @@ def inputs_of(rows: torch.Tensor, mode: dict[str, Any]) -> dict[str, Any]:
 def run(model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig) -> tuple[list[list[int]], Any]:
     """The new tokens of every row, and the stats."""
     torch.manual_seed(3)
-    engine: Any = model.generate(**inputs, custom_generate=prepare, lookahead_config=config)
+    engine: Any = engine_of(model, **inputs, lookahead_config=config)
     outputs: list[list[int]] = [[] for _ in engine.stats]
     for step_outputs in engine.run():
         for step_output in step_outputs:

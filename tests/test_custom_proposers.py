@@ -233,13 +233,13 @@ def test_hidden_states_are_those_of_the_model_at_every_node(
 def test_hidden_states_of_a_prompt_read_in_chunks_are_whole(
     tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lookahead.backend.target import Target
+    from lookahead.backend.choice import backend_for
 
-    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 3)
-    target = Target(tiny_llama, rows=2, capacity=8, hidden_layers=(1, -1))
+    monkeypatch.setattr("lookahead.backend.torch_backend.PREFILL_CHUNK", 3)
+    target = backend_for(tiny_llama, rows=2, capacity=8, hidden_layers=(1, -1))
     prompts = [np.arange(3, 14, dtype=np.int32), np.arange(40, 45, dtype=np.int32)]
     with target.serving():
-        target.prefill(prompts)
+        target.read(prompts)
     for row, prompt in enumerate(prompts):
         with torch.inference_mode():
             states = tiny_llama(

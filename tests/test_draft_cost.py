@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
-from lookahead.generation.hf import prepare
 from lookahead.proposers.validated import ProposerBudget, ValidatedProposer
+from tests.support.engines import engine_of
 from tests.support.near_models import like, small
 
 
@@ -38,8 +38,8 @@ class Clock:
 def lost(target: PreTrainedModel, config: LookaheadConfig, tokens: int) -> float:
     """Steps of 10 ms that a call took beyond those of plain decoding; below 0 what it saved."""
     ids = torch.tensor([[5, 9, 31, 77]])
-    options = {"do_sample": False, "max_new_tokens": tokens, "custom_generate": prepare, "lookahead_config": config}
-    engine = target.generate(ids, **options)
+    options = {"do_sample": False, "max_new_tokens": tokens, "lookahead_config": config}
+    engine = engine_of(target, ids, **options)
     for _ in engine.run():
         pass
     return engine.stats[0].decode_s / 0.01 - engine.stats[0].decoded_tokens
@@ -91,10 +91,9 @@ def test_drafting_stops_where_a_further_pass_takes_longer_than_it_gains(
             options = {
                 "do_sample": False,
                 "max_new_tokens": 300,
-                "custom_generate": prepare,
                 "lookahead_config": config,
             }
-            for _ in target.generate(torch.tensor([[5, 9, 31, 77]]), **options).run():
+            for _ in engine_of(target, torch.tensor([[5, 9, 31, 77]]), **options).run():
                 pass
         depths[draft_s] = clock.passes[draft] / clock.passes[target]
     assert depths[0.0001] > 3 * depths[0.009]
@@ -209,8 +208,10 @@ def test_hidden_states_are_kept_for_every_step_where_time_does_not_count(looping
         return made[0]
 
     ids = torch.tensor([[5, 9, 31, 77]])
-    options = {"do_sample": False, "max_new_tokens": 50, "custom_generate": prepare}
-    engine = looping_llama.generate(ids, **options, lookahead_config=LookaheadConfig(proposers=(make,), draft="fixed"))
+    options = {"do_sample": False, "max_new_tokens": 50}
+    engine = engine_of(
+        looping_llama, ids, **options, lookahead_config=LookaheadConfig(proposers=(make,), draft="fixed")
+    )
     for _ in engine.run():
         pass
     assert made[0].told == engine.stats[0].target_forwards + 1

@@ -26,8 +26,8 @@ from transformers import (
 import lookahead
 from lookahead import ConfigError, DraftModel, LookaheadConfig, ProposerError, UnsupportedModelError
 from lookahead.drafting.proposal import Call, Proposal
-from lookahead.generation.hf import prepare
 from lookahead.proposers.draft_model import ModelProposer
+from tests.support.engines import engine_of
 from tests.support.near_models import like, small
 from tests.support.token_prompts import both
 
@@ -100,9 +100,7 @@ def test_a_draft_model_that_knows_nothing_changes_nothing(
 def test_a_perfect_draft_model_is_accepted_to_its_last_token(looping_llama: PreTrainedModel, limit: int) -> None:
     ids = torch.tensor([[5, 9, 31, 77]])
     config = LookaheadConfig(proposers=(DraftModel(looping_llama, depth=4, children=1),), **FIXED)
-    engine = looping_llama.generate(
-        ids, max_new_tokens=limit + 1, do_sample=False, custom_generate=prepare, lookahead_config=config
-    )
+    engine = engine_of(looping_llama, ids, max_new_tokens=limit + 1, do_sample=False, lookahead_config=config)
     tokens = [token for step in engine.run() for token in step[0].tokens.tolist()]
     assert tokens == looping_llama.generate(ids, max_new_tokens=limit + 1, do_sample=False)[0, 4:].tolist()
     assert engine.stats[0].target_forwards == -(-limit // 5)
@@ -122,8 +120,8 @@ def test_two_draft_models_draft_one_tree(looping_llama: PreTrainedModel, ragged:
     config = LookaheadConfig(proposers=drafts, **FIXED)
     expected, got = both(looping_llama, config, **ragged, **WAYS["processed"])
     assert torch.equal(got, expected)
-    engine = looping_llama.generate(
-        **ragged, max_new_tokens=40, do_sample=False, custom_generate=prepare, lookahead_config=config, pad_token_id=0
+    engine = engine_of(
+        looping_llama, **ragged, max_new_tokens=40, do_sample=False, lookahead_config=config, pad_token_id=0
     )
     for _ in engine.run():
         pass
@@ -212,7 +210,7 @@ def test_a_draft_model_that_was_not_asked_for_a_while_reads_what_it_missed(tiny_
     ids = torch.tensor([[5, 9, 31, 77]])
     answer = tiny_llama.generate(ids, max_new_tokens=60, do_sample=False)[0].tolist()
     config = LookaheadConfig(proposers=(draft,), **FIXED)
-    tiny_llama.generate(ids, max_new_tokens=60, custom_generate=prepare, lookahead_config=config)
+    engine_of(tiny_llama, ids, max_new_tokens=60, lookahead_config=config)
     proposer = draft.proposer
     proposer.start(0, np.array(answer[:4], np.int32))
     at = 4
@@ -249,8 +247,8 @@ def test_a_good_draft_model_in_half_precision_is_accepted_by_a_target_in_full(
 ) -> None:
     draft = like(near, 0.0).bfloat16()
     config = LookaheadConfig(proposers=(DraftModel(draft),), acceptance=acceptance, **FIXED)
-    engine = looping_llama.generate(
-        **ragged, max_new_tokens=20, do_sample=True, pad_token_id=0, custom_generate=prepare, lookahead_config=config
+    engine = engine_of(
+        looping_llama, **ragged, max_new_tokens=20, do_sample=True, pad_token_id=0, lookahead_config=config
     )
     for _ in engine.run():
         pass

@@ -16,10 +16,11 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.cpu import linears, product_bits, product_choice
 from lookahead.backend.cpu.product_bits import Layout, Packed
-from lookahead.backend.encoder_decoder import DecoderTarget, encode
-from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.encoder_decoder import DecoderTarget
+from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
 from lookahead.drafting.tree import TokenTree
+from lookahead.hf.model_inputs import encode
 from tests.support.families import ENCODER_DECODERS, build
 from tests.test_encoder_decoder import BATCH, NEW_TOKENS, ONE, READ, WANDERING, compare, generate
 
@@ -61,7 +62,7 @@ def test_a_pass_that_packs_weights_is_no_measure_of_later_ones() -> None:
     model = build(ENCODER_DECODERS["Bart"])
     target = DecoderTarget(model, encode(model, [np.array(READ, np.int32)]))
     with target.serving():
-        target.prefill([np.array([2], np.int32)])
+        target.read([np.array([2], np.int32)])
         cold = []
         for _ in range(2):
             target.score([TokenTree.from_parents([2, 9, 31], [0, 0, 1])])
@@ -79,7 +80,7 @@ def test_passes_without_drafts_have_the_bits_of_generate_in_half_precision(
     wanted = {**WANDERING, "return_dict_in_generate": True, "output_logits": True}
     expected: Any = generate(model, inputs, **wanted)
     support_of(model, shortest=1, max_length=NEW_TOKENS)
-    if bits == "alone" and not is_bitwise(model):
+    if bits == "alone" and not keeps_solo_bits(model):
         bits = "any"  # so few numbers a row are multiplied in another order on this CPU
     seen.clear()
     config = LookaheadConfig(proposers=())

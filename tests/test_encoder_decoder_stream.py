@@ -17,7 +17,7 @@ import lookahead
 from lookahead.backend.encoder_decoder import DecoderTarget
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import LogitsError, PromptError
-from lookahead.generation.hf import takes_rows_apart
+from lookahead.generation.plan import joins_alone
 from tests.support.adversarial_proposers import Offer, among_decoys, drafting_by, random_trees
 from tests.support.families import ENCODER_DECODERS, build, cases
 from tests.test_encoder_decoder import DRAFTED, FIXED, NEW_TOKENS, READ, WANDERING, generate, model_of
@@ -88,9 +88,9 @@ def test_a_row_that_ends_makes_room_for_the_next_input(name: str, tiny_tokenizer
 
 
 def test_inputs_are_read_in_batches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert takes_rows_apart(model_of("Bart"), FIXED)
-    monkeypatch.setattr("lookahead.generation.hf.input_device", lambda model: torch.device("cuda"))
-    assert not takes_rows_apart(model_of("Bart"), FIXED)
+    assert joins_alone(model_of("Bart"), FIXED)
+    monkeypatch.setattr("lookahead.generation.plan.input_device", lambda model: torch.device("cuda"))
+    assert not joins_alone(model_of("Bart"), FIXED)
 
 
 def test_rows_are_as_many_as_the_cache_has_room_for_with_what_the_encoder_read(

@@ -20,9 +20,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import lookahead
-from lookahead.backend.cpu import fused_layers
+from lookahead.backend.cpu import cpu_pass, fused_layers
 from lookahead.kernels import layer_ops
-from tests.support.small_layers import HALF, MODELS, SINGLE, SIZES, fused, logits_of, made, own_code
+from tests.support.small_layers import HALF, MODELS, SINGLE, SIZES, fused, logits_of, made, own_code, running, serving
 
 __all__ = ["fused", "own_code"]  # fixtures
 
@@ -31,7 +31,7 @@ on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reaso
 
 def served(model: Any) -> Any:
     """The modules of a model that are served."""
-    with fused_layers.serving(model):
+    with serving(model):
         return [each for each in model.modules() if "forward" in each.__dict__]
 
 
@@ -177,10 +177,10 @@ def test_a_kernel_with_another_bit_serves_no_layer(result, monkeypatch):
 @on_x86
 def test_other_threads_and_calls_outside_of_passes_get_the_models_own_layers(fused):
     model, ids = made(), torch.arange(3, 9)[None]
-    with torch.inference_mode(), fused_layers.serving(model):
+    with torch.inference_mode(), serving(model):
         expected = model(ids).logits
         assert not fused
-        with fused_layers.running():
+        with running():
             outputs: list[torch.Tensor] = []
             other = threading.Thread(target=lambda: outputs.append(model(ids).logits))
             other.start()
@@ -193,9 +193,9 @@ def test_other_threads_and_calls_outside_of_passes_get_the_models_own_layers(fus
 @pytest.mark.parametrize("block", [torch.enable_grad, lambda: torch.autocast("cpu", HALF)])
 def test_gradients_and_autocast_are_left_to_the_model(block, fused):
     model = made(dtype=SINGLE)
-    with fused_layers.serving(model):
+    with serving(model):
         fused.clear()  # the comparison with the model's own code
-        with block(), fused_layers.running():
+        with block(), running():
             model(torch.arange(3, 9)[None])
     assert not fused
 
@@ -210,9 +210,9 @@ def test_under_autocast_layers_are_not_even_compared(fused, monkeypatch):
 
 
 def test_prompts_of_many_tokens_are_left_to_the_model(fused, monkeypatch):
-    monkeypatch.setattr(fused_layers, "_MAX_FUSED_ELEMENTS", 72 * 5)
+    monkeypatch.setattr(cpu_pass, "_MAX_FUSED_ELEMENTS", 72 * 5)
     model = made()
-    with torch.inference_mode(), fused_layers.serving(model), fused_layers.running():
+    with torch.inference_mode(), serving(model), running():
         model(torch.arange(3, 9)[None])
         assert not fused
         model(torch.arange(3, 8)[None])
@@ -231,11 +231,11 @@ def test_a_layer_that_is_given_its_cache_by_another_name_is_left_to_the_model(fu
 @on_x86
 def test_blocks_of_several_targets_end_in_any_order(fused):
     model = made()
-    blocks = [fused_layers.serving(model) for _ in range(2)]
+    blocks = [serving(model) for _ in range(2)]
     for block in blocks:
         block.__enter__()
     blocks[0].__exit__(None, None, None)
-    with torch.inference_mode(), fused_layers.running():
+    with torch.inference_mode(), running():
         model(torch.tensor([[5, 6]]))
     assert len(fused) == 3
     blocks[1].__exit__(None, None, None)
@@ -245,12 +245,12 @@ def test_blocks_of_several_targets_end_in_any_order(fused):
 @on_x86
 def test_a_model_that_is_copied_or_pickled_while_it_is_served_is_a_model_of_its_own(fused):
     model, ids = made(), torch.tensor([[5, 6, 7]])
-    with fused_layers.serving(model):
+    with serving(model):
         twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for twin in twins:
         for weight in twin.parameters():
             weight.data.zero_()
-        with torch.inference_mode(), fused_layers.serving(twin), fused_layers.running():
+        with torch.inference_mode(), serving(twin), running():
             assert not twin(ids).logits.any()
     assert len(fused) == 2 * 3
 

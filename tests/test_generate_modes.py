@@ -23,8 +23,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 import lookahead
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.hf import prepare
+from lookahead.generation.plan import plan_request
 from lookahead.hf.cache import CACHE
+from lookahead.hf.calls import ResolvedCall
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 
 MODES: dict[str, dict[str, Any]] = {
@@ -162,7 +163,7 @@ def test_a_lossy_cache_is_refused_by_name(looping_llama: PreTrainedModel) -> Non
     config = GenerationConfig(cache_implementation="quantized", max_length=20, num_beams=1)
     criteria = StoppingCriteriaList([MaxLengthCriteria(20)])
     with pytest.raises(UnsupportedModelError, match="quantized"):
-        prepare(looping_llama, IDS, LogitsProcessorList(), criteria, config)
+        plan_request(ResolvedCall(looping_llama, IDS, LogitsProcessorList(), criteria, config, None, {}))
 
 
 def test_a_cache_of_another_kind_that_was_passed_in_is_refused_by_name(looping_llama: PreTrainedModel) -> None:

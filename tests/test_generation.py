@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Stoppin
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.generation.hf import prepare
 from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, perfect, random_trees
+from tests.support.engines import engine_of
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING = [
@@ -90,7 +90,7 @@ def decode_scripted(model: PreTrainedModel, offer: Offer, max_nodes: int, **kwar
     config = LookaheadConfig(draft="fixed", max_nodes=max_nodes)
     with drafting_by(offer):
         got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
-        engine = model.generate(**kwargs, custom_generate=prepare, lookahead_config=config)
+        engine = engine_of(model, **kwargs, lookahead_config=config)
     for _ in engine.run():
         pass
     return got, engine.stats[0]
@@ -159,12 +159,12 @@ def test_what_one_call_learned_of_a_model_saves_the_next_one_passes() -> None:
     monotone.lm_head.weight.data.zero_()  # every logit is equal, so the likeliest token is always token 0
     outputs, passes = [], []
     for _ in range(3):
-        engine = monotone.generate(
+        engine = engine_of(
+            monotone,
             torch.tensor([[5, 0, 7]]),
             max_new_tokens=60,
             do_sample=False,
             eos_token_id=None,
-            custom_generate=prepare,
             lookahead_config=LookaheadConfig(draft="fixed", min_probability=0.5),
         )
         outputs.append([token for step in engine.run() for token in step[0].tokens.tolist()])

@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.gpu import cuda_graphs
-from lookahead.backend.target import Target
+from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows
 from lookahead.drafting.tree import TokenTree
-from lookahead.generation.hf import prepare
 from lookahead.hf.cache import TreeCache, TreeSlots
 from lookahead.hf.model_state import state_of
 from lookahead.kernels import dispatch as choice
 from tests.support import kernel_reference as reference
+from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build
 from tests.support.pass_recorder import Recording
 from tests.support.random_trees import ancestor_mask
@@ -80,7 +80,7 @@ def test_a_cache_that_outgrows_its_slots_is_recorded_anew(
     ids = ragged(1, 230)["input_ids"]
     options = {"max_new_tokens": 70, "do_sample": False}
     expected = tiny_llama.generate(ids, **options)
-    engine = tiny_llama.generate(ids, **options, custom_generate=prepare, lookahead_config=CONFIG)
+    engine = engine_of(tiny_llama, ids, **options, lookahead_config=CONFIG)
     engine._target.cache.slots.capacity = 256  # as if the output had turned out long
     tokens = [token for step in engine.run() for token in step[0].tokens.tolist()]
     assert tokens == expected[0, 230:].tolist()
@@ -118,7 +118,7 @@ def test_what_was_recorded_is_not_replayed_for_other_weights_settings_or_sizes(r
     kept = recorded_cache(model)
     for rows, capacity in ((2, 80), (1, 2 * kept.slots.capacity)):
         kind = {"rows": rows, "capacity": capacity, "captures": True, "most_nodes": 8}
-        assert Target(model, **kind).cache is not kept
+        assert GpuBackend(model, **kind).cache is not kept
 
 
 def test_the_first_replay_of_every_call_is_checked(
@@ -154,7 +154,7 @@ def test_two_models_that_take_turns_do_not_meet(
     models = [tiny_llama, looping_llama, tiny_llama]
     options = {"max_new_tokens": 40, "do_sample": False}
     expected = [model.generate(ids, **options)[0, 20:].tolist() for model in models]
-    engines = [model.generate(ids, **options, custom_generate=prepare, lookahead_config=CONFIG) for model in models]
+    engines = [engine_of(model, ids, **options, lookahead_config=CONFIG) for model in models]
     outputs: list[list[int]] = [[], [], []]
     running = {i: engine.run() for i, engine in enumerate(engines)}
     while running:
@@ -190,17 +190,17 @@ def test_replayed_trees_are_scored_as_trees_are(
 
         monkeypatch.setattr(choice, "attention_for", attention_for)
     prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32), np.arange(50, 57, dtype=np.int32)]
-    fast, plain = (Target(model, rows=5, capacity=80, captures=captures) for captures in (True, False))
+    fast, plain = (GpuBackend(model, rows=5, capacity=80, captures=captures) for captures in (True, False))
     with fast.serving():
         for target in (fast, plain):
             target.retire(4)
             target.retire(3)
-            target.prefill(prompts)
+            target.read(prompts)
         for step in range(7):
             trees = [random_tree(3 * step + row, 5 + (step + row) % 4) for row in range(3)]
             if step == 4:  # other passes use the model meanwhile
                 for target in (fast, plain):
-                    grown = target.score([TokenTree.from_parents([9, 8], [0, 0])] * 3, np.ones(3, np.int64))
+                    grown = target.score([TokenTree.from_parents([9, 8], [0, 0])] * 3, scored=np.ones(3, np.int64))
                 assert grown.shape[1] == 1
             got, want = fast.score(trees), plain.score(trees)
             for row, tree in enumerate(trees):
@@ -223,9 +223,9 @@ def test_a_kernel_whose_test_is_over_serves_the_passes_that_are_recorded(
         return kernel if scored[0] else None
 
     monkeypatch.setattr(choice, "attention_for", attention_for)
-    target = Target(tiny_llama, rows=1, capacity=80, captures=True)
+    target = GpuBackend(tiny_llama, rows=1, capacity=80, captures=True)
     with target.serving():
-        target.prefill([np.arange(3, 24, dtype=np.int32)])
+        target.read([np.arange(3, 24, dtype=np.int32)])
         for step in range(3):
             target.score([TokenTree.root(step)])
             scored[0] += 1
@@ -235,9 +235,9 @@ def test_a_kernel_whose_test_is_over_serves_the_passes_that_are_recorded(
 def test_what_a_pass_returned_stays_when_the_next_is_replayed(
     tiny_llama: PreTrainedModel, recordings: list[Recording]
 ) -> None:
-    target = Target(tiny_llama, rows=1, capacity=80, captures=True)
+    target = GpuBackend(tiny_llama, rows=1, capacity=80, captures=True)
     with target.serving():
-        target.prefill([np.arange(3, 24, dtype=np.int32)])
+        target.read([np.arange(3, 24, dtype=np.int32)])
         logits = [target.score([TokenTree.root(token)]) for token in range(8)]
         kept = [each.clone() for each in logits]
         target.score([TokenTree.root(50)])
@@ -277,10 +277,10 @@ def test_on_a_cpu_there_are_no_graphs_and_the_log_says_so(caplog: pytest.LogCapt
 def test_hidden_states_are_recorded_too(recordings: list[Recording]) -> None:
     model = build(FAMILIES["Llama"])
     options = {"rows": 1, "capacity": 80, "hidden_layers": (0, -1)}
-    fast, plain = (Target(model, **options, captures=captures) for captures in (True, False))
+    fast, plain = (GpuBackend(model, **options, captures=captures) for captures in (True, False))
     with fast.serving():
         for target in (fast, plain):
-            target.prefill([np.arange(3, 24, dtype=np.int32)])
+            target.read([np.arange(3, 24, dtype=np.int32)])
         for step in range(5):
             tree = random_tree(step, 6)
             fast.score([tree])

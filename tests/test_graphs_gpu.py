@@ -15,7 +15,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.gpu import cuda_graphs
 from lookahead.backend.gpu.cuda_graphs import CudaGraphs
-from lookahead.backend.target import Target
+from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch as choice
 from tests.support.random_trees import ancestor_mask
@@ -102,12 +102,12 @@ def test_a_replayed_pass_gives_the_logits_of_the_same_pass_run_by_hand(
     dtype: torch.dtype, attention: str, captured: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(dtype=dtype)
-    replayed, by_hand = (Target(model, rows=2, capacity=300, captures=True) for _ in range(2))
+    replayed, by_hand = (GpuBackend(model, rows=2, capacity=300, captures=True) for _ in range(2))
     prompts = [np.arange(3, 90, dtype=np.int32), np.arange(30, 43, dtype=np.int32)]
     monkeypatch.setattr(by_hand._graphs, "_capture", lambda run: _ByHand(run))
     with replayed.serving():
         for target in (replayed, by_hand):
-            target.prefill(prompts)
+            target.read(prompts)
         for step in range(12):
             trees = [random_tree(2 * step + row, 5 + step % 4) for row in range(2)]
             got, want = replayed.score(trees), by_hand.score(trees)
@@ -121,7 +121,7 @@ def test_a_replayed_pass_gives_the_logits_of_the_same_pass_run_by_hand(
                     target.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
             if step == 6:  # other passes between replays
                 for target in (replayed, by_hand):
-                    target.score([TokenTree.from_parents([9, 8], [0, 0])] * 2, np.ones(2, np.int64))
+                    target.score([TokenTree.from_parents([9, 8], [0, 0])] * 2, scored=np.ones(2, np.int64))
     assert len(captured) == 1
 
 

@@ -26,12 +26,12 @@ from transformers import (
 
 import lookahead
 from lookahead import DecodingStats, LookaheadConfig
+from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import linears, product_bits
-from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
-from lookahead.backend.target import Target
-from lookahead.generation.hf import prepare
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
+from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, build, for_cpus
 
 PLAIN = LookaheadConfig(proposers=())
@@ -102,7 +102,7 @@ def test_plain_steps_give_the_tokens_and_logits_of_generate(name: str, dtype: to
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, dtype: torch.dtype) -> None:
     model = shared(name, dtype)
-    assert is_bitwise(model)
+    assert keeps_solo_bits(model)
     compare(model, prompts(1).repeat(1, 2), DRAFTED, max_new_tokens=16, do_sample=False)
     compare(model, prompts(3).repeat(1, 2), DRAFTED, max_new_tokens=10, do_sample=True, temperature=1.3)
     compare(model, prompts(4), LARGE, max_new_tokens=8, do_sample=False)
@@ -111,8 +111,8 @@ def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, 
 def test_no_bits_are_promised_under_autocast_and_what_was_found_there_is_not_kept() -> None:
     model = made("llama", torch.bfloat16)
     with torch.autocast("cpu", torch.float16):
-        assert not is_bitwise(model)
-    assert is_bitwise(model)
+        assert not keeps_solo_bits(model)
+    assert keeps_solo_bits(model)
     compare(model, prompts(1).repeat(1, 2), DRAFTED, max_new_tokens=24, do_sample=False)
 
 
@@ -132,7 +132,7 @@ def test_under_autocast_products_have_the_type_that_it_chooses(packs: bool, monk
 @pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])
 def test_layers_that_read_the_window_of_another_layer_keep_the_bits_of_generate(name: str) -> None:
     model = build(FAMILIES[name]).to(torch.bfloat16)
-    assert is_bitwise(model)
+    assert keeps_solo_bits(model)
     compare(model, prompts(0).repeat(1, 2), DRAFTED, max_new_tokens=16, do_sample=False)
 
 
@@ -170,7 +170,7 @@ def stats_of(model: Any, prompts: torch.Tensor, cache: str | None = None, **opti
     """Stats of the rows of a decoding."""
     kwargs: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "cache_implementation": cache}
     config = LookaheadConfig(draft="fixed", **options)
-    engine = model.generate(prompts, **kwargs, custom_generate=prepare, lookahead_config=config)
+    engine = engine_of(model, prompts, **kwargs, lookahead_config=config)
     for _ in engine.run():
         pass
     stats: list[DecodingStats] = engine.stats
@@ -190,21 +190,21 @@ def test_stats_tell_whether_the_bits_are_those_of_generate() -> None:
     assert [each.exactness for each in static] == ["rounding"], "transformers attends to its slots under a mask"
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), prompts(1)], 1)
     assert [each.exactness for each in stats_of(half, padded)] == ["rounding"], "padding changes the order of summation"
-    assert not is_bitwise(experts), "the products of an expert depend on the rows that chose it"
+    assert not keeps_solo_bits(experts), "the products of an expert depend on the rows that chose it"
 
 
 def test_a_model_whose_rows_depend_on_each_other_is_found_out() -> None:
     model = made("llama", torch.bfloat16)
     layer = model.model.layers[1].mlp.down_proj
     layer.register_forward_hook(lambda module, inputs, output: output * (1 + 0.01 * (output.shape[1] > 1)))
-    assert not is_bitwise(model)
+    assert not keeps_solo_bits(model)
     assert support_of(model, shortest=4, max_length=30).shape == "none"
 
 
 def test_a_model_with_products_that_are_no_linear_layers_is_said_to_round() -> None:
     model = made("llama", torch.bfloat16)
     model.model.layers[1].mlp.down_proj.__class__ = type("Other", (torch.nn.Linear,), {})
-    assert not is_bitwise(model), "its rows are multiplied all at once"
+    assert not keeps_solo_bits(model), "its rows are multiplied all at once"
     assert [each.exactness for each in stats_of(model, prompts(1))] == ["rounding"]
 
 
@@ -220,16 +220,16 @@ def test_a_batch_of_prompts_of_one_length_is_that_of_generate_as_well() -> None:
 def passes_of(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> list[tuple[int, int]]:
     """What is told of how a prompt is read."""
     told: list[tuple[int, int]] = []
-    target = Target(model, rows=len(prompts), capacity=64)
+    target = backend_for(model, rows=len(prompts), capacity=64)
     target.on_prefill = lambda *now: told.append(now)
     lengths = mask.sum(1).tolist() if mask is not None else [prompts.shape[1]] * len(prompts)
     with target.serving():
-        target.prefill([row[-n:].int().numpy() for row, n in zip(prompts, lengths, strict=True)])
+        target.read([row[-n:].int().numpy() for row, n in zip(prompts, lengths, strict=True)])
     return told
 
 
 def test_how_far_a_prompt_is_read_is_told_before_and_behind_its_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("lookahead.backend.torch_backend.PREFILL_CHUNK", 5)
     assert passes_of(shared("llama", torch.bfloat16), prompts(1, rows=2)) == [(0, 13), (13, 13)]
     assert passes_of(shared("llama", torch.float32), prompts(1, rows=2)) == [(0, 13), (5, 13), (10, 13), (13, 13)]
 
@@ -237,10 +237,10 @@ def test_how_far_a_prompt_is_read_is_told_before_and_behind_its_one_pass(monkeyp
 def test_what_generate_would_read_with_masks_is_read_in_parts_where_it_is_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("lookahead.backend.torch_backend.PREFILL_CHUNK", 5)
     ragged = torch.tensor([[1] * 13, [0] * 4 + [1] * 9])
     assert len(passes_of(shared("llama", torch.bfloat16), prompts(1, rows=2), ragged)) == 4
-    monkeypatch.setattr("lookahead.backend.target._MAX_WHOLE", 12)
+    monkeypatch.setattr("lookahead.backend.torch_backend._MAX_WHOLE", 12)
     for name, passes in {"llama": 1, "eager": 3, "mistral, its window": 3}.items():
         assert len(passes_of(shared(name, torch.bfloat16), prompts(1))) == passes + 1
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
-from lookahead.backend.target import Target
+from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.cache import TreeCache, TreeSlots
@@ -214,10 +214,10 @@ def test_what_a_pass_reads_of_the_host_does_not_grow_with_the_context(
         return query.transpose(1, 2).contiguous()
 
     monkeypatch.setattr(dispatch, "attention_for", lambda *_: kernel if serves == "kernel" else None)
-    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 64)
-    target = Target(wide_llama.to(meta), rows=3, capacity=200)
+    monkeypatch.setattr("lookahead.backend.torch_backend.PREFILL_CHUNK", 64)
+    target = GpuBackend(wide_llama.to(meta), rows=3, capacity=200)
     with target.serving():
-        target.prefill([np.zeros(n, np.int32) for n in (150, 10, 100)])
+        target.read([np.zeros(n, np.int32) for n in (150, 10, 100)])
         for nodes in ((1, 1, 1), (5, 1, 9)):
             with Transfers() as transfers:
                 target.score([random_tree(n, n) for n in nodes])
@@ -231,7 +231,7 @@ def test_what_a_pass_reads_of_the_host_does_not_grow_with_the_context(
         assert len(transfers.bytes) <= 7
         target.cache.slots.lengths[:] = 0  # rows of one length need no mask but one of few numbers
         with Transfers() as transfers:
-            target.prefill([np.zeros(128, np.int32)] * 3)
+            target.read([np.zeros(128, np.int32)] * 3)
     assert len(transfers.bytes) <= 12 and max(transfers.bytes) < 10_000
 
 
@@ -241,10 +241,10 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
     prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (37, 50)]
     logits = []
     for size in (64, 16):
-        monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", size)
-        target = Target(wide_llama, rows=2, capacity=64)
+        monkeypatch.setattr("lookahead.backend.torch_backend.PREFILL_CHUNK", size)
+        target = GpuBackend(wide_llama, rows=2, capacity=64)
         with target.serving():
-            logits.append(target.prefill(prompts))
+            logits.append(target.read(prompts))
         monkeypatch.setattr(dispatch, "takes_flash", lambda *_: True)
         monkeypatch.setattr(TreePass, "mask", None)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
@@ -267,9 +267,9 @@ def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(
     wide_llama: PreTrainedModel, stand_ins: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> tuple[TreeCache, list[Tensor]]:
-        target = Target(wide_llama, rows=3, capacity=30)  # too small: it has to grow
+        target = GpuBackend(wide_llama, rows=3, capacity=30)  # too small: it has to grow
         with target.serving():
-            target.prefill([np.arange(3, 3 + n, dtype=np.int32) for n in (1, 9, 23)])
+            target.read([np.arange(3, 3 + n, dtype=np.int32) for n in (1, 9, 23)])
             for step in range(4):
                 trees = [random_tree(10 * step + row, nodes) for row, nodes in enumerate((1, 12, 40))]
                 logits = target.score(trees)

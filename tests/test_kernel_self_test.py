@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from lookahead.backend.gpu import kernel_trial
+from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.gpu.kernel_trial import run_tests, try_kernels
-from lookahead.backend.target import Target
 from lookahead.hf import attention
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import self_test
@@ -348,10 +348,10 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[set[str]
 
 def test_all_kernels_of_a_model_are_tested_at_once_before_a_step_is_timed(pretend_gpu: list[set[str]]) -> None:
     meta = torch.device("meta")
-    target = Target(build("Mistral").to(meta), rows=1, capacity=64)
+    target = GpuBackend(build("Mistral").to(meta), rows=1, capacity=64)
     cold, serving = [], []
     with target.serving():
-        target.prefill([np.zeros(4, np.int32)])
+        target.read([np.zeros(4, np.int32)])
         for length in (3, 3, 3, 30, 30):
             target.cache.slots.lengths[:] = length
             target.score([random_tree(1, 3)])
@@ -387,9 +387,9 @@ def test_a_layer_like_one_before_chooses_nothing_and_allocates_its_output_alone(
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.ATTENTION_NAME, counted)
     meta = torch.device("meta")
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": 5})
-    target = Target(LlamaForCausalLM(config).to(meta).eval(), rows=1, capacity=2000)
+    target = GpuBackend(LlamaForCausalLM(config).to(meta).eval(), rows=1, capacity=2000)
     with target.serving():
-        target.prefill([np.zeros(1000, np.int32)])
+        target.read([np.zeros(1000, np.int32)])
         for _ in range(3):
             calls.clear()
             target.score([random_tree(1, 20)])

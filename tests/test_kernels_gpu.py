@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.backend.gpu import kernel_trial
+from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.gpu.kernel_trial import run_tests
-from lookahead.backend.target import Target
 from lookahead.backend.tree_pass import AttentionSpan, TreePass
 from lookahead.hf.cache import TreeSlots
 from lookahead.kernels import dispatch as choice
@@ -151,10 +151,10 @@ def test_a_prompt_read_in_parts_by_flash_attention_gives_the_logits_of_reading_i
     prompts = [np.random.default_rng(n).integers(2, 101, n).astype(np.int32) for n in (1500, 700)]
     logits = []
     for size in (2048, 256):
-        monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", size)
-        target = Target(model, rows=2, capacity=1600)
+        monkeypatch.setattr("lookahead.backend.torch_backend.PREFILL_CHUNK", size)
+        target = GpuBackend(model, rows=2, capacity=1600)
         with target.serving():
-            logits.append(target.prefill(prompts).float())
+            logits.append(target.read(prompts).float())
         monkeypatch.setattr(TreePass, "mask", None)
     assert (logits[1] - logits[0]).norm() < 0.03 * logits[0].norm()
 

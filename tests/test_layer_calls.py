@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from lookahead import LookaheadConfig
-from lookahead.backend.cpu import exact_attention, fused_layers, linears, product_bits
+from lookahead.backend.choice import backend_for
+from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers, linears, product_bits
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.cpu.layer_jobs import LayerTable
-from lookahead.backend.target import Target
+from lookahead.backend.protocol import BitPolicy
 from lookahead.kernels import packed_product
-from tests.support.small_layers import HALF, MODELS, SINGLE, fused, logits_of, made, own_code, trees_of
+from tests.support.small_layers import HALF, MODELS, SINGLE, fused, logits_of, made, own_code, serving, trees_of
 
 __all__ = ["fused", "own_code"]  # fixtures
 on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
@@ -84,17 +85,17 @@ def test_all_layers_are_one_call_for_one_prompt_and_two_each_for_several(dtype, 
     before, model = torch.get_num_threads(), made(dtype=dtype, **WIDE)
     torch.set_num_threads(threads)
     try:
-        for rows, is_bitwise in ((1, True), (1, False), (2, False)):
-            if not takes_rows(model.config) and dtype == HALF and is_bitwise:
+        for rows, policy in ((1, BitPolicy.SOLO), (1, BitPolicy.ROUNDED), (2, BitPolicy.ROUNDED)):
+            if not takes_rows(model.config) and dtype == HALF and policy is BitPolicy.SOLO:
                 continue
-            target = Target(model, rows=rows, capacity=64, is_bitwise=is_bitwise)
+            target = backend_for(model, rows=rows, capacity=64)
             with target.serving():
-                target.prefill([np.arange(3, 14, dtype=np.int32)] * rows)
-                expected = target.score(trees_of(rows, 9, 0))
+                target.read([np.arange(3, 14, dtype=np.int32)] * rows)
+                expected = target.score(trees_of(rows, 9, 0), policy)
                 for _ in range(20):
                     calls.clear()
                     tables.clear()
-                    assert torch.equal(target.score(trees_of(rows, 9, 0)), expected)
+                    assert torch.equal(target.score(trees_of(rows, 9, 0), policy), expected)
                     assert len([count for count in calls if count > 1]) == (0 if rows == 1 else 6)
                     assert len(tables) == (1 if rows == 1 else 0)
     finally:
@@ -119,42 +120,42 @@ def test_the_largest_tree_of_the_default_options_is_one_call(dtype, fused, calls
 
 @on_x86
 def test_where_masked_attention_takes_less_time_float32_attends_by_it(fused, calls, tables, monkeypatch):
-    target = Target(made(dtype=SINGLE, **WIDE), rows=1, capacity=64)
+    target = backend_for(made(dtype=SINGLE, **WIDE), rows=1, capacity=64)
     with target.serving():
-        target.prefill([np.arange(3, 14, dtype=np.int32)])
-        expected = target.score(trees_of(1, 9, 0))
+        target.read([np.arange(3, 14, dtype=np.int32)])
+        expected = target.score(trees_of(1, 9, 0), BitPolicy.SOLO)
         assert len(tables) == 1
         monkeypatch.setattr(exact_attention, "_MAX_KERNEL_PRODUCTS", 6 * 32 * 9 * 11 - 1)
-        torch.testing.assert_close(target.score(trees_of(1, 9, 0)), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(target.score(trees_of(1, 9, 0), BitPolicy.SOLO), expected, rtol=1e-4, atol=1e-4)
     assert len(tables) == 1
 
 
 def logits_behind(model: Any, first: int = 3) -> torch.Tensor:
     """Logits of a tree behind a prompt, by a target of its own."""
-    target = Target(model, rows=1, capacity=64, is_bitwise=True)
+    target = backend_for(model, rows=1, capacity=64)
     with target.serving():
-        target.prefill([np.arange(first, 14, dtype=np.int32)])
-        return target.score(trees_of(1, 5, 0))
+        target.read([np.arange(first, 14, dtype=np.int32)])
+        return target.score(trees_of(1, 5, 0), BitPolicy.SOLO)
 
 
 @on_x86
 def test_weights_that_change_between_passes_are_packed_anew(fused, calls):
-    target = Target(model := made(**WIDE), rows=1, capacity=64, is_bitwise=True)
+    target = backend_for(model := made(**WIDE), rows=1, capacity=64)
     with target.serving():
-        target.prefill([np.arange(3, 14, dtype=np.int32)])
-        before = target.score(trees_of(1, 5, 0))
+        target.read([np.arange(3, 14, dtype=np.int32)])
+        before = target.score(trees_of(1, 5, 0), BitPolicy.SOLO)
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight.mul_(2)
-        after = target.score(trees_of(1, 5, 0))
+        after = target.score(trees_of(1, 5, 0), BitPolicy.SOLO)
     with target.serving():
-        assert torch.equal(target.score(trees_of(1, 5, 0)), after)
+        assert torch.equal(target.score(trees_of(1, 5, 0), BitPolicy.SOLO), after)
     assert not torch.equal(before, after)
 
 
 @on_x86
 def test_a_change_that_counts_no_version_up_is_seen_by_the_next_call_while_another_is_open(fused, calls):
     before = logits_behind(model := made(**WIDE))
-    with fused_layers.serving(model):
+    with serving(model):
         assert torch.equal(logits_behind(model), before)
         model.model.layers[1].mlp.down_proj.weight.data.mul_(2)
         assert torch.equal(logits_behind(model), logits_behind(copy.deepcopy(model)))
@@ -163,18 +164,18 @@ def test_a_change_that_counts_no_version_up_is_seen_by_the_next_call_while_anoth
 @on_x86
 @pytest.mark.parametrize("name", ["llama", "qwen2 with some windows"])
 def test_norms_and_biases_that_are_replaced_between_passes_are_read_anew(name, fused, calls):
-    target = Target(model := made(name, **WIDE), rows=1, capacity=64, is_bitwise=True)
+    target = backend_for(model := made(name, **WIDE), rows=1, capacity=64)
     with target.serving():
-        target.prefill([np.arange(3, 14, dtype=np.int32)])
-        before = target.score(trees_of(1, 5, 0))
+        target.read([np.arange(3, 14, dtype=np.int32)])
+        before = target.score(trees_of(1, 5, 0), BitPolicy.SOLO)
         for weight in model.model.layers[1].parameters():
             if weight.dim() == 1:
                 weight.data = weight.data * 2
-        after = target.score(trees_of(1, 5, 0))
+        after = target.score(trees_of(1, 5, 0), BitPolicy.SOLO)
     with target.serving():
-        assert torch.equal(target.score(trees_of(1, 5, 0)), after)
+        assert torch.equal(target.score(trees_of(1, 5, 0), BitPolicy.SOLO), after)
         target.cache.table = None
-        assert torch.equal(target.score(trees_of(1, 5, 0)), after)
+        assert torch.equal(target.score(trees_of(1, 5, 0), BitPolicy.SOLO), after)
     assert not torch.equal(before, after)
 
 
@@ -182,11 +183,11 @@ def test_norms_and_biases_that_are_replaced_between_passes_are_read_anew(name, f
 def test_a_cache_that_moves_between_passes_is_read_where_it_is(fused, calls, tables):
     model = made(**WIDE)
     for capacity in (20, 200):
-        target = Target(model, rows=1, capacity=capacity, is_bitwise=True)
+        target = backend_for(model, rows=1, capacity=capacity)
         with target.serving():
-            outputs = [target.prefill([np.arange(3, 14, dtype=np.int32)])]
+            outputs = [target.read([np.arange(3, 14, dtype=np.int32)])]
             for seed in range(4):
-                outputs.append(target.score(trees_of(1, 9, seed)))
+                outputs.append(target.score(trees_of(1, 9, seed), BitPolicy.SOLO))
                 target.cache.commit(0, np.array([0, *range(1, 6)], np.int32))
         if capacity == 20:
             grown = outputs
@@ -200,38 +201,38 @@ def test_a_model_that_is_told_to_run_fewer_layers_runs_fewer(fused, calls):
     short.model.layers = short.model.layers[:2]
     model, outputs = made(**WIDE), []
     for each in (model, short):
-        target = Target(each, rows=1, capacity=64, is_bitwise=True)
+        target = backend_for(each, rows=1, capacity=64)
         with target.serving():
-            target.prefill([np.arange(3, 14, dtype=np.int32)])
+            target.read([np.arange(3, 14, dtype=np.int32)])
             each.config.num_hidden_layers = 2
-            outputs.append(target.score(trees_of(1, 5, 0)))
+            outputs.append(target.score(trees_of(1, 5, 0), BitPolicy.SOLO))
     assert torch.equal(*outputs)
 
 
 @on_x86
 def test_hidden_states_of_every_layer_are_its_own(fused, calls, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(fused_layers, "_forwards_of", lambda model: [])
+        patch.setattr(cpu_backend, "find_fused", lambda model: fused_layers.FusedLayers([], []))
         expected = hidden_states(made(**WIDE))
     assert all(map(torch.equal, hidden_states(made(**WIDE)), expected))
 
 
 def hidden_states(model: Any) -> list[torch.Tensor]:
     """Those of the nodes of a tree, behind the layers."""
-    target = Target(model, rows=1, capacity=64, is_bitwise=True, hidden_layers=(1, 2, 3))
+    target = backend_for(model, rows=1, capacity=64, hidden_layers=(1, 2, 3))
     target.keeps_hidden = True
     with target.serving():
-        target.prefill([np.arange(3, 14, dtype=np.int32)])
-        target.score(trees_of(1, 9, 0))
+        target.read([np.arange(3, 14, dtype=np.int32)])
+        target.score(trees_of(1, 9, 0), BitPolicy.SOLO)
     return [target.hidden[layer] for layer in (1, 2, 3)]
 
 
 @on_x86
 def test_a_cache_goes_with_its_last_user_and_waits_for_no_collection(fused, calls, tables):
-    target = Target(model := made(**WIDE), rows=1, capacity=64, is_bitwise=True)
+    target = backend_for(model := made(**WIDE), rows=1, capacity=64)
     with target.serving():
-        target.prefill([np.arange(3, 14, dtype=np.int32)])
-        target.score(trees_of(1, 5, 0))
+        target.read([np.arange(3, 14, dtype=np.int32)])
+        target.score(trees_of(1, 5, 0), BitPolicy.SOLO)
     cache = weakref.ref(target.cache)
     gc.disable()
     try:
@@ -253,12 +254,12 @@ def test_two_threads_decode_with_one_model_and_caches_of_their_own(fused, calls,
 
 @on_x86
 def test_the_call_of_a_cache_is_prepared_once_whatever_blocks_its_passes_run_in(fused, calls, tables):
-    target, prepared = Target(made(**WIDE), rows=1, capacity=64, is_bitwise=True), list[object]()
+    target, prepared = backend_for(made(**WIDE), rows=1, capacity=64), list[object]()
     with target.serving():
-        target.prefill([np.arange(3, 14, dtype=np.int32)])
+        target.read([np.arange(3, 14, dtype=np.int32)])
     for nodes in (1, 5, 9, 1):
         with target.serving():
-            target.score(trees_of(1, nodes, 0))
+            target.score(trees_of(1, nodes, 0), BitPolicy.SOLO)
         prepared.append(target.cache.table)
     assert all(table is prepared[0] for table in prepared)
     assert tables == [1, 5, 9, 1] or not takes_rows(target._model.config)

@@ -21,7 +21,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.generation.hf import prepare
+from tests.support.engines import engine_of
 
 DRAFTING = LookaheadConfig(draft="fixed")  # asked for, so that decoding plainly instead would be refused
 ONE = {"input_ids": torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])}
@@ -77,7 +77,7 @@ def compare(model: PreTrainedModel) -> None:
 def accepted_tokens(model: PreTrainedModel) -> int:
     """How many drafted tokens were accepted of one greedy output."""
     arguments: dict[str, Any] = {**ONE, "max_new_tokens": 40, "do_sample": False}
-    engine = model.generate(**arguments, custom_generate=prepare, lookahead_config=DRAFTING)
+    engine = engine_of(model, **arguments, lookahead_config=DRAFTING)
     for _ in engine.run():
         pass
     return int(engine.stats[0].accepted_tokens)

@@ -18,7 +18,7 @@ from lookahead import ConfigError, LookaheadConfig
 from lookahead.backend.cpu import linears, product_bits, product_choice
 from lookahead.backend.cpu.linears import LinearScope, keeps_bits
 from lookahead.backend.cpu.product_bits import Kind, Layout, Packed, Rows, by_torch
-from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.self_check import keeps_solo_bits
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -272,7 +272,7 @@ def test_a_model_whose_rows_change_their_bits_is_said_to_round(tiny_llama, monke
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
     for module in (linears, product_bits):
         monkeypatch.setattr(module, "rows_of", lambda *layer: Rows(2, 2))
-    assert not keeps_bits(model) and not is_bitwise(model)
+    assert not keeps_bits(model) and not keeps_solo_bits(model)
 
 
 @pytest.mark.parametrize("bits", ["alone", "together"])

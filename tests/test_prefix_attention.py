@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lookahead
-from lookahead.backend.target import Target
+from lookahead.backend.choice import backend_for
+from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass
 from lookahead.hf.cache import TreeSlots
 from lookahead.kernels import dispatch
@@ -129,10 +130,10 @@ def test_a_ragged_batch_without_kernels_gives_the_tokens_of_generate(
     assert masks[True] > 10 and masks[False] == 4, "those of the model's two probes, behind one token"
 
 
-def scored(target: Target, trees: Sequence[Any], masks: Counter[bool]) -> Tensor:
+def scored(target: TorchBackend, trees: Sequence[Any], masks: Counter[bool]) -> Tensor:
     """Logits of two trees behind prompts; counts the masks of that pass alone."""
     with target.serving():
-        target.prefill([np.arange(3, 3 + n, dtype=np.int32) for n in (30, 24)])
+        target.read([np.arange(3, 3 + n, dtype=np.int32) for n in (30, 24)])
         masks.clear()
         return target.score(trees)
 
@@ -144,7 +145,7 @@ def test_windows_chunks_sinks_and_softcaps_keep_masks_of_all_slots(
     model, trees = build(family), [random_tree(1, 5), random_tree(2, 8)]
     logits = []
     for _ in range(2):
-        logits.append(scored(Target(model, rows=2, capacity=64), trees, masks))
+        logits.append(scored(backend_for(model, rows=2, capacity=64), trees, masks))
         assert masks[False] == layers and masks[True] == 2 - layers
         monkeypatch.setattr(dispatch, "unmasked", lambda *_: 0)
         layers = 2

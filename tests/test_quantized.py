@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, UnsupportedModelError
-from lookahead.backend.cpu import fused_layers
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
-from lookahead.backend.self_check import is_bitwise
+from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.cli.app import app
 from lookahead.errors import HeadsError
 from lookahead.hf.quantized import Int4Config, Int8Config, QuantizedLinear, resolve_quantize
@@ -67,7 +66,7 @@ def compare(model: Any, *configs: LookaheadConfig, **options: Any) -> None:
         torch.manual_seed(5)
         got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
         assert torch.equal(got.sequences, expected.sequences)
-        if len(expected.sequences) == 1 and model.dtype == HALF and is_bitwise(model):
+        if len(expected.sequences) == 1 and model.dtype == HALF and keeps_solo_bits(model):
             assert all(map(torch.equal, got.logits, expected.logits))
 
 
@@ -77,7 +76,7 @@ def compare(model: Any, *configs: LookaheadConfig, **options: Any) -> None:
 @pytest.mark.parametrize("name", ["looping", "Qwen3", "Gemma2", "Phi3"])
 def test_drafts_give_the_tokens_of_the_same_models_generate(name, sampling, bits, folders):
     model = quantized(folders[name], HALF, bits)
-    assert is_bitwise(model)
+    assert keeps_solo_bits(model)
     compare(model, DRAFTED, LookaheadConfig(proposers=()), input_ids=PROMPT, **sampling)
 
 
@@ -127,7 +126,7 @@ def test_layers_with_quantized_products_are_fused_with_the_same_bits(dtype, bits
     with torch.inference_mode():
         expected = model(PROMPT).logits
     scope, layer = LinearScope(model), model.model.layers[0]
-    with fused_layers.serving(model), scope.serving(), torch.inference_mode(), fused_layers.running():
+    with serving(model), scope.serving(), torch.inference_mode(), running():
         assert "forward" in layer.__dict__
         with scope.running("alone"):
             linears = layer.self_attn.q_proj, layer.mlp.down_proj

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backend.gpu import cuda_graphs as graphs
 from lookahead.backend.gpu.cuda_graphs import CAPTURE_AT, CudaGraphs, Watch, graphs_unsupported_reason
-from lookahead.backend.target import Target
+from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.drafting.tree import TokenTree
 from tests.support.families import FAMILIES, build
 from tests.support.pass_recorder import Recording
@@ -27,10 +27,10 @@ NUMBERS = torch.arange(6.0)
 
 def scores(model: PreTrainedModel, steps: int, *, captures: bool) -> tuple[list[Tensor], list[bool]]:
     """The logits of some plain steps, and which of them were cold."""
-    target = Target(model, rows=1, capacity=80, captures=captures)
+    target = GpuBackend(model, rows=1, capacity=80, captures=captures)
     logits, cold = [], []
     with target.serving():
-        target.prefill([np.arange(3, 24, dtype=np.int32)])
+        target.read([np.arange(3, 24, dtype=np.int32)])
         for step in range(steps):
             logits.append(target.score([TokenTree.root(5 + step)]))
             cold.append(target.is_cold)

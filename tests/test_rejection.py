@@ -14,12 +14,12 @@ import lookahead
 from lookahead import ConfigError, DraftModel, LookaheadConfig
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
-from lookahead.generation.hf import prepare
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.prune import Limits
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.verification.exact import verify
 from lookahead.verification.rejection import RejectionRounds, coin, draw, draw_several
+from tests.support.engines import engine_of
 
 Prefix = tuple[int, ...]
 Law = Callable[[Prefix], torch.Tensor]  # the distribution after a prefix, float64 `[vocab]`
@@ -278,9 +278,7 @@ def test_models_in_the_engine_keep_the_distribution_of_generate(
 
     def run() -> Prefix:
         nonlocal accepted
-        engine = target.generate(
-            prompt, **options, custom_generate=prepare, lookahead_config=config, pad_token_id=0, eos_token_id=None
-        )
+        engine = engine_of(target, prompt, **options, lookahead_config=config, pad_token_id=0, eos_token_id=None)
         tokens = [token for step_outputs in engine.run() for token in step_outputs[0].tokens.tolist()]
         accepted += engine.stats[0].accepted_tokens
         return tuple(tokens)

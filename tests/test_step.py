@@ -12,7 +12,7 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.generation.hf import prepare
+from tests.support.engines import engine_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / name) for name in ("lookahead", "ngram", "kernels"))
@@ -25,7 +25,7 @@ def test_a_step_runs_few_functions_of_few_files(tiny_llama) -> None:
     config = LookaheadConfig(draft="fixed")
     options = {"max_new_tokens": 80, "do_sample": False, "lookahead_config": config}
     deepcopy(tiny_llama).generate(ids, custom_generate=lookahead.decode, **options)  # compiles what steps call
-    engine = tiny_llama.generate(ids, custom_generate=prepare, **options)
+    engine = engine_of(tiny_llama, ids, **options)
     ran: set[tuple[str, str]] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

@@ -217,7 +217,7 @@ def test_the_cache_takes_no_more_bytes_than_the_weights(tiny_llama, monkeypatch)
 
 
 def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("lookahead.backend.torch_backend.PREFILL_CHUNK", 16)
     prompt, told = texts(1, 100, 100)[0], []
     lookahead.generate(
         tiny_llama, tiny_tokenizer, prompt, max_new_tokens=4, on_prefill=lambda *told_now: told.append(told_now)

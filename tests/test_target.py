@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
-from lookahead.backend.target import Target
+from lookahead.backend.choice import backend_for
+from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.tree import TokenTree
 from tests.support.families import FAMILIES, build
 from tests.support.random_trees import ancestor_mask
@@ -48,7 +49,7 @@ def expected_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids])).logits[0, -1]
 
 
-def check(model: PreTrainedModel, target: Target, trees: list[TokenTree], texts: list[list[int]]) -> None:
+def check(model: PreTrainedModel, target: TorchBackend, trees: list[TokenTree], texts: list[list[int]]) -> None:
     """Every node's logits are those of its path behind the row's committed tokens."""
     logits = target.score(trees)
     assert logits.shape[:2] == (len(trees), max(map(len, trees)))
@@ -73,10 +74,10 @@ class model_as_it_was:
 
 
 def test_rows_of_any_length_score_and_commit_trees_of_any_shape(model: PreTrainedModel) -> None:
-    target = Target(model, rows=3, capacity=24)  # too small on purpose: it has to grow
+    target = backend_for(model, rows=3, capacity=24)  # too small on purpose: it has to grow
     texts = [prompt[:-1].tolist() for prompt in PROMPTS]
     with torch.inference_mode(), target.serving():
-        target.prefill(PROMPTS)
+        target.read(PROMPTS)
         for step in range(3):
             trees = [random_tree(10 * step + row, nodes, root=7) for row, nodes in enumerate((1, 12, 70))]
             check(model, target, trees, texts)
@@ -93,12 +94,12 @@ def first_nodes(tree: TokenTree, count: int) -> TokenTree:
 
 @pytest.mark.parametrize("shape", ["trees", "chains"])
 def test_trees_that_grow_are_scored_node_by_node_as_if_at_once(model: PreTrainedModel, shape: str) -> None:
-    target = Target(model, rows=3, capacity=24)
+    target = backend_for(model, rows=3, capacity=24)
     texts = [prompt.tolist() for prompt in PROMPTS]
     rng = np.random.default_rng(0)
     with torch.inference_mode(), target.serving():
         for _ in range(3):
-            target.prefill([np.array(text, np.int32) for text in texts])
+            target.read([np.array(text, np.int32) for text in texts])
             trees = [random_tree(int(rng.integers(99)), nodes, root=texts[i][-1]) for i, nodes in enumerate((9, 1, 12))]
             if shape == "chains":
                 trees = [TokenTree.from_parents(tree.tokens, [0, *range(len(tree) - 1)]) for tree in trees]
@@ -107,7 +108,9 @@ def test_trees_that_grow_are_scored_node_by_node_as_if_at_once(model: PreTrained
                 new = np.minimum(scored + rng.integers(0, 4, 3), list(map(len, trees)))
                 if (new == scored).all():
                     continue
-                logits = target.score([first_nodes(tree, int(n)) for tree, n in zip(trees, new, strict=True)], scored)
+                logits = target.score(
+                    [first_nodes(tree, int(n)) for tree, n in zip(trees, new, strict=True)], scored=scored
+                )
                 with model_as_it_was(model):
                     for row, tree in enumerate(trees):
                         for node in range(scored[row], new[row]):
@@ -126,11 +129,11 @@ def test_a_tree_that_grows_by_many_nodes_is_no_chain_to_a_kernel(
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     tree = random_tree(3, 24, root=int(PROMPTS[1][-1]))
-    target, whole = (Target(tiny_llama, rows=1, capacity=64) for _ in range(2))
+    target, whole = (backend_for(tiny_llama, rows=1, capacity=64) for _ in range(2))
     with target.serving(), whole.serving():
-        target.prefill(PROMPTS[1:2])
-        whole.prefill(PROMPTS[1:2])
-        grown = target.score([tree], np.array([1]))
+        target.read(PROMPTS[1:2])
+        whole.read(PROMPTS[1:2])
+        grown = target.score([tree], scored=np.array([1]))
         torch.testing.assert_close(grown[0], whole.score([tree])[0, 1:], rtol=1e-4, atol=1e-4)
 
 
@@ -140,22 +143,22 @@ def test_a_tree_that_grows_is_scored_as_the_whole_tree_is(name: str) -> None:
     model = build(FAMILIES[name])
     prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32)]
     trees = [random_tree(row, 14, root=int(prompt[-1])) for row, prompt in enumerate(prompts)]
-    target, other = (Target(model, rows=2, capacity=80) for _ in range(2))
+    target, other = (backend_for(model, rows=2, capacity=80) for _ in range(2))
     with target.serving():
-        target.prefill(prompts)
-        other.prefill(prompts)
+        target.read(prompts)
+        other.read(prompts)
         scored, grown = 1, []
         for count in (3, 7, 8, 14):
-            grown.append(target.score([first_nodes(tree, count) for tree in trees], np.array([scored, scored])))
+            grown.append(target.score([first_nodes(tree, count) for tree in trees], scored=np.array([scored, scored])))
             scored = count
         torch.testing.assert_close(torch.cat(grown, 1), other.score(trees)[:, 1:], rtol=1e-4, atol=1e-4)
 
 
 def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) -> None:
-    target = Target(model, rows=3, capacity=64)
+    target = backend_for(model, rows=3, capacity=64)
     texts = [prompt[:-1].tolist() for prompt in PROMPTS]
     with torch.inference_mode(), target.serving():
-        target.prefill(PROMPTS)
+        target.read(PROMPTS)
         target.retire(0)
         check(model, target, [random_tree(row, 9, root=7) for row in range(2)], [texts[2], texts[1]])
         target.retire(1)
@@ -165,16 +168,16 @@ def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) 
 def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookahead.backend.target.PREFILL_CHUNK", 5)
-    target = Target(model, rows=3, capacity=64)
+    monkeypatch.setattr("lookahead.backend.torch_backend.PREFILL_CHUNK", 5)
+    target = backend_for(model, rows=3, capacity=64)
     with torch.inference_mode(), target.serving():
-        target.prefill(PROMPTS)
+        target.read(PROMPTS)
         trees = [random_tree(row, 6, root=7) for row in range(3)]
         check(model, target, trees, [prompt[:-1].tolist() for prompt in PROMPTS])
 
 
 def test_serving_leaves_the_model_as_it_was_even_when_it_fails(tiny_llama: PreTrainedModel) -> None:
-    target = Target(tiny_llama, rows=1, capacity=8)
+    target = backend_for(tiny_llama, rows=1, capacity=8)
     layers = [tiny_llama.model, *(layer.self_attn for layer in tiny_llama.model.layers)]
     with pytest.raises(RuntimeError, match="interrupted"), target.serving():
         assert all(layer.config is not tiny_llama.config for layer in layers)

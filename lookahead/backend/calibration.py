@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backend.choice import backend_for
-from lookahead.backend.protocol import Backend, BitPolicy, PromptTokens
+from lookahead.backend.protocol import Backend, BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
 from lookahead.drafting.cost_model import NODE_COST, StepCost
@@ -155,14 +155,14 @@ def _sweep(
         trees.append(TokenTree.from_parents(tokens, (np.arange(n) - 1).clip(0) // children))
     spent: list[list[float]] = []
     with backend.serving():
-        backend.read([PromptTokens(prompt[:2])])  # a model that is too slow reads no more than this
+        backend.read([prompt[:2]])  # a model that is too slow reads no more than this
         plain_s = min(timed(partial(_step, backend, trees[nodes.index(1)], policy), device) for _ in range(2))
         round_s, warm_ups = plain_s * len(nodes) * _STEP_TO_PLAIN, _WARM_UPS
         if within_s < math.inf:
             rounds, warm_ups = max(1, min(rounds, int(QUICK_S / round_s) - 1)), 1
         if round_s * (warm_ups + rounds) > within_s:
             return [], 0.0
-        backend.read([PromptTokens(prompt)])
+        backend.read([prompt])
         for _ in range(warm_ups + rounds):
             spent.append([timed(partial(_step, backend, tree, policy), device) for tree in trees])
     kv_bytes = sum(each.nbytes / each.shape[1] for each in backend.cache.buffers())

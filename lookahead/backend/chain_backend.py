@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.cpu_pass import CpuPass, running, thread
-from lookahead.backend.protocol import BitPolicy, OnPrefill, PromptTokens
+from lookahead.backend.protocol import BitPolicy, OnPrefill
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.hf.cache import CACHE
 from lookahead.hf.encoded_rows import Encoded, rows_of
@@ -46,12 +46,19 @@ class ChainBackend(CpuBackend):
         pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
         self._pad = -1 if pad is None else pad
 
-    def read(self, prompts: Sequence[PromptTokens], first: int = 0, on_prefill: OnPrefill | None = None) -> Tensor:
+    def read(
+        self,
+        prompts: Sequence[IntArray],
+        first: int = 0,
+        *,
+        encoded: Encoded | None = None,
+        on_prefill: OnPrefill | None = None,
+    ) -> Tensor:
         """Read what is new of the decoder's prompts, all of one length; logits after the last, `[rows, 1, vocab]`."""
         self._settle()
-        tokens = np.stack([prompt.tokens[self._committed :] for prompt in prompts])
+        tokens = np.stack([prompt[self._committed :] for prompt in prompts])
         logits = self._pass(tokens, BitPolicy.BATCH, is_prompt=True)
-        self._committed = len(prompts[0].tokens) - 1
+        self._committed = len(prompts[0]) - 1
         return logits[:, -1:]
 
     def commit(self, row: int, path: IntArray) -> None:

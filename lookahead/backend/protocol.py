@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.hf.cache import TreeCache
+from lookahead.hf.encoded_rows import Encoded
 
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
@@ -28,13 +29,6 @@ class BitPolicy(Enum):
     """Those of decoding the nodes of a pass as the rows of one batch of transformers."""
     ROUNDED = "rounded"
     """Any: only the rounding of sums differs."""
-
-
-class PromptTokens(NamedTuple):
-    """What a backend reads for one row."""
-
-    tokens: IntArray  # int32 `[tokens]`
-    encoded: Any = None  # an `Encoded` of what an encoder has read, for a row that joins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +90,21 @@ class Backend(Protocol):
     def reads_alone(self, policy: BitPolicy) -> bool:
         """Whether prompts must be read one at a time, so that their rows keep their bits."""
 
-    def read(self, prompts: Sequence[PromptTokens], first: int = 0, on_prefill: OnPrefill | None = None) -> Tensor:
+    def read(
+        self,
+        prompts: Sequence[IntArray],
+        first: int = 0,
+        *,
+        encoded: Encoded | None = None,
+        on_prefill: OnPrefill | None = None,
+    ) -> Tensor:
         """Read prompts into the cache. The last token of each is the first root, and is not committed yet.
 
         Args:
-            prompts: Those of the active rows from `first` on, each longer than what the cache holds of its row.
+            prompts: int32 `[tokens]`, those of the active rows from `first` on, each longer than what the cache holds
+                of its row.
             first: The first of these rows.
+            encoded: What an encoder has read for these rows, which join with it.
             on_prefill: Called before the first pass and behind every one.
 
         Returns:

@@ -16,7 +16,7 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.linears import keeps_bits
 from lookahead.backend.cpu.product_bits import has_other_products
-from lookahead.backend.protocol import BitPolicy, PromptTokens, Shape
+from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.backend.support import (
     CHAIN,
     PROBES,
@@ -30,7 +30,7 @@ from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.hf.cache import CACHE
 from lookahead.hf.facts import attention_name, calls_registered_attention, decoder_vocabulary, empty_cache, input_device
-from lookahead.hf.inputs import EncoderInputs, encode
+from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 
 _SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
@@ -57,7 +57,7 @@ def _kernels_agree(model: PreTrainedModel, shape: Shape, packs: bool) -> bool:
     problem = "other logits than by the model's own code"
     try:
         with backend.serving():
-            backend.read([PromptTokens(np.array([first, drafted[0]], np.int32))])
+            backend.read([np.array([first, drafted[0]], np.int32)])
             logits = backend.score([tree])[0, -2]
         path = [first, *(drafted[node] for node in _path_to(tree, len(drafted) - 2))]
         if agree(model, logits, own_logits(model, [path], path)[0, -1]):
@@ -136,7 +136,7 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
         caches.append(croppable_cache(model))
         backend = CpuBackend(model, rows=1, capacity=64)
     with backend.serving():
-        backend.read([PromptTokens(prompt)])
+        backend.read([prompt])
         scores = backend.score([tree], BitPolicy.SOLO)[0]
     _own_pass(model, prompt, caches[0], inputs)
     caches[0].crop(-1)

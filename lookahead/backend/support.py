@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for
-from lookahead.backend.protocol import BitPolicy, PromptTokens, Shape
+from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
@@ -28,8 +28,8 @@ from lookahead.hf.facts import (
     rope_parameters_of,
     vocabulary_size,
 )
-from lookahead.hf.inputs import EncoderInputs, encode
 from lookahead.hf.model_code import attention_code, changed_attention, changed_caches, odd_window
+from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.utils.shipped import is_shipped
@@ -256,7 +256,7 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
         else:
             backend = ChainBackend(model, encoded, rows, packs=False)
     with backend.serving():
-        backend.read([PromptTokens(np.array([*text, tokens[2]], np.int32)) for text in texts])
+        backend.read([np.array([*text, tokens[2]], np.int32) for text in texts])
         first = backend.score([tree] * rows)
         for row in range(rows):
             backend.commit(row, path)
@@ -315,7 +315,7 @@ def _compare_nodes(model: PreTrainedModel, shape: Shape, policy: BitPolicy) -> b
     tree = TokenTree.from_parents((np.arange(len(parents)) + prompt[-1]) % vocabulary, parents)
     backend = backend_for(model, rows=1, capacity=128, shape=shape, packs=False)
     with backend.serving():
-        backend.read([PromptTokens(prompt)])
+        backend.read([prompt])
         scores = backend.score([tree], policy)[0]
     device, lm = input_device(model), cast(Any, model)
     past = croppable_cache(model)

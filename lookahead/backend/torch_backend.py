@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.backend.pass_attention import Spans, attend
-from lookahead.backend.protocol import BackendReport, BitPolicy, OnPrefill, PathReport, PromptTokens, Shape
+from lookahead.backend.protocol import BackendReport, BitPolicy, OnPrefill, PathReport, Shape
 from lookahead.backend.tree_pass import AttentionSpan, TreePass
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.hf.attention import AttentionScope
 from lookahead.hf.cache import TreeCache
+from lookahead.hf.encoded_rows import Encoded
 from lookahead.hf.facts import (
     attention_name,
     calls_registered_attention,
@@ -27,8 +28,8 @@ from lookahead.hf.facts import (
     prefills_at_once,
     windows_of,
 )
-from lookahead.hf.inputs import ModelInputs
 from lookahead.hf.model_code import version_of
+from lookahead.hf.model_inputs import ModelInputs
 from lookahead.hf.model_state import outside_passes
 
 PREFILL_CHUNK = 1024  # tokens of a pass over a part of a prompt
@@ -111,13 +112,19 @@ class TorchBackend:
         """Whether passes have the bits of a policy."""
         return False
 
-    def read(self, prompts: Sequence[PromptTokens], first: int = 0, on_prefill: OnPrefill | None = None) -> Tensor:
+    def read(
+        self,
+        prompts: Sequence[IntArray],
+        first: int = 0,
+        *,
+        encoded: Encoded | None = None,
+        on_prefill: OnPrefill | None = None,
+    ) -> Tensor:
         """As `Backend.read`."""
-        for prompt in prompts:
-            if prompt.encoded is not None:
-                self._inputs.join(prompt.encoded)
+        if encoded is not None:
+            self._inputs.join(encoded)
         with self._inputs.joining(), self.cache.slots.rows_from(first):
-            return self._read([prompt.tokens for prompt in prompts], on_prefill or (lambda *_: None))
+            return self._read(prompts, on_prefill or (lambda *_: None))
 
     def _read(self, prompts: Sequence[IntArray], report: OnPrefill) -> Tensor:
         """`read` of all rows that are in the passes."""

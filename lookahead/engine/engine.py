@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 from torch import Tensor
 
-from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, OnPrefill, PromptTokens
+from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
 from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, batch_propose_fn
@@ -129,7 +129,9 @@ class Engine:
         slots.active += len(rows)
         self._rows += rows
         self._backend.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
-        logits = self._backend.read([PromptTokens(row.text, row.encoded) for row in rows], first, self._on_prefill)
+        joining = next((row.encoded for row in rows if row.encoded is not None), None)
+        texts = [row.text for row in rows]
+        logits = self._backend.read(texts, first, encoded=joining, on_prefill=self._on_prefill)
         state_of(self._call.model).note_report(str(self._backend.report()))
         for row in rows:
             row.encoded = None

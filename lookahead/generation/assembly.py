@@ -23,7 +23,7 @@ from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
 from lookahead.hf.encoded_rows import Encoded
 from lookahead.hf.facts import decoder_vocabulary
-from lookahead.hf.inputs import EncoderInputs
+from lookahead.hf.model_inputs import EncoderInputs
 from lookahead.hf.model_state import state_of
 from lookahead.hf.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.pools.pool_files import pool_of

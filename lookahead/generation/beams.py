@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.cpu_backend import CpuBackend, packed_products
 from lookahead.backend.cpu.product_bits import has_bits_of_copies
-from lookahead.backend.protocol import BitPolicy, PromptTokens
+from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import kernels_agree, may_keep_bits
 from lookahead.backend.support import support_of
 from lookahead.config import LookaheadConfig
@@ -212,7 +212,7 @@ class BeamLoop(PlainLoop):
             if policy is BitPolicy.BATCH:
                 return self._read_as_generate(backend.cache, input_ids, config)
             with torch.inference_mode():
-                return backend.read([PromptTokens(text) for text in texts])[:, 0]
+                return backend.read(texts)[:, 0]
 
         def score(trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
             """The passes of the beams' tips have the bits of a batch where they can, however few rows there are."""

@@ -19,6 +19,7 @@ from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.assembly import assemble
 from lookahead.generation.plan import RequestPlan, joins_alone
 from lookahead.generation.prompts import Prompt, PromptReader
+from lookahead.generation.validation import validate_call
 from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, stateful_name
@@ -148,6 +149,7 @@ class Scheduler:
 
     def _row_of(self, index: int, plan: RequestPlan) -> Row | None:
         """A row for a prompt, if it can be decoded beside others."""
+        validate_call(plan.call.model, plan.call.generation_config, plan.call.model_kwargs)
         if not plan.can_join:
             return None
         (row,), encoded = plan.rows(), plan.encoded()

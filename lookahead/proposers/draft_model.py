@@ -16,14 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.backend.calibration import pass_seconds
 from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for
-from lookahead.backend.protocol import Backend, PromptTokens, Shape
+from lookahead.backend.protocol import Backend, Shape
 from lookahead.backend.support import support_of
 from lookahead.config import check_whole
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.hf.facts import decoder_vocabulary, side_positions, validate_causal_lm, validate_model, vocabulary_size
-from lookahead.hf.inputs import EncoderInputs, encode
+from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
@@ -276,7 +276,7 @@ class ModelProposer(BatchProposer):
             warp=self._call.warp,
             by_rejection=self._call.by_rejection,
         )
-        batch.add(backend.read([PromptTokens(state.ids) for state in states]))
+        batch.add(backend.read([state.ids for state in states]))
         times, now = self._pass_times(), time.perf_counter()
         for _ in range(passes - 1):
             if self._call.is_timed and not times.pays(*batch.outlook(), now - begin):

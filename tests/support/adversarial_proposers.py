@@ -43,7 +43,7 @@ class Scripted:
 @contextmanager
 def drafting_by(offer: Offer) -> Iterator[None]:
     """Let every engine made in the block draft by one scripted proposer."""
-    with patch("lookahead.generation.hf.make_proposers", lambda *arguments: [Scripted(offer)]):
+    with patch("lookahead.generation.assembly.make_proposers", lambda *arguments: [Scripted(offer)]):
         yield
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lookahead.backend.self_check import is_bitwise, kernels_agree
+from lookahead.backend.self_check import keeps_solo_bits, kernels_agree
 from lookahead.backend.support import support_of
 
 Run = Callable[[], tuple[Tensor, ...]]
@@ -32,7 +32,7 @@ def counted_passes(model: Any) -> Iterator[list[None]]:
 def probe(model: Any) -> None:
     """Find all verdicts on a model, so that the passes that follow are those of decoding."""
     shape = support_of(model, shortest=1, max_length=8).shape
-    is_bitwise(model)
+    keeps_solo_bits(model)
     for packs in (True, False) if shape != "none" and not model.config.is_encoder_decoder else ():
         kernels_agree(model, shape, packs=packs)
 

@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead import LookaheadConfig
-from lookahead.backend.target import Target
+from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.engine.engine import Engine
-from lookahead.generation.hf import prepare
 from lookahead.stats import DecodingStats
+from tests.support.engines import engine_of
 
 Cost = Callable[[int], float]
 
@@ -38,9 +38,9 @@ DEVICES: dict[str, Cost] = {
 def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
     """Let engines read a clock that goes on by what their passes and their drafts cost on a device."""
     now = [0.0]
-    score, draft = Target.score, Engine._draft
+    score, draft = CpuBackend.score, Engine._draft
 
-    def timed_score(self: Target, trees: Any, *scored: Any) -> torch.Tensor:
+    def timed_score(self: CpuBackend, trees: Any, *scored: Any) -> torch.Tensor:
         now[0] += cost(max(len(tree) for tree in trees))
         return score(self, trees, *scored)
 
@@ -56,7 +56,7 @@ def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
     with (
         patch("lookahead.engine.engine.time", Clock),
         patch("lookahead.proposers.jacobi.time", Clock),
-        patch.object(Target, "score", timed_score),
+        patch.object(CpuBackend, "score", timed_score),
         patch.object(Engine, "_draft", timed_draft),
     ):
         yield
@@ -66,8 +66,6 @@ def decode(
     model: PreTrainedModel, ids: torch.Tensor, tokens: int, config: LookaheadConfig
 ) -> tuple[list[int], DecodingStats]:
     """The output, and what its decoding did, by the simulated clock."""
-    engine: Engine = model.generate(
-        ids, max_new_tokens=tokens, do_sample=False, custom_generate=prepare, lookahead_config=config
-    )
+    engine: Engine = engine_of(model, ids, max_new_tokens=tokens, do_sample=False, lookahead_config=config)
     output = [token for step in engine.run() for step_output in step for token in step_output.tokens.tolist()]
     return output, engine.stats[0]

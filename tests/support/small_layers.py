@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lookahead.backend.cpu import fused_layers
-from lookahead.backend.target import Target
+from lookahead.backend.choice import backend_for
+from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers
+from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
+from lookahead.hf.model_state import patched_attribute
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 SIZES: dict[str, Any] = {
@@ -56,6 +59,17 @@ def made(name: str = "llama", dtype: torch.dtype = HALF, **options: Any) -> Any:
         return model.to(dtype).eval()
 
 
+def serving(model: Any) -> AbstractContextManager[None]:
+    """A block in which the layers of a model may be fused."""
+    with torch.inference_mode():
+        return patched_attribute("forward", fused_layers.find_fused(model).forwards)
+
+
+def running() -> AbstractContextManager[None]:
+    """A pass of this thread, without packed weights."""
+    return cpu_pass.running(cpu_pass.CpuPass(BitPolicy.ROUNDED))
+
+
 @pytest.fixture
 def fused(monkeypatch) -> Iterator[list[int]]:
     """The threads that computed a fused layer, by layer."""
@@ -68,7 +82,7 @@ def fused(monkeypatch) -> Iterator[list[int]]:
 
     fused_layers._probed.clear()
     monkeypatch.setattr(fused_layers, "_fused", recorded)
-    with fused_layers.serving(made()):  # compared, so that later only passes are recorded
+    with serving(made()):  # compared, so that later only passes are recorded
         threads.clear()
     yield threads
     fused_layers._probed.clear()
@@ -82,12 +96,13 @@ def trees_of(rows: int, nodes: int, seed: int) -> list[TokenTree]:
 
 def logits_of(model: Any, rows: int, nodes: int, **options: Any) -> list[torch.Tensor]:
     """Logits of a prompt and of two steps behind it; the cache of the second comes from the first."""
-    target = Target(model, rows=rows, capacity=64, is_bitwise=rows == 1, **options)
+    target = backend_for(model, rows=rows, capacity=64, **options)
+    policy = BitPolicy.SOLO if rows == 1 else BitPolicy.ROUNDED
     prompts = [np.arange(3, 14, dtype=np.int32) + row for row in range(rows)]
     with target.serving():
-        outputs = [target.prefill(prompts)]
+        outputs = [target.read(prompts)]
         for seed in range(2):
-            outputs.append(target.score(trees_of(rows, nodes, seed)))
+            outputs.append(target.score(trees_of(rows, nodes, seed), policy))
             outputs += target.hidden.values()
             for row in range(rows):
                 target.commit(row, np.arange(min(nodes, 2), dtype=np.int32))
@@ -100,7 +115,7 @@ def own_code(monkeypatch) -> Any:
 
     def logits(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
-            patch.setattr(fused_layers, "_forwards_of", lambda model: [])
+            patch.setattr(cpu_backend, "find_fused", lambda model: fused_layers.FusedLayers([], []))
             return logits_of(*args, **kwargs)
 
     return logits

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backend.cpu.cpu_pass import CpuPass, running, thread
 from lookahead.backend.cpu.exact_attention import takes_rows
-from lookahead.backend.cpu.fused_layers import FusedLayers, fused_layers
+from lookahead.backend.cpu.fused_layers import FusedLayers, find_fused
 from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
 from lookahead.backend.protocol import BitPolicy, PathReport
@@ -52,7 +52,7 @@ class CpuBackend(TorchBackend):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        self._fused = fused_layers(self._served)
+        self._fused = find_fused(self._served)
         self._whole = whole_pass(self._served, self._fused.layers)
         with patched_attribute("forward", [*self._fused.forwards, *self._linears.forwards()]), super()._patched():
             yield

@@ -64,7 +64,7 @@ class FusedLayers(NamedTuple):
     reason: str = ""  # why some or all are not fused
 
 
-def fused_layers(model: nn.Module) -> FusedLayers:
+def find_fused(model: nn.Module) -> FusedLayers:
     """The decoder layers and norms whose operators can be fused in passes, and what takes the place of their `forward`.
 
     In bfloat16 they keep the bits of the model's own code, with which they are compared first. Layers that are hooked,

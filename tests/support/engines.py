@@ -1,0 +1,14 @@
+"""Engines for tests: what serves a call of `model.generate`, before it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lookahead import LookaheadConfig
+from lookahead.generation.plan import plan_request
+from lookahead.hf.calls import resolve_call
+
+
+def engine_of(model: Any, *args: Any, lookahead_config: LookaheadConfig | None = None, **options: Any) -> Any:
+    """The engine, or the loop of transformers, of a call with these arguments."""
+    return plan_request(resolve_call(model, *args, **options), lookahead_config).begin()
