@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.budget import LookaheadBranch
+from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.controller import Controller
 from lookahead.drafting.proposal import Call, IntArray, Proposer
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
