@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import cycle
 
-from lookahead.drafting.budget import Budget
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead.drafting.budget import SOURCE_REFILL, START, Budget
+from tests.support.default_run import examples
 
 
 def live(budget: Budget, steps: int, *, spent_s: float, alone: float, others: float = 1.0) -> tuple[float, int]:
@@ -108,3 +113,28 @@ def test_however_much_a_reading_took_another_row_is_tried_some_time() -> None:
     assert not budget.begins
     live_rows(budget, 200, reading_s=0.01, alone=0.5)
     assert budget.begins
+
+
+@pytest.mark.parametrize("at_first_s", [0.0, 1e-9, 1e-5])
+@pytest.mark.parametrize("later_s", [0.005, 0.05])
+def test_one_that_costs_nothing_at_first_and_then_too_much_is_found_out(at_first_s: float, later_s: float) -> None:
+    budget = Budget()
+    live(budget, 100, spent_s=at_first_s, alone=0.0)
+    lost, _ = live(budget, 4000, spent_s=later_s, alone=0.0)
+    assert lost < 0.0075 * 4000 + 3 + 12 * later_s / 0.01
+
+
+@given(
+    st.sampled_from([0.0001, 0.001, 0.003, 0.01, 0.1]),
+    st.lists(st.sampled_from([0.0, 0.01, 0.1]), min_size=1, max_size=60),
+    st.sampled_from([0, 100]),
+    st.sampled_from([1.0, 3.0]),
+)
+@settings(max_examples=examples(30))
+def test_whatever_it_costs_and_adds_the_tokens_lost_are_bounded(spent_s, pattern, lucky_steps, others) -> None:
+    budget, lost, steps = Budget(), 0.0, 2000
+    live(budget, lucky_steps, spent_s=spent_s, alone=9.0, others=others)
+    saved = budget.balance - START
+    for _, alone in zip(range(steps), cycle(pattern), strict=False):
+        lost += others * live(budget, 1, spent_s=spent_s, alone=alone, others=others)[0]
+    assert lost <= SOURCE_REFILL * steps * (others + max(pattern)) + START + saved + spent_s / 0.01 * others

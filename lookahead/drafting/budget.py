@@ -12,6 +12,7 @@ START = 2.0  # what may be lost before anything was gained; in plain steps, or i
 CAP = 8.0  # gain that a budget holds at most
 OVERDRAFT = 2.0  # plain steps that long matches may lose beyond an empty budget
 LONG_MATCH = 1.25  # expected speedup of a draft that is likely a long match
+_LEAST_CLIP = 0.5  # tokens; a higher price of one step counts as at most twice the usual one
 _MAX_DEBT = 32.0  # tokens; bounds the time until a source is shown another row
 _LATER_START = 1.0, 4.0  # plain steps that a later output may lose, by the gains before it
 _PROBE_EVERY = 128  # drafted steps between two plain ones
@@ -26,14 +27,15 @@ class Ema:
     """An exponential moving average; the plain mean of the first 1 / rate observations."""
 
     rate: float
-    clip: float = math.inf  # a new observation counts as at most so many times the average
+    clip: float = math.inf  # a new observation counts as at most so many times the average, or as `least`
+    least: float = 0.0
     value: float = 0.0
     count: int = 0  # observations; at first those that the initial value stands for
 
     def add(self, observation: float) -> float:
         """Add an observation; returns its clipped value."""
         if self.count >= _MIN_COUNT:
-            observation = min(observation, self.clip * self.value)
+            observation = min(observation, max(self.least, self.clip * self.value))
         self.count += 1
         self.value += max(self.rate, 1.0 / self.count) * (observation - self.value)
         return observation
@@ -70,14 +72,15 @@ class Budget:
       is owed instead: while more is owed than the balance holds, the source is not shown another row. The very first
       reading is free, since it includes warm-up. What is earned beyond the most that the balance holds repays the debt.
 
-    So what is lost stays below the share, the 2 of the beginning and one price.
+    So what is lost stays below the share, the 2 of the beginning and one price. A step that was held up by other work
+    counts as at most twice the usual price.
 
     Source: Tanenbaum and Wetherall 2011, "Computer Networks", §5.4.2 (token buckets).
     """
 
     refill: float = SOURCE_REFILL
     enough: float = START  # balance at which the source is asked whatever it costs
-    price: Ema = field(default_factory=lambda: Ema(0.2, clip=2.0))  # of asking once
+    price: Ema = field(default_factory=lambda: Ema(0.2, clip=2.0, least=_LEAST_CLIP))  # of asking once
     balance: float = START
     idle: float = 0.0  # work since the source was last asked
     reading: Ema = field(default_factory=lambda: Ema(0.2, clip=2.0))  # of the first step of a row
