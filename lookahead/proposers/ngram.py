@@ -100,8 +100,7 @@ class NgramProposer(Proposer):
         verified, top = NOT_VERIFIED, feedback.top
         if self._recycled is not None and top is not None:
             verified = top.tree.parents, top.tree.tokens, top.tokens, top.probabilities
-        state.search.learn(trie, feedback.tokens, state.text.tokens, verified, placed)
-        state.text.append(feedback.tokens)
+        state.search.learn(state.text, trie, feedback.tokens, verified, placed)
 
     def finish(self, row: int) -> None:
         """Forget the row; hit rates stay, and so does its text if earlier outputs are a source."""
