@@ -133,10 +133,21 @@ def _learn(text, learned, trie, emitted, verified, placed):
 
 @njit(cache=True, error_model="numpy")
 def grow(record, context, options, max_nodes, found, probs):
-    """Find matches and grow a tree: nodes by falling probability to be reached; returns how many.
+    """Find matches and grow a tree: nodes by falling probability to be reached.
 
-    Fills `found`, of each node the token, parent, feature and sources, and `probs`. The whole search is compiled as one
-    function: between functions the compiler counts references to arrays.
+    The whole search is compiled as one function: between functions the compiler counts references to arrays.
+
+    Args:
+        record: int64 `[13]`, `Search.record`.
+        context: int32 `[n]`, whose end is looked up; not read where the end of the first text is.
+        options: Whether the end of the first text is looked up, the least probability of a node to be reached, and
+            whether only the likeliest candidate after each node is kept.
+        max_nodes: Nodes besides the root, at least 1.
+        found: int32 `[4, max_nodes + 1]`, filled with the token, parent, feature and sources of each node.
+        probs: float32 `[max_nodes + 1]`, filled with the probability of each node once its parent was chosen.
+
+    Returns:
+        How many nodes there are, the root counted.
     """
     texts = _chains_of(record, 0), _chains_of(record, 1), _chains_of(record, 2)
     entries = array_at(record[_ENTRIES], (record[_GROUPS], WAYS), ENTRY)

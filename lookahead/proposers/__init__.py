@@ -37,7 +37,19 @@ class ProposerState:
 def make_proposers(
     config: LookaheadConfig, learned: ProposerState, pool: Pool | None, call: Call, branch: LookaheadBranch
 ) -> list[Proposer]:
-    """The proposers of a configuration: first those with a name, then those of its factories."""
+    """The proposers of a configuration: first those with a name, then those of its factories.
+
+    Args:
+        config: The options.
+        learned: What proposers learned of the model before; they go on learning in it.
+        pool: The corpus, of token ids that the model knows, if there is one.
+        call: The call that they are made for.
+        branch: What turns the lookahead branch on and off, unless the options do.
+
+    Raises:
+        ProposerError: Two sources have one name, there are more than 31 sources, or a factory made no proposer.
+        PoolError: The memory file cannot be read, or belongs to another model.
+    """
     made: list[Proposer] = []
     mixed = [name for name in config.proposers if name in SOURCES]
     if mixed:
