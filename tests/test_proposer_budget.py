@@ -115,6 +115,17 @@ def test_however_much_a_reading_took_another_row_is_tried_some_time() -> None:
     assert budget.begins
 
 
+@pytest.mark.parametrize("at_first_s", [0.0, 1e-9])
+def test_one_whose_rows_take_nothing_to_read_at_first_and_then_too_much_is_shown_few_more(at_first_s: float) -> None:
+    budget, shown = Budget(), 0
+    for _ in range(5):
+        budget.charge(spent_s=at_first_s, alone=0.0, tokens=1.0, step_s=0.01 + at_first_s, is_first=True)
+    while budget.begins and shown < 100:
+        budget.charge(spent_s=0.5, alone=0.0, tokens=1.0, step_s=0.51, is_first=True)
+        shown += 1
+    assert shown < 8
+
+
 @pytest.mark.parametrize("at_first_s", [0.0, 1e-9, 1e-5])
 @pytest.mark.parametrize("later_s", [0.005, 0.05])
 def test_one_that_costs_nothing_at_first_and_then_too_much_is_found_out(at_first_s: float, later_s: float) -> None:

@@ -62,7 +62,7 @@ class LookaheadBranch:
         self._max_nodes = max_nodes
         self.teaching = _TEACHING_GAIN if teaches else 0.0  # tokens that a verified node is worth, accepted or not
         self.can_run = size is not None
-        self.bits = 0  # of its nodes in a tree
+        self.bits = 0  # of its source in a tree, set by the controller
 
     def rest(self, rows: int) -> None:
         """Begin a step of so many rows, with the branch off."""
@@ -108,12 +108,11 @@ class LookaheadBranch:
                 state.budget.settle(0.0, own_tokens, is_asked=False)
             return 0, 0.0
         host = state.host.add(min(1.0, self.host_s / plain_s))  # more is compiling or loading, which happens once
-        added, own_cost = sum(tokens) / rows - own_tokens, float(costs[own_nodes]) / plain_s
-        added_cost = float(costs[nodes]) / plain_s - own_cost + host
+        added, own_s = sum(tokens) / rows - own_tokens, float(costs[own_nodes])
+        spent_s = float(costs[nodes]) - own_s + host * plain_s
         state.gain_ratio.add(added / max(_expected_gain(self._size), 0.1))
         # Its time would have given tokens at the average rate of the other sources.
-        usual = state.tokens.value + added
-        state.budget.charge(spent_s=added_cost, alone=added, tokens=usual, step_s=own_cost + added_cost)
+        state.budget.charge(spent_s=spent_s, alone=added, tokens=state.tokens.value + added, step_s=own_s + spent_s)
         return (0, 0.0) if state.budget.is_proven else (self.bits, self.host_s)
 
     def _pays(self, curve: Callable[[int], FloatArray], measured: int) -> bool:

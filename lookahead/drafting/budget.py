@@ -56,6 +56,10 @@ class PassTimes:
         return self.target.value > 0.0 and gain * (self.target.value + spent) > tokens * self.draft.value
 
 
+def _price() -> Ema:
+    return Ema(0.2, clip=2.0, least=_LEAST_CLIP)
+
+
 @dataclass(slots=True)
 class Budget:
     """Bounds what one source of drafts may lose, whatever it costs and offers. Drafting as a whole is a source too.
@@ -66,24 +70,24 @@ class Budget:
       it. A share `refill` of all work is paid in. The balance begins with 2 and is at most 8.
     - The source is asked while the balance holds the usual price of that, or `enough`. With less it is tried again as
       soon as the refill since it was last asked covers the price.
-    - It is proven while the balance is at least 2, as it has saved what it cost. Before that its steps are charged to
+    - It is proven while the balance is at least 2: it has saved what it cost. While it is not, its steps are charged to
       its own budget alone, and drafting as a whole gets them as they would have been without it.
     - The first step of a row is charged the usual price, since a draft model reads the prompt then. The time of reading
       is owed instead: while more is owed than the balance holds, the source is not shown another row. The very first
       reading is free, since it includes warm-up. What is earned beyond the most that the balance holds repays the debt.
 
-    So what is lost stays below the share, the 2 of the beginning and one price. A step that was held up by other work
-    counts as at most twice the usual price.
+    So a source loses at most the share, the 2 of the beginning and one price beyond what it gained. A step that was
+    held up by other work counts as at most twice the usual price.
 
     Source: Tanenbaum and Wetherall 2011, "Computer Networks", §5.4.2 (token buckets).
     """
 
     refill: float = SOURCE_REFILL
     enough: float = START  # balance at which the source is asked whatever it costs
-    price: Ema = field(default_factory=lambda: Ema(0.2, clip=2.0, least=_LEAST_CLIP))  # of asking once
+    price: Ema = field(default_factory=_price)  # of asking once
     balance: float = START
     idle: float = 0.0  # work since the source was last asked
-    reading: Ema = field(default_factory=lambda: Ema(0.2, clip=2.0))  # of the first step of a row
+    reading: Ema = field(default_factory=_price)  # of the first step of a row
     owed: float = 0.0
 
     @property
