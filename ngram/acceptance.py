@@ -87,7 +87,15 @@ class AcceptanceTable:
     def learn(
         self, parents: IntArray, tokens: IntArray, kinds: IntArray, draft_probs: Float32Array, emitted: IntArray
     ) -> None:
-        """Count every node of a tree, `[k]` each, whose parent was emitted: a hit if its token was emitted next."""
+        """Count every node of a tree whose parent was emitted: a hit if its token was emitted next.
+
+        Args:
+            parents: int32 `[k]`; a parent comes before its children.
+            tokens: int32 `[k]`.
+            kinds: int32 `[k, 2]`, the level and the rank of each token.
+            draft_probs: float32 `[k]`, as the draft model or the head gave them.
+            emitted: int32 `[n]`, the tokens after the root.
+        """
         nodes, hits = children_along(parents, tokens, emitted)
         trials = np.stack((hits, draft_probs[nodes]), -1)
         np.add.at(self._counts, self._cells(kinds[nodes], draft_probs[nodes]), trials)
@@ -124,7 +132,12 @@ class HitRates:
     ) -> None:
         """Count every candidate of a `Trie` whose parent was emitted: a hit if its token was emitted next.
 
-        With `counts` the emitted tokens, int32 `[n]`, are counted too, to find the frequent ones.
+        Args:
+            parents: int32 `[k]`; a parent comes before its children.
+            tokens: int32 `[k]`.
+            features: int32 `[k]`.
+            emitted: int32 `[n]`, the tokens after the root.
+            counts: Whether emitted tokens are counted too, to find the frequent ones.
         """
         count_hits(self.table, self.prior, self.frequent, parents, tokens, features, emitted, counts)
 
@@ -168,7 +181,18 @@ def hit_rate(table, feature):
 
 @njit(cache=True, error_model="numpy")
 def count_hits(table, prior, frequent, parents, tokens, features, emitted, counts):
-    """The core of `HitRates.learn`."""
+    """The core of `HitRates.learn`.
+
+    Args:
+        table: float64 `[rows, 3]`, as `HitRates.table`; changed.
+        prior: float64 `[features]`.
+        frequent: int64 `[64, 2]`, tokens and counts; changed if `counts`.
+        parents: int32 `[k]`; a parent comes before its children.
+        tokens: int32 `[k]`.
+        features: int32 `[k]`.
+        emitted: int32 `[n]`, the tokens after the root.
+        counts: Whether emitted tokens are counted too.
+    """
     if counts:
         _count(frequent, emitted)
     nodes, hits = children_along(parents, tokens, emitted)
@@ -190,8 +214,14 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
 def copied(parents, tokens, features, placed, argmax):
     """The nodes of a verified tree after which the target continues a copy of the row's own text, bool `[nodes]`.
 
-    True too after a node without children at which a copy ends. `placed` is the node of the verified tree that each
-    candidate became, 0 if it was left out; `argmax` the target's likeliest token after every node of that tree.
+    True too after a node without children at which a copy ends.
+
+    Args:
+        parents: int32 `[k]`, of the candidates; a parent comes before its children.
+        tokens: int32 `[k]`.
+        features: int32 `[k]`.
+        placed: int32 `[k]`, the node of the verified tree that each candidate became, 0 if it was left out.
+        argmax: int32 `[nodes]`, the target's likeliest token after every node of that tree.
     """
     nodes, has_child = np.zeros(argmax.size, np.bool_), np.zeros(argmax.size, np.bool_)
     for node in range(parents.size - 1, 0, -1):

@@ -42,10 +42,19 @@ NODE = np.dtype(
 def split(texts, own, matches, node, options):
     """Split the occurrences of a node by their next token; each token is an option.
 
-    Sets the weights by which options are ranked. Returns the number of options, and the longest match.
-
-    The open document, the first text if it is the row's `own`, has no end: it is continued by what followed the
+    The open document, the first text if it is the row's own, has no end: it is continued by what followed the
     occurrence, so that a loop is continued as a loop.
+
+    Args:
+        texts: The chains of three texts, each as from `lookahead.ngram.chains.chains_at`.
+        own: Whether the first text is the row's own.
+        matches: Occurrences, `OCCURRENCE` `[n]`, and int64 `[3, n]`; its first row lists those of the node, longest
+            match first, and is sorted by option. The others are scratch memory.
+        node: The node, a `NODE`.
+        options: `NODE` `[MAX_OPTIONS]`, filled; weights, by which options are ranked, included.
+
+    Returns:
+        The number of options, and the tokens of the longest match.
     """
     occurrences, orders = matches
     count, foreign, end, of_first_text, own_length = 0, 0, 0, 0, 0
@@ -109,8 +118,20 @@ def split(texts, own, matches, node, options):
 def score(least, options, matches, longest, memory, hashes, orders, rates):
     """Rank the options of matches, and add recycled tokens, or frequent ones if no recycled context is known.
 
-    Sets the probability of each option once the node was chosen; returns the number of options. `least` is the least
-    probability of options without a match.
+    Sets the probability of each option once the node was chosen.
+
+    Args:
+        least: Least probability of an option without a match.
+        options: `NODE` `[MAX_OPTIONS]`, as `split` filled it; changed.
+        matches: How many options `split` found.
+        longest: Tokens of the longest match, 0 if there is none.
+        memory: Entries of a `RecycledTable`, the bit of its source, and the time up to which they are foreign.
+        hashes: uint64 `[ORDERS]`, the keys of the contexts that end at the node.
+        orders: How many keys there are; 0 without a recycled table.
+        rates: Hit rates and frequent tokens, as from `lookahead.ngram.acceptance.rates_at`.
+
+    Returns:
+        The number of options.
     """
     entries, source, since = memory
     table, frequent = rates

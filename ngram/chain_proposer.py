@@ -105,17 +105,25 @@ class ChainProposer:
 
     def step(
         self,
-        requests: Sequence[ChainRequest | None],  # of the rows; None where nothing is asked
-        tokens: IntArray,  # int32 `[rows or more, columns]`
-        counts: NDArray[np.int64],  # `[rows]`, the tokens of each row
-        longest: int,  # tokens that a row and its chain may have together
-        shared: int = NEVER,  # tokens of an output from which on it is kept before it ends
+        requests: Sequence[ChainRequest | None],
+        tokens: IntArray,
+        counts: NDArray[np.int64],
+        longest: int,
+        shared: int = NEVER,
     ) -> tuple[IntArray, NDArray[np.float64], list[int]]:
         """`observe`, `finish` and `draft` for one row after the other, in one compiled call.
 
-        Returns chains, int32 `[rows, max_draft]`; the probability that each of their tokens is reached, 0 behind their
-        ends; and their lengths. The length is -1 where a token is negative: that row is left as it was. There are no
-        lengths, and no row is changed, if one does not begin with the text of its request.
+        Args:
+            requests: The request of each row; None where nothing is asked.
+            tokens: int32 `[rows or more, columns]`.
+            counts: int64 `[rows]`, the tokens of each row.
+            longest: Tokens that a row and its chain may have together.
+            shared: Tokens of an output from which on it is kept before it ends.
+
+        Returns:
+            Chains, int32 `[rows, max_draft]`; the probability that each of their tokens is reached, 0 behind their
+            ends; and their lengths. The length is -1 where a token is negative: that row is left as it was. There are
+            no lengths, and no row is changed, if one does not begin with the text of its request.
         """
         rows, row = len(requests), 0
         addresses = np.array([0 if request is None else request.address for request in requests], np.int64)

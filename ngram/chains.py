@@ -29,8 +29,12 @@ _ARENA, _HEADS, _LINKS, _SLOTS, LENGTH, _CAPACITY = range(6)
 class Chains(KeepsAddresses):
     """Hash chains over an arena of documents. `ChainIndex` grows them, `Pool` maps them from a file.
 
-    `arena` is int32 `[capacity]`, with `SEPARATOR` before each document. `heads`, int32 `[LEVELS, slots]`, holds the
-    newest position of each chain, 0 if it is empty; `links`, int32 `[capacity, LEVELS]`, the one before, 0 at its end.
+    Args:
+        arena: int32 `[capacity]`, with `SEPARATOR` before each document.
+        heads: int32 `[LEVELS, slots]`, the newest position of each chain, 0 if it is empty.
+        links: int32 `[capacity, LEVELS]`, for each position the one before in its chains, 0 at their ends.
+        length: Entries of the arena in use.
+        max_tokens: Maximum number of entries; no bound when None.
     """
 
     __slots__ = ("_arrays", "_max_tokens", "record")
@@ -234,8 +238,21 @@ def _match_length(arena, position, context, end, cap):
 def find_matches(arena, heads, links, length, context, end, shortest, longest, positions, lengths):
     """Find earlier occurrences of the end of a context: walk the chains from the longest context down.
 
-    Fills `positions`, of the next tokens, and `lengths`, of the matches: the longest chain first, and the most recent
-    first within a chain. Their size limits the links walked. Returns how many were found.
+    Args:
+        arena: The arena of `Chains`.
+        heads: Their heads.
+        links: Their links.
+        length: Entries of the arena in use.
+        context: int32 `[end or more]`.
+        end: Tokens of the context.
+        shortest: Tokens of the shortest match, at least 1.
+        longest: Tokens of the longest match, at most `MAX_CONTEXT`.
+        positions: Integers `[n]`, filled with the positions of the next tokens, the longest chain first, and the most
+            recent first within a chain. At most n links are walked.
+        lengths: Integers `[n]`, filled with the tokens of the matches.
+
+    Returns:
+        How many were found.
     """
     slots = np.empty(LEVELS, np.int64)
     levels = _hash_levels(context, end, heads.shape[1] - 1, slots)

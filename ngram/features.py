@@ -146,7 +146,15 @@ def feature_of_match(length, rank, support):
 
 @jit_inline
 def feature_of_both(rank, support, order, is_foreign, bucket):
-    """The row for a match of one token with a recycled context of `order` tokens, 1 to 4."""
+    """The row for a match of one token with a recycled context.
+
+    Args:
+        rank: Rank of the match, from 0.
+        support: Agreement of its occurrences, from `support_of`.
+        order: Tokens of the recycled context, 1 to 4.
+        is_foreign: 1 if another request stored it, else 0.
+        bucket: Of the token among the successors of the context, from `bucket_of`; 0 if it is not one of them.
+    """
     row = min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support
     return _FIRST_BOTH + (row * _BOTH_CONTEXTS + 2 * is_foreign + (order > 2)) * _BUCKETS + bucket
 

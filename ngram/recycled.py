@@ -48,13 +48,24 @@ class RecycledTable:
 
     def store(
         self,
-        before: IntArray,  # `[n]`, the tokens up to the root, the root included
-        parents: IntArray,  # `[k]`, of the tree
-        tokens: IntArray,  # `[k]`; that of the root is the last of `before`
-        top: IntArray,  # `[k, 8]`, the target's likeliest tokens after each node
-        probs: FloatArray,  # `[k, 8]`, their probabilities, highest first
+        before: IntArray,
+        parents: IntArray,
+        tokens: IntArray,
+        top: IntArray,
+        probs: FloatArray,
     ) -> None:
-        """Store the target's likeliest tokens after every node of a tree, under the last tokens up to the node."""
+        """Store the target's likeliest tokens after every node of a tree, under the last tokens up to the node.
+
+        Args:
+            before: int32 `[n]`, the tokens up to the root, the root included; at least one.
+            parents: int32 `[k]`, of the tree; a parent comes before its children.
+            tokens: int32 `[k]`; that of the root is the last of `before`.
+            top: int32 `[k, 8]`, the target's likeliest tokens after each node.
+            probs: float32 `[k, 8]`, their probabilities, highest first.
+
+        Raises:
+            ValueError: The shapes do not fit each other.
+        """
         nodes = tokens.size
         if before.size == 0 or parents.size != nodes or top.shape != (nodes, TOP) or probs.shape != (nodes, TOP):
             raise ValueError(
@@ -78,6 +89,14 @@ def hash_context(before, end, tokens, parents, node, hashes):
     """Fill `hashes[k - 1]` with the key of the last k tokens up to a node; returns how many there are, 4 at most.
 
     The tokens are those of the path from the root's children to the node, and before them `before[:end]`.
+
+    Args:
+        before: int32 `[end or more]`, the tokens up to the root, the root included.
+        end: How many of them count.
+        tokens: Integers `[k]`, of the tree.
+        parents: Integers `[k]`.
+        node: The node, below k.
+        hashes: uint64 `[ORDERS]`, filled.
     """
     code = np.uint64(0)
     for order in range(ORDERS):
@@ -123,7 +142,18 @@ def find_context(entries, since, hashes, orders):
 
 @njit(cache=True, error_model="numpy")
 def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
-    """The core of `RecycledTable.store`; of `skipped` nodes, bool `[k]`, nothing is stored."""
+    """The core of `RecycledTable.store`.
+
+    Args:
+        entries: `ENTRY` `[sets, WAYS]`; changed.
+        now: int64 `[1]`, writes so far; changed.
+        before: int32 `[n]`, as for `RecycledTable.store`, and so are the next four.
+        parents: int32 `[k]`.
+        tokens: int32 `[k]`.
+        top: int32 `[k, 8]`.
+        probs: float32 `[k, 8]`.
+        skipped: bool `[k]`, nodes that nothing is stored of.
+    """
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):
         if skipped[node]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
 from lookahead.ngram.candidates import MAX_OPTIONS, NODE, OCCURRENCE, score, split
-from lookahead.ngram.chains import ChainIndex, Chains, IntArray, chains_at, find_matches
+from lookahead.ngram.chains import ChainIndex, Chains, IntArray, add, chains_at, find_matches
 from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.recycled import ENTRY, ORDERS, TOP, WAYS, RecycledTable, hash_context, store_tree
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
@@ -101,22 +101,24 @@ class Search(KeepsAddresses):
         found = found[:, :size]
         return Trie(found[0], found[1], probs[:size], found[2], found[3])
 
-    def learn(self, trie: Trie, emitted: IntArray, before: IntArray, verified: Verified, placed: IntArray) -> None:
-        """Learn from a step: count the hits of candidates, and store the target's likeliest tokens.
+    def learn(self, text: ChainIndex, trie: Trie, emitted: IntArray, verified: Verified, placed: IntArray) -> None:
+        """Learn from a step: count hits, store the target's likeliest tokens, and add the emitted tokens to the text.
 
         Args:
+            text: Prompt and output of the row; it need not be one of the texts that are searched.
             trie: What was offered.
             emitted: int32 `[n]`, the tokens of the step.
-            before: The tokens up to the root, the root included.
             verified: The tree that the target read and its likeliest tokens; `NOT_VERIFIED` to store nothing.
             placed: The node of that tree that each candidate became, 0 if it was left out; empty if none was offered.
         """
-        _learn(self._learned, (trie.parents, trie.tokens, trie.features), emitted, before, verified, placed)
+        offered = trie.parents, trie.tokens, trie.features
+        if not _learn(text.record, self._learned, offered, emitted, verified, placed):
+            text.append(emitted)
 
 
 @njit(cache=True, error_model="numpy")
-def _learn(learned, trie, emitted, before, verified, placed):
-    """The core of `Search.learn`; what follows copies from the row's own text is not stored."""
+def _learn(text, learned, trie, emitted, verified, placed):
+    """The core of `Search.learn`; returns whether the text had room. Behind copies from it nothing is stored."""
     (table, prior, frequent, entries, now), (parents, candidates, features) = learned, trie
     count_hits(table, prior, frequent, parents, candidates, features, emitted, True)
     tree_parents, tokens, top, probs = verified
@@ -124,15 +126,28 @@ def _learn(learned, trie, emitted, before, verified, placed):
         skipped = np.zeros(tokens.size, np.bool_)
         if placed.size > 0:  # copies are found in this text, and would mislead in another
             skipped = copied(parents, candidates, features, placed, top[:, 0])
-        store_tree(entries, now, before, tree_parents, tokens, top, probs, skipped)
+        arena, _, _, length = chains_at(text)
+        store_tree(entries, now, arena[:length], tree_parents, tokens, top, probs, skipped)
+    return add(text, emitted)
 
 
 @njit(cache=True, error_model="numpy")
 def grow(record, context, options, max_nodes, found, probs):
-    """Find matches and grow a tree: nodes by falling probability to be reached; returns how many.
+    """Find matches and grow a tree: nodes by falling probability to be reached.
 
-    Fills `found`, of each node the token, parent, feature and sources, and `probs`. The whole search is compiled as one
-    function: between functions the compiler counts references to arrays.
+    The whole search is compiled as one function: between functions the compiler counts references to arrays.
+
+    Args:
+        record: int64 `[13]`, `Search.record`.
+        context: int32 `[n]`, whose end is looked up; not read where the end of the first text is.
+        options: Whether the end of the first text is looked up, the least probability of a node to be reached, and
+            whether only the likeliest candidate after each node is kept.
+        max_nodes: Nodes besides the root, at least 1.
+        found: int32 `[4, max_nodes + 1]`, filled with the token, parent, feature and sources of each node.
+        probs: float32 `[max_nodes + 1]`, filled with the probability of each node once its parent was chosen.
+
+    Returns:
+        How many nodes there are, the root counted.
     """
     texts = _chains_of(record, 0), _chains_of(record, 1), _chains_of(record, 2)
     entries = array_at(record[_ENTRIES], (record[_GROUPS], WAYS), ENTRY)

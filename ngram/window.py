@@ -116,9 +116,17 @@ def ngrams_of_step(
     """Collect the n-grams of a step, as documents for a pool with `SEPARATOR` between, the most useful ones last.
 
     First those that the window, before it slides, completes by its answers, the longest first; then each guess of the
-    tree with the target's argmax, `max_length` tokens at most; last the emitted tokens. Guesses and output include the
-    tokens before them that may enter the pool, so that longer contexts find them too. Answers and argmax are `UNKNOWN`
-    where the target was not asked.
+    tree with the target's argmax; last the emitted tokens. Guesses and output include the tokens before them that may
+    enter the pool, so that longer contexts find them too.
+
+    Args:
+        window: The window of the step.
+        tree: The tree that was proposed.
+        answers: int32 `[levels, width]`, the target's next token after each cell, `UNKNOWN` where it was not asked.
+        argmax: int32 `[nodes]`, the same after each node of the tree.
+        before: int32 `[n]`, the tokens up to the root that may enter the pool, the root included; at least one.
+        emitted: int32 `[m]`, the tokens of the step.
+        max_length: Most tokens of a guess with the tokens before it, at least 2.
     """
     documents: list[int] = []
     columns, column_answers = window.cells.T.tolist(), answers.T.tolist()

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.drafting.budget import CAP, REFILL, DraftingBudget, LookaheadBranch
+from lookahead.drafting.branch import LookaheadBranch
+from lookahead.drafting.budget import CAP, REFILL, DraftingBudget
 from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.proposal import Feedback

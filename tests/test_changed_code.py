@@ -14,7 +14,7 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.backend import support, target
+from lookahead.backend import support, torch_backend
 from lookahead.backend.cpu import layer_jobs
 from lookahead.kernels import layer_ops
 from tests.support.adversarial_proposers import drafting_by, random_trees
@@ -189,7 +189,7 @@ def test_without_a_cache_a_users_code_runs_as_generate_runs_it():
 
 
 def test_a_long_prompt_is_read_at_once_where_a_users_code_sees_the_passes(monkeypatch):
-    monkeypatch.setattr(target, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 4)
     model, seen = made("llama", SINGLE), []
     model.model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     ours(model)  # probed

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.drafting.budget import CAP, OVERDRAFT, REFILL, START, DraftingBudget, LookaheadBranch
+from lookahead.drafting.branch import LookaheadBranch
+from lookahead.drafting.budget import CAP, OVERDRAFT, REFILL, START, DraftingBudget
 from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.proposal import Proposal

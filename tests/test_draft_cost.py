@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead import DraftModel, LookaheadConfig
+from lookahead.drafting.budget import Budget
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
-from lookahead.proposers.validated import ProposerBudget, ValidatedProposer
+from lookahead.proposers.validated import ValidatedProposer
 from tests.support.engines import engine_of
 from tests.support.near_models import like, small
 
@@ -227,15 +228,15 @@ def call_of(is_timed: bool) -> Call:
 
 @pytest.mark.parametrize("is_timed", [True, False])
 def test_a_row_is_not_shown_to_what_did_not_earn_what_reading_the_rows_before_took(is_timed: bool) -> None:
-    budget = ProposerBudget()
+    budget = Budget()
     for _ in range(2):
-        budget.settle(spent_s=0.1, alone=0.0, tokens=1.0, step_s=0.11, is_first=True)
+        budget.charge(spent_s=0.1, alone=0.0, tokens=1.0, step_s=0.11, is_first=True)
     assert budget.affords and not budget.begins
     proposer = ValidatedProposer(Misleading, call_of(is_timed), budget)
     proposer.start(0, np.array([5, 9], np.int32))
     assert (proposer.propose(0, 2) is None) == is_timed
     for _ in range(4000):
-        budget.settle(spent_s=None, alone=0.0, tokens=1.0, step_s=0.01)
+        budget.charge(spent_s=None, alone=0.0, tokens=1.0, step_s=0.01)
     proposer.start(1, np.array([5, 9], np.int32))
     assert proposer.propose(1, 2) is not None
 
@@ -243,7 +244,7 @@ def test_a_row_is_not_shown_to_what_did_not_earn_what_reading_the_rows_before_to
 @pytest.mark.parametrize("is_timed", [True, False])
 def test_hidden_states_are_kept_no_longer_once_drafting_rests(is_timed: bool) -> None:
     call = call_of(is_timed)
-    reader = ValidatedProposer(lambda _: Reader(), call, ProposerBudget())
+    reader = ValidatedProposer(lambda _: Reader(), call, Budget())
     root, states = np.zeros(1, np.int32), {1: torch.zeros(1, 4)}
     feedback = Feedback(np.array([7], np.int32), root, root, hidden=states)
     for row in range(2):

@@ -80,6 +80,21 @@ def test_tokens_just_emitted_are_found_in_the_next_step():
     assert proposer.propose(0, 2).tokens.tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("step", [1, 7, 1500])
+@pytest.mark.parametrize("sources", [["prompt"], ["outputs"]], ids="+".join)
+def test_however_long_an_output_gets_all_of_it_is_found(sources: list[str], step: int) -> None:
+    proposer, text = NgramProposer(sources), np.arange(3000, dtype=np.int32)
+    proposer.start(0, ids(5000))
+    for begin in range(0, text.size, step):
+        proposer.observe(0, Feedback(text[begin : begin + step], ids(0), NOTHING), NOTHING)
+    if sources == ["outputs"]:
+        proposer.finish(0)
+        proposer.start(0, ids(5000))
+    for at in (3, 1020, 1030, 2997):
+        proposer.observe(0, Feedback(text[at : at + 1], ids(0), NOTHING), NOTHING)
+        assert proposer.propose(0, 1).tokens.tolist() == [at, at + 1]
+
+
 def test_an_exact_copy_comes_in_long_and_certain_chains():
     rng = np.random.default_rng(0)
     proposer = NgramProposer(["prompt"])

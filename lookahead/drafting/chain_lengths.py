@@ -127,9 +127,14 @@ class ChainLengths:
         return [0] * rows
 
     def observe(self, *, rows: int, drafted: int, emitted: int, seconds: float, host_s: float | None = 0.0) -> None:
-        """Learn from a step: of all rows together its drafted and its emitted tokens, and its time without drafting.
+        """Learn from a step.
 
-        `host_s` is the time of drafting; None if nothing was drafted for.
+        Args:
+            rows: Requests of the step, at least 1.
+            drafted: Drafted tokens that it verified, of all rows together.
+            emitted: Tokens that it emitted, of all rows together.
+            seconds: Its time without drafting.
+            host_s: Seconds of drafting; None if nothing was drafted for.
         """
         cost, seconds = self._cost_of(rows), max(seconds, _TICK)
         expected = cost.observe(rows, drafted, seconds)

@@ -7,7 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from lookahead.drafting.budget import DraftingBudget, LookaheadBranch
+from lookahead.drafting.branch import LookaheadBranch
+from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.cost_model import FloatArray, StepCost, padded_nodes
 from lookahead.drafting.proposal import IntArray, Proposer
 from lookahead.drafting.select import SINGLE_ROW, BatchValue, Draft
@@ -65,7 +66,7 @@ class Controller:
     by_rejection: bool = False  # all drawn nodes must be verified, so that a draft cannot be sized
 
     def __post_init__(self) -> None:
-        self._branch_bits, first = 0, 0
+        first = 0
         self._budgeted: dict[int, Any] = {}  # proposers with a budget of their own, by their bits
         for proposer in self.proposers:
             bits = (1 << len(proposer.sources)) - 1 << first
@@ -73,7 +74,7 @@ class Controller:
             if hasattr(proposer, "settle"):
                 self._budgeted[bits] = proposer
             elif proposer.sources == ("jacobi",):
-                self._branch_bits = bits
+                self.branch.bits = bits
         self.budget.begin_output()
 
     def plan(self, left: Sequence[int], context: int, *, is_refilled: bool = False) -> StepPlan:
@@ -82,16 +83,18 @@ class Controller:
         `left` are the tokens that each row may still emit, `context` those of the longest row. With `is_refilled` a
         waiting request takes the place of a row that ends.
         """
-        rows = len(left)
-        self.branch.rest(rows)
+        rows, branch = len(left), self.branch
         plain = StepPlan(rows, context)
+        if branch.can_run:
+            branch.rest(rows)
         if not self.budget.proposes(rows) or not self.cost.knows(rows, context):
             return plain
         if self.by_rejection and not self.budget.verifies(rows, 1.0):
             return plain
-        if self.branch.can_run:
-            self.branch.choose(partial(self._curve, rows, context), self.cost.measured(rows, context))
-        nodes = self.branch.nodes_beside(self.node_budget)
+        nodes = self.node_budget
+        if branch.can_run:
+            branch.choose(partial(self._curve, rows, context), self.cost.measured(rows, context))
+            nodes = branch.nodes_beside(nodes)
         if nodes == 0:
             return plain  # the branch is the only source, and it is off
         curve = self._curve(rows, context, nodes + 1)
@@ -104,7 +107,7 @@ class Controller:
         # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
         curve[2:] *= _MARGIN
         curve += self.budget.proposing_cost(rows) * plain_s
-        return StepPlan(rows, context, True, nodes, curve, plain_s, value, self.branch.is_on, self.branch.teaching)
+        return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
         """Whether drafts, one per row, are verified."""
@@ -117,7 +120,7 @@ class Controller:
     def record(self, plan: StepPlan, step: StepRecord) -> None:
         """Learn from a step."""
         rows, nodes, tokens, host_s = plan.rows, step.nodes, step.tokens, step.host_s
-        apart, apart_s = self._charge(step)
+        apart, apart_s = self._charge(step) if self._budgeted else (0, 0.0)
         if step.is_cold or self.cost.warms_up(nodes):
             return
         if not plan.drafts:
@@ -127,16 +130,10 @@ class Controller:
                 return
         step_s = step.step_s - host_s
         self.cost.observe(self._width(nodes), step_s, rows=rows, context=plan.context)
-        if not (plan.drafts or self.branch.can_run):
-            return
         curve = self._curve(rows, plan.context, nodes)
         if self.branch.can_run:
-            bits = self._branch_bits if plan.has_branch else 0
-            own_nodes, own_tokens = without_sources(step.verified, tokens, bits) if bits else (nodes, tokens)
-            own = own_nodes, sum(own_tokens) / rows
-            self.branch.record(nodes=nodes, tokens=sum(tokens) / rows, without=own, costs=curve)
-            if bits and not self.branch.is_proven:
-                apart, apart_s = apart | bits, apart_s + self.branch.host_s
+            bits, branch_s = self.branch.record(step.verified, tokens, nodes, curve)
+            apart, apart_s = apart | bits, apart_s + branch_s
         if not plan.drafts:
             return
         # Drafts that gave no numbers were scored again without their nodes, which is the loss of them all.

@@ -15,6 +15,7 @@ FloatArray = NDArray[np.float64]
 _POINTS = np.array(
     [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096], np.float64
 )
+_BORDERS = np.sqrt(_POINTS[:-1] * _POINTS[1:])  # a point stands for what is nearer to it than to the next, by ratio
 NODE_COST = 0.04  # first guess: cost of one more node, as a share of a step with one node
 _RATE = 0.2  # EMA rate
 _OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
@@ -70,7 +71,24 @@ class StepCost:
             self._measured.add(bucket)
             # Keep the shape of what was measured elsewhere, and take the scale from one step.
             table *= seconds / float(self._seconds(table, rows * nodes))
-        self._move(table, rows, nodes, seconds)
+        nearest, plain = _BORDERS.searchsorted((rows * nodes, rows))
+        guess = self._guess(_POINTS)
+        ratios = table / guess
+        change = seconds / float(self._seconds(table, rows * nodes))
+        expected = seconds / change / self._guess(rows * nodes)
+        if table.any():
+            # The first measurement of a point replaces the interpolated value. So does one below half of it: what was
+            # known was a step held up by other work.
+            rate = _RATE if ratios[nearest] > 0.0 and change * _OUTLIER > 1.0 else 1.0
+            change = 1.0 + rate * (min(change, _OUTLIER) - 1.0)
+        if nearest == plain:
+            ratios *= change
+        ratios[nearest] = expected * change
+        if ratios[plain] > 0.0:
+            decays = ratios > ratios[plain]
+            decays[nearest] = False
+            ratios[decays] += _FORGET * (ratios[plain] - ratios[decays])
+        table[:] = ratios * guess
 
     def knows(self, rows: int, context: int = 0) -> bool:
         """Whether any step of such rows and such a context was measured."""
@@ -93,15 +111,14 @@ class StepCost:
     def measured(self, rows: int, context: int = 0) -> int:
         """Nodes a row up to which costs were measured; those of larger steps are extrapolated."""
         last = max(np.flatnonzero(self._near(bucket_of(rows, context))), default=0)
-        around = _POINTS[last : last + 2]  # a point stands for what is nearer to it than to the next
-        return max(1, int(np.sqrt(around[0] * around[-1])) // rows)
+        return max(1, int(_BORDERS[last] if last < len(_BORDERS) else _POINTS[last]) // rows)
 
     def calibrate(self, nodes: Sequence[int], seconds: Sequence[float], *, rows: int, context: int) -> None:
         """Set the costs of a bucket from a sweep: the seconds of steps of so many nodes a row."""
         if len(nodes) != len(seconds) or not nodes or min(nodes) < 1 or not min(seconds) > 0:
             raise ConfigError(f"a sweep needs positive nodes and seconds, got {list(nodes)} and {list(seconds)}")
         tokens = rows * np.array(nodes, np.float64)
-        points = [_point(each) for each in tokens]
+        points = _BORDERS.searchsorted(tokens)
         bucket = bucket_of(rows, context)
         self._tables[bucket] = np.zeros(len(_POINTS))
         self._tables[bucket][points] = np.array(seconds) * self._guess(_POINTS[points]) / self._guess(tokens)
@@ -147,26 +164,6 @@ class StepCost:
         ratio = np.interp(tokens, points, table[known] / self._guess(points)) if known.any() else 1.0
         return np.asarray(self._guess(tokens) * ratio)
 
-    def _move(self, table: FloatArray, rows: int, nodes: float, seconds: float) -> None:
-        """Move the nearest point, or all after a plain step, towards a measurement."""
-        nearest, plain, guess = _point(rows * nodes), _point(rows), self._guess(_POINTS)
-        ratios = table / guess
-        change = seconds / float(self._seconds(table, rows * nodes))
-        expected = seconds / change / self._guess(rows * nodes)
-        if table.any():
-            # The first measurement of a point replaces the interpolated value. So does one below half of it: what was
-            # known was a step held up by other work.
-            rate = _RATE if ratios[nearest] > 0.0 and change * _OUTLIER > 1.0 else 1.0
-            change = 1.0 + rate * (min(change, _OUTLIER) - 1.0)
-        if nearest == plain:
-            ratios *= change
-        ratios[nearest] = expected * change
-        if ratios[plain] > 0.0:
-            decays = ratios > ratios[plain]
-            decays[nearest] = False
-            ratios[decays] += _FORGET * (ratios[plain] - ratios[decays])
-        table[:] = ratios * guess
-
 
 def padded_nodes(nodes: int, most: int) -> int:
     """Nodes a row of a fixed-shape pass that holds so many: the next power of two, at most `most`."""
@@ -177,8 +174,3 @@ def bucket_of(rows: int, context: int) -> Bucket:
     """The bucket of a number of rows and a length of context."""
     beyond = max(0, context - 1) // _SHORT_CONTEXT
     return (rows - 1).bit_length(), (beyond.bit_length() + 1) // 2
-
-
-def _point(tokens: float) -> int:
-    """The point nearest to a number of tokens, by their ratio."""
-    return int(np.abs(np.log(_POINTS / tokens)).argmin())

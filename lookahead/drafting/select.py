@@ -40,8 +40,8 @@ class Draft(NamedTuple):
 
 
 def merge(
-    root: int,  # the row's last token, the root of each proposal
-    proposals: Sequence[Proposal | None],  # of each proposer
+    root: int,
+    proposals: Sequence[Proposal | None],
     limits: Limits,
     *,
     sources: Sequence[int] | None = None,
@@ -50,8 +50,18 @@ def merge(
     """Merge proposals by prefix and select the nodes with the most expected tokens per cost.
 
     A node that several proposers offer is one node with the highest of their probabilities. Selection and layout are
-    those of `lookahead.ngram.prune.select`: the likeliest path is 0, 1, 2, …, and committing it moves no KV. `sources`
-    counts those of each proposer, at most 31 together; their bits are consecutive in the tree.
+    those of `lookahead.ngram.prune.select`: the likeliest path is 0, 1, 2, …, and committing it moves no KV.
+
+    Args:
+        root: The row's last token, the root of each proposal.
+        proposals: The proposal of each proposer; None where it offered nothing.
+        limits: Limits of the draft.
+        sources: How many sources each proposer has, at most 31 together; their bits are consecutive in the tree. One
+            each when None.
+        costs: float64 `[max_nodes + 2]` or longer, of a step by its nodes, the root counted; empty if nodes are free.
+
+    Raises:
+        ValueError: `sources` and `proposals` differ in length.
     """
     arrays, offers, ranges, first, end = [], [], [], 0, 0
     for offer, count in zip(proposals, sources or [1] * len(proposals), strict=True):

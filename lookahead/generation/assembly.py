@@ -14,7 +14,7 @@ from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import Backend, BitPolicy, Shape
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.budget import LookaheadBranch
+from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.controller import Controller
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.drafting.sizes import MAX_NODES_LIMIT

@@ -90,7 +90,16 @@ class _HeadsRow:
 
 
 class HeadDrafter(BatchProposer):
-    """Lets heads read what was decoded, offers what they guess, and counts what was right."""
+    """Lets heads read what was decoded, offers what they guess, and counts what was right.
+
+    Args:
+        heads: The network of the heads.
+        model: The target, whose hidden states they read and whose LM head they may use.
+        rates: How often their guesses are accepted; it goes on learning.
+        warp: The logits processors of sampling, on scores `[n, vocab]`; None for greedy decoding.
+        name: Its name in the stats.
+        times: The measured times by which passes are chosen; None: as many passes as the heads have.
+    """
 
     def __init__(
         self,
@@ -99,13 +108,13 @@ class HeadDrafter(BatchProposer):
         rates: AcceptanceTable,
         warp: Warp | None,
         name: str = "heads",
-        times: PassTimes | None = None,  # by which passes are chosen; None: as many as the heads have
+        times: PassTimes | None = None,
     ) -> None:
         self.sources = (name,)
         self._heads, self._model, self._rates = heads, model, rates
         # Of the model that the heads read, numbered as by `output_hidden_states`.
         self.hidden_layers: tuple[int, ...] = getattr(heads, "hidden_layers", (-1,))
-        self._warp = warp  # the logits processors of sampling, on `[n, vocab]`
+        self._warp = warp
         self._device = lm_head(model).weight.device
         self._rows: dict[int, _HeadsRow] = {}
         self._last: dict[int, Tensor] = {}  # by row, the state that its next guesses are made from

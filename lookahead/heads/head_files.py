@@ -110,7 +110,16 @@ def make_drafter(
     name: str = "heads",
     times: PassTimes | None = None,
 ) -> HeadDrafter:
-    """The proposer of one call; `warp` is that of a `Call`, and `times` those by which passes are chosen."""
+    """The proposer of one call, of the class that the kind of the heads needs.
+
+    Args:
+        heads: The network of the heads.
+        model: The target.
+        rates: How often guesses of the heads are accepted; it goes on learning.
+        warp: `Call.warp`.
+        name: Its name in the stats.
+        times: The measured times by which passes are chosen; None: as many passes as the heads have.
+    """
     return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)(heads, model, rates, warp, name, times)
 
 

@@ -65,7 +65,15 @@ class MedusaHeads(nn.ModuleList):
         return made.to(weight.device, weight.dtype)
 
     def guess(self, model: PreTrainedModel, head: int, states: Tensor, at: Tensor, kept: Tensor) -> Tensor:
-        """Logits `[n, vocab]` of one head at some positions, as for `MtpHeads.guess`."""
+        """Logits `[n, vocab]` of one head at some positions.
+
+        Args:
+            model: The target.
+            head: The head, from 0.
+            states: Hidden states `[batch, tokens, size]`, where size is `hidden`, for `MtpHeads` `2 · hidden`.
+            at: int64 `[batch, positions]`, places of tokens.
+            kept: bool `[batch, positions]`, true for the n positions that are asked for.
+        """
         logits: Tensor = self[head](gather_positions(states, at)[kept])
         return logits
 
@@ -125,9 +133,9 @@ class MtpHeads(nn.Module):
         return made.to(lm_head(model).weight.device)
 
     def guess(self, model: PreTrainedModel, head: int, states: Tensor, at: Tensor, kept: Tensor) -> Tensor:
-        """Logits `[n, vocab]` of one head at some positions of the states `[batch, tokens, 2 · hidden]`.
+        """Logits `[n, vocab]` of one head at some positions.
 
-        They are int64 `[batch, positions]`; of these bool `kept` has the n that are asked for.
+        Args: As for `MedusaHeads.guess`.
         """
         layer, index = self.head(head), torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
         out, _ = layer(*layer.enter(states), self.rotation, index, index[:, None] <= at[..., None], at)

@@ -105,15 +105,25 @@ class DraftLayer(nn.Module):
 
     def forward(
         self,
-        read: Tensor,  # [batch, new, reads], what attention reads
-        add: Tensor,  # [batch, new, hidden], what its output is added to
+        read: Tensor,
+        add: Tensor,
         rotation: LlamaRotaryEmbedding,
-        positions: Tensor,  # int64 [batch, new]
-        mask: Tensor,  # bool [batch, n, tokens + new], what is attended to
-        at: Tensor | None = None,  # int64 [batch, n], the new tokens that attend; all when None
-        past: Tensor | None = None,  # keys and values of earlier tokens, [batch, tokens, 2, kv heads, dim]
+        positions: Tensor,
+        mask: Tensor,
+        at: Tensor | None = None,
+        past: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The output `[batch, n, hidden]`, and the keys and values of the earlier tokens and the new ones."""
+        """The output `[batch, n, hidden]`, and the keys and values of the earlier tokens and the new ones.
+
+        Args:
+            read: `[batch, new, reads]`, what attention reads.
+            add: `[batch, new, hidden]`, what its output is added to.
+            rotation: The rotary embedding.
+            positions: int64 `[batch, new]`.
+            mask: bool `[batch, n, tokens + new]`, true where a token is attended to.
+            at: int64 `[batch, n]`, the new tokens that attend; all when None.
+            past: Keys and values of earlier tokens, `[batch, tokens, 2, kv heads, dim]`.
+        """
         attention, dim = self.self_attn, self.self_attn.head_dim
         keys, values = (each(read).unflatten(-1, (-1, dim)) for each in (attention.k_proj, attention.v_proj))
         states = torch.stack((_rotated(keys, rotation(read, positions)), values), 2)
@@ -163,9 +173,15 @@ class DraftCache(dict[int, Tensor]):
         read: Tensor,
         add: Tensor,
     ) -> Tensor:
-        """Commit `new` tokens of each row; the output `[rows, 1, hidden]` of the layer at the last token of each row.
+        """Commit new tokens; the output `[rows, 1, hidden]` of the layer at the last token of each row.
 
-        `read` and `add` are those of `DraftLayer.forward`, padded on the right.
+        Args:
+            layer: The layer whose keys and values are kept here.
+            rotation: Its rotary embedding.
+            rows: The rows.
+            new: Tokens that are new in each row, at least 1.
+            read: What attention reads, `[rows, most new, reads]`, padded on the right.
+            add: What its output is added to, `[rows, most new, hidden]`, padded on the right.
         """
         past, lengths, is_past = self.padded(layer, rows)
         index = torch.arange(read.shape[1], device=read.device)

@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from lookahead.drafting.budget import BranchState, DraftingBudget
+from lookahead.drafting.branch import BranchState
+from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.cost_model import StepCost
 from lookahead.hf.model_code import Version, is_ours, version_of
 

@@ -9,7 +9,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.budget import LookaheadBranch
+from lookahead.drafting.branch import LookaheadBranch
+from lookahead.drafting.budget import Budget
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
@@ -17,7 +18,7 @@ from lookahead.ngram.pool_file import Pool
 from lookahead.proposers.file_memory import FileMemory, open_file_memory
 from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.ngram import SOURCES, Memory, NgramProposer
-from lookahead.proposers.validated import ProposerBudget, ValidatedProposer
+from lookahead.proposers.validated import ValidatedProposer
 
 _MAX_SOURCES = 31  # bits of a node for its sources
 
@@ -30,13 +31,25 @@ class ProposerState:
     jacobi: HitRates = field(default_factory=HitRates)  # of the lookahead branch
     memory: Memory = field(default_factory=Memory)
     files: dict[str, FileMemory] = field(default_factory=dict)  # of requests with a memory file, by its path
-    budgets: WeakKeyDictionary[Any, ProposerBudget] = field(default_factory=WeakKeyDictionary)  # by users' factories
+    budgets: WeakKeyDictionary[Any, Budget] = field(default_factory=WeakKeyDictionary)  # by users' factories
 
 
 def make_proposers(
     config: LookaheadConfig, learned: ProposerState, pool: Pool | None, call: Call, branch: LookaheadBranch
 ) -> list[Proposer]:
-    """The proposers of a configuration: first those with a name, then those of its factories."""
+    """The proposers of a configuration: first those with a name, then those of its factories.
+
+    Args:
+        config: The options.
+        learned: What proposers learned of the model before; they go on learning in it.
+        pool: The corpus, of token ids that the model knows, if there is one.
+        call: The call that they are made for.
+        branch: What turns the lookahead branch on and off, unless the options do.
+
+    Raises:
+        ProposerError: Two sources have one name, there are more than 31 sources, or a factory made no proposer.
+        PoolError: The memory file cannot be read, or belongs to another model.
+    """
     made: list[Proposer] = []
     mixed = [name for name in config.proposers if name in SOURCES]
     if mixed:
@@ -51,7 +64,7 @@ def make_proposers(
         made.append(JacobiProposer(config.branch_size, decided, pool_from_prompt=config.pool_from_prompt, rates=rates))
     for factory in config.proposers:
         if not isinstance(factory, str):
-            budget = ProposerBudget()
+            budget = Budget()
             with contextlib.suppress(TypeError):  # that of an unhashable factory is not kept for later calls
                 budget = learned.budgets.setdefault(factory, budget)
             made.append(ValidatedProposer(factory, call, budget))

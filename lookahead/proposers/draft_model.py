@@ -156,7 +156,15 @@ class _DraftRow:
 
 
 class ModelProposer(BatchProposer):
-    """The drafts of one call. Rows share the passes of the draft model, whose cache keeps what was accepted."""
+    """The drafts of one call. Rows share the passes of the draft model, whose cache keeps what was accepted.
+
+    Args:
+        draft: The draft model and its options.
+        call: The call.
+        state: What was learned of the draft model for the target.
+        vocabulary: Token ids that both models know are those below.
+        shape: What the draft model reads in one pass, trees or chains.
+    """
 
     def __init__(self, draft: DraftModel, call: Call, state: DraftModelState, vocabulary: int, shape: Shape) -> None:
         self.sources = (draft.name,)

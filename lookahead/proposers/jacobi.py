@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lookahead.drafting.budget import LookaheadBranch
+from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 from lookahead.drafting.sizes import BranchSize
 from lookahead.ngram.acceptance import HitRates

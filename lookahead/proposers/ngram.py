@@ -44,18 +44,27 @@ class NgramProposer(Proposer):
     Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with Reference: Lossless
         Acceleration of Large Language Models", §3 (copying from a reference, verified by the target); Luo et al.
         2024, "Token Recycling", §3; He et al. 2024, "REST: Retrieval-Based Speculative Decoding", §3 (a corpus).
+
+    Args:
+        sources: Names of `SOURCES`.
+        memory: Texts of earlier requests and recycled tokens; empty when None.
+        rates: Hit rates of candidates; the priors when None.
+        pool: The corpus, of token ids that the target knows.
+        min_ngram: Tokens of the shortest context looked up, at least 1.
+        max_ngram: Tokens of the longest context compared, at most 64.
+        min_probability: Candidates less likely than this to be reached are not offered.
     """
 
     def __init__(
         self,
         sources: Sequence[str] = ("prompt", "outputs", "recycled"),
-        memory: Memory | None = None,  # empty when None
-        rates: HitRates | None = None,  # the priors when None
-        pool: Pool | None = None,  # the corpus, of token ids that the target knows
+        memory: Memory | None = None,
+        rates: HitRates | None = None,
+        pool: Pool | None = None,
         *,
-        min_ngram: int = 1,  # tokens of the shortest context looked up
-        max_ngram: int = 16,  # tokens of the longest context compared, at most 64
-        min_probability: float = 0.0,  # candidates less likely to be reached are not offered
+        min_ngram: int = 1,
+        max_ngram: int = 16,
+        min_probability: float = 0.0,
     ) -> None:
         self.sources = tuple(name for name in SOURCES if name in sources)
         self.needs_top = "recycled" in sources
@@ -100,8 +109,7 @@ class NgramProposer(Proposer):
         verified, top = NOT_VERIFIED, feedback.top
         if self._recycled is not None and top is not None:
             verified = top.tree.parents, top.tree.tokens, top.tokens, top.probabilities
-        state.search.learn(trie, feedback.tokens, state.text.tokens, verified, placed)
-        state.text.append(feedback.tokens)
+        state.search.learn(state.text, trie, feedback.tokens, verified, placed)
 
     def finish(self, row: int) -> None:
         """Forget the row; hit rates stay, and so does its text if earlier outputs are a source."""

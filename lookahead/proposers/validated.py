@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.drafting.budget import CAP, PROPOSER_REFILL, START, Budget, Ema
+from lookahead.drafting.budget import Budget
 from lookahead.drafting.proposal import (
     BatchProposer,
     Call,
@@ -24,63 +24,6 @@ from lookahead.errors import ProposerError
 _METHODS = ("start", "propose", "observe", "finish")
 _ATTRIBUTES = ("sources", "needs_argmax", "needs_top", "hidden_layers")
 _PATIENCE = 8  # steps for which hidden states are kept for a proposer that is not asked
-_MAX_DEBT = 32.0  # tokens; bounds the time until a proposer is tried again on a new row
-
-
-class ProposerBudget:
-    """Bounds what one proposer may lose, in tokens a row.
-
-    A step with its proposal pays in the accepted tokens that only this proposer offered, and pays out the tokens that
-    its time would have given without it; 0.5% of all tokens are paid in. So it is asked as long as its share of the
-    tokens is at least its share of the time.
-
-    - One budget decides each proposal: the proposer is asked while that holds the price of one, or 2. The first
-      proposal of a row is charged the usual price, since a draft model reads the prompt then.
-    - Another decides each new row. It is charged for reading the prompt too, except the very first, which includes
-      warm-up. While it is negative (32 tokens at most) the proposer is not shown another row.
-    """
-
-    def __init__(self) -> None:
-        self._proposals = Budget(START, CAP, PROPOSER_REFILL)
-        self._rows = Budget(START, CAP, PROPOSER_REFILL, -_MAX_DEBT)
-        self._price, self._reading = Ema(0.2, clip=2.0), Ema(0.2, clip=2.0)
-        self._earned = Ema(0.1, count=10)
-
-    @property
-    def affords(self) -> bool:
-        """Whether the proposer is asked."""
-        return self._proposals.balance >= min(self._price.value, START)
-
-    @property
-    def begins(self) -> bool:
-        """Whether the proposer is shown a new row."""
-        return self._rows.balance >= 0.0
-
-    @property
-    def earns(self) -> bool:
-        """Whether its last proposals gained more than they cost."""
-        return self._earned.value > 0.0
-
-    def settle(
-        self, *, spent_s: float | None, alone: float, tokens: float, step_s: float, is_first: bool = False
-    ) -> None:
-        """Count a step of `step_s`, of which the proposer took `spent_s`; None where it was not asked.
-
-        `alone` of its `tokens` a row were offered by it alone. `is_first`: its first proposal since it was shown a row.
-        """
-        gain = of_row = 0.0
-        if spent_s is not None:
-            price = spent_s * (tokens - alone) / (step_s - spent_s)
-            if is_first:
-                gain = min(0.0, alone - self._price.value)
-                is_known = self._reading.count > 0
-                reading = self._reading.add(price)
-                of_row = alone - reading if is_known else gain
-            else:
-                gain = of_row = alone - self._price.add(price)
-                self._earned.add(gain)
-        self._proposals.settle(gain, tokens)
-        self._rows.settle(of_row, tokens)
 
 
 class ValidatedProposer(BatchProposer):
@@ -90,7 +33,7 @@ class ValidatedProposer(BatchProposer):
     which cost memory, finishes a row once it is not asked for it any more.
     """
 
-    def __init__(self, factory: ProposerFactory, call: Call, budget: ProposerBudget) -> None:
+    def __init__(self, factory: ProposerFactory, call: Call, budget: Budget) -> None:
         proposer = factory(call)
         self._name = getattr(factory, "__name__", type(factory).__name__)
         lacking = [name for name in (*_METHODS, *_ATTRIBUTES) if not hasattr(proposer, name)]
@@ -167,15 +110,15 @@ class ValidatedProposer(BatchProposer):
             self._leave([row])
 
     def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
-        """Count what a step gave, as `ProposerBudget.settle`; the seconds that are charged to its budget alone, if any.
+        """Count what a step gave, as `Budget.charge`; the seconds that are charged to its budget alone, if any.
 
-        They are where it has not earned its time, or read the prompt.
+        They are where it is not proven, or read the prompt.
         """
         spent_s, self._spent_s = self._spent_s, None
         is_first = self._is_new
         self._is_new = is_first and spent_s is None
-        self._budget.settle(spent_s=spent_s, alone=alone, tokens=tokens, step_s=step_s, is_first=is_first)
-        return None if self._budget.earns and not is_first else spent_s
+        self._budget.charge(spent_s=spent_s, alone=alone, tokens=tokens, step_s=step_s, is_first=is_first)
+        return None if self._budget.is_proven and not is_first else spent_s
 
     def finish(self, row: int) -> None:
         if row in self._roots:
