@@ -189,10 +189,20 @@ def product(
     outs: Sequence[Tensor],
     prepared: Tensor | None,
 ) -> list[Job]:
-    """Jobs that multiply contiguous rows by several weights of one type, one number of inputs and one block.
+    """Jobs that multiply rows by several weights.
 
-    Where weights are quantized, rows are too, into what `prepared_rows` made: as many numbers of a row are multiples,
-    from -127 to 127, of a step. Where lines of bfloat16 have another order, rows are brought into it, as float32.
+    Where weights are quantized, rows are too, into `prepared`: each block of a row becomes multiples, from -127 to 127,
+    of a step. Where lines of bfloat16 have another order, rows are brought into it, as float32.
+
+    Args:
+        weights: At least one, all of one type, one number of inputs and one block.
+        x: `[..., inputs]`, contiguous, of a type that `multiply` takes.
+        biases: For each weight `[outputs]` of the type of `x`, or None.
+        outs: For each weight `[..., outputs]` of the type of `x`, contiguous; the jobs write it.
+        prepared: What `prepared_rows` made for these weights and as many rows.
+
+    Returns:
+        Jobs to run in this order.
     """
     packed, _, block, _, terms, together = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()

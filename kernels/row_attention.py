@@ -65,7 +65,17 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, nodes: Tensor, trees: Tensor, scale: float
 ) -> Job:
-    """`row_attention` as a job, for a contiguous query and its result."""
+    """`row_attention` as a job.
+
+    Args:
+        query: As of `row_attention`, contiguous.
+        keys: As of `row_attention`.
+        values: As of `row_attention`.
+        out: As `query`; the job writes it, but for padding.
+        nodes: As of `row_attention`, contiguous.
+        trees: As of `row_attention`, contiguous.
+        scale: Factor on the scores.
+    """
     rows, width, heads, dim = query.shape
     slots, kv_heads = keys.shape[1:3]
     bits = _INT.unpack(_FLOAT.pack(scale))[0]

@@ -118,9 +118,18 @@ def tree_attention(
 def bind(
     query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any], split: int | None = None
 ) -> Callable[..., Tensor]:
-    """`tree_attention` with options as for `dispatch.attention_for`, for tensors of these shapes and strides.
+    """`tree_attention` for tensors of given shapes and strides.
 
-    What is returned does not check what it takes.
+    Args:
+        query: As of `tree_attention`.
+        keys: As of `tree_attention`.
+        values: As of `tree_attention`.
+        options: As of `dispatch.attention_for`.
+        split: As of `tree_attention`.
+
+    Returns:
+        A function of query, keys, values, and by name `lengths`, `nodes`, `depths`, `words` and `sinks`, which are as
+        of `tree_attention`. It checks nothing.
     """
     scaling, softcap, window, chunk = (options.get(name) for name in ("scaling", "softcap", "window", "chunk"))
     rows, heads, width, dim = query.shape

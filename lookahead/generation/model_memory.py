@@ -115,10 +115,23 @@ def build_memory(
 ) -> MemoryHeader:
     """Make a memory of the documents of all inputs, or add them to one. The model reads them and generates nothing.
 
-    Without inputs it reads its vocabulary, token by token.
-
-    With `max_contexts=None` they are added to the file that exists, up to its bound. `limit` is in bytes of a document.
     On an error an existing file is left as it was.
+
+    Args:
+        path: The file.
+        model: The model.
+        tokenizer: Its tokenizer.
+        inputs: The documents; without any the model reads its vocabulary, token by token.
+        max_contexts: The most contexts of a new file; None adds to the file that exists, up to its bound.
+        max_tokens: The most tokens to read, or None.
+        limit: The most bytes of a document.
+        totals: Is updated with what was read.
+        observer: Is called after every document, and after every pass over the vocabulary.
+
+    Raises:
+        PoolError: No document could be used, the model is decoded without drafts, or the file cannot be read or
+            written, or belongs to another model.
+        UnsupportedModelError: The model is no causal LM.
     """
     validate_causal_lm(model, "read texts for a memory")
     adds = max_contexts is None

@@ -113,15 +113,27 @@ def build_pool(
     inputs: Sequence[Input],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    add: bool = False,  # the documents of the existing pool are kept
-    max_tokens: int | None = None,  # the document that exceeds them is cut, and later ones are not read
-    limit: int = DEFAULT_LIMIT,  # bytes of a document
+    add: bool = False,
+    max_tokens: int | None = None,
+    limit: int = DEFAULT_LIMIT,
     totals: PoolTotals,
     observer: PoolObserver,
 ) -> PoolHeader:
     """Make a pool of the documents of all inputs. An existing file is replaced when the new one is complete.
 
-    With `add` it is read again under its lock, with what other processes added meanwhile.
+    Args:
+        path: The file.
+        inputs: The documents.
+        tokenizer: The tokenizer of the models that will draft from the pool.
+        add: Keep the documents of the existing pool, and those that other processes add meanwhile.
+        max_tokens: The document that exceeds so many new tokens is cut, and later ones are not read.
+        limit: The most bytes of a document.
+        totals: Is updated with what was read.
+        observer: Is called after every document, and when all are read.
+
+    Raises:
+        PoolError: No document could be used, the file cannot be written, or with `add` it cannot be read or was made
+            with another tokenizer.
     """
     fingerprint = tokenizer_fingerprint(tokenizer)
     with pool_errors(path):
@@ -152,7 +164,16 @@ def read_tokens(
     totals: PoolTotals,
     observer: PoolObserver,
 ) -> Iterator[IntArray]:
-    """The documents of all inputs as int32 `[tokens]` each, at most `max_tokens` together."""
+    """The documents of all inputs as int32 `[tokens]` each.
+
+    Args:
+        inputs: The documents.
+        tokenizer: The tokenizer, which adds no special tokens.
+        max_tokens: The most tokens of all documents together, or None.
+        limit: The most bytes of a document.
+        totals: Is updated with what was read.
+        observer: Is called after every document, and when all are read.
+    """
     for document in read_documents(inputs, limit=limit):
         ids = document if isinstance(document, Reject) else _tokens_of(document, tokenizer)
         if isinstance(ids, Reject):

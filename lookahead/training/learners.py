@@ -195,6 +195,14 @@ def unroll(
     hidden]`: at step s, from 0, the output for the token s + 2 positions after each start, undefined beyond the text.
 
     Source: Li et al. 2025, "EAGLE-3", §3.2 (training-time test).
+
+    Args:
+        head: The head.
+        model: The model, for its embedding.
+        features: `[batch, tokens, size]`, what the head reads of the model.
+        batch: `input_ids` and `wanted`, `[batch, tokens]`.
+        starts: The positions where drafting begins.
+        steps: Number of steps, at least 1.
     """
     layer, ids = head.layer, batch["input_ids"]
     embeddings = model.get_input_embeddings()(ids).to(features.dtype)

@@ -89,10 +89,21 @@ def train_heads(
 ) -> dict[str, float]:
     """Train heads for a model with the examples of a file (`read_records`), and write them.
 
-    The folder gets the heads, the checkpoints, and in `model` a model that was trained too. Returns, on held-out
-    examples, the share of right first guesses for each token guessed, `eval_accuracy_1` and so on, and of right ones
-    among five, `eval_top_5_1` and so on. TrainingError if accelerate is missing, the data is unusable, or the folder
-    belongs to another run; HeadsError if the model takes no heads.
+    Args:
+        loaded: The model.
+        data: The file of examples.
+        output: The folder that gets the heads, the checkpoints, and in `model` a model that was trained too.
+        settings: The settings of the run.
+        resume: Go on with the run in `output`, from its last checkpoint.
+        say: Is called with lines about the progress.
+
+    Returns:
+        On held-out examples, the share of right first guesses for each token guessed, `eval_accuracy_1` and so on, and
+        of right ones among five, `eval_top_5_1` and so on.
+
+    Raises:
+        TrainingError: accelerate is missing, the data is unusable, or the folder belongs to another run.
+        HeadsError: The model takes no heads.
     """
     check_trainer()
     records = read_records(data)

@@ -69,6 +69,13 @@ def stateful_reason(
 
     Rows of a batch advance at different rates, and where tokens are sampled, typical acceptance asks processors about
     tokens that may not be emitted.
+
+    Args:
+        processors: The processors of the call.
+        criteria: The stopping criteria of the call.
+        config: The generation configuration of the call.
+        rows: Rows of the batch, at least 1.
+        is_lossy: Whether acceptance is typical.
     """
     if rows > 1 and (name := stateful_name(processors, criteria, config)):
         return (
