@@ -163,32 +163,26 @@ def _last_checkpoint(output: Path) -> Path | None:
 def _entered(output: Path, run: dict[str, Any], *, resume: bool) -> Iterator[None]:
     """Hold the lock of the folder of a run, which is made or holds the same run; another process is refused."""
     output.parent.mkdir(parents=True, exist_ok=True)
+    path = output / _SETTINGS
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(output, timeout_s=0))
         except TimeoutError as error:
             what = "is being written by another process; wait for it, stop it, or choose another --output"
             raise TrainingError(f"{output} {what}") from error
-        _enter(output, run, resume=resume)
+        if path.exists() and not resume:
+            raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
+        before = read_object(path, TrainingError) if path.exists() else run
+        for name, value in run.items():
+            if before.get(name) != value:
+                raise TrainingError(
+                    f"{output} holds a run with {name} = {before.get(name)}, not {value}: repeat its options, its "
+                    "model and its data, or choose another --output"
+                )
+        if not path.exists():
+            output.mkdir(exist_ok=True)
+            write_atomically(path, json.dumps(run, indent=2) + "\n")
         yield
-
-
-def _enter(output: Path, run: dict[str, Any], *, resume: bool) -> None:
-    """Create the folder, or check that it holds the same run."""
-    path = output / _SETTINGS
-    if not path.exists():
-        output.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(run, indent=2) + "\n")
-        return
-    if not resume:
-        raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
-    before = read_object(path, TrainingError)
-    for name, value in run.items():
-        if before.get(name) != value:
-            raise TrainingError(
-                f"{output} holds a run with {name} = {before.get(name)}, not {value}: repeat its options, its model "
-                "and its data, or choose another --output"
-            )
 
 
 def _prepare(
