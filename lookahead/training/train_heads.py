@@ -231,12 +231,10 @@ def _prepare(
 def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) -> tuple[Learner, TrainedHeads]:
     """Untrained heads of a kind, float32 on the model's device, and their learner."""
     count, device = settings.heads, lm_head(model).weight.device
-    if settings.kind == "medusa":
-        medusa = MedusaHeads.fresh(model, heads=count).float()
-        return IndependentHeadsLearner(medusa), medusa
-    if settings.kind == "mtp":
-        mtp = MtpHeads.fresh(model, heads=count).float()
-        return IndependentHeadsLearner(mtp), mtp
+    if settings.kind in _JOINT:
+        kind = MedusaHeads if settings.kind == "medusa" else MtpHeads
+        heads = kind.fresh(model, heads=count).float()
+        return IndependentHeadsLearner(heads), heads
     if settings.kind == "eagle":
         head = EagleHead(layer_config(model)).float().to(device)
         return EagleLearner(head, count), head
