@@ -182,10 +182,19 @@ def masked_attention(
 ) -> Tensor:
     """Attention by torch, with the heads that share a KV head packed into query rows.
 
-    Takes queries `[rows, heads, width, dim]`, keys and values `[rows, kv_heads, slots, …]`, and an additive mask
-    `[rows, 1, width * groups, slots]`, or None where every query sees every slot; for the other arguments see
-    `tree_attention`. A mask may be for the last slots only where every query sees those before, without softcap and
-    sinks and as `unmasked` allows. Returns `[rows, width, heads, value_dim]`, contiguous.
+    Args:
+        query: `[rows, heads, width, dim]`.
+        key: `[rows, kv_heads, slots, dim]`.
+        value: `[rows, kv_heads, slots, value_dim]`.
+        mask: Is added to the scores, `[rows, 1, width * groups, slots]`; None if every query sees every slot. It may
+            hold the last slots only, if every query sees the slots before them, `softcap` and `sinks` are None, and
+            `unmasked` allows it.
+        scaling: Factor on the scores, above 0; `dim ** -0.5` if None.
+        softcap: Scores become `softcap * tanh(scores / softcap)`; above 0, or None.
+        sinks: `[heads]`; a logit for each head that takes part in the softmax only, or None.
+
+    Returns:
+        `[rows, width, heads, value_dim]`, contiguous, in the type of `value`.
     """
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
@@ -288,7 +297,19 @@ def slots_unsupported_reason(buffers: Sequence[Tensor]) -> str | None:
 def check_tree(
     query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor, sinks: Tensor | None = None
 ) -> None:
-    """Check the tensors that describe trees, and sinks; their values are not read, which would wait for the device."""
+    """Check the tensors that describe trees, and sinks; their values are not read, which would wait for the device.
+
+    Args:
+        query: `[rows, heads, width, dim]`; the others are on its device.
+        lengths: int32 `[rows]`.
+        nodes: int32 `[rows]`.
+        depths: int32 `[rows, width]`.
+        words: int64 `[rows, width, ceil(width / 64)]`.
+        sinks: Floating point `[heads]`, or None.
+
+    Raises:
+        ValueError: A tensor is not as described; the message names it.
+    """
     (rows, heads, width, _), device = query.shape, query.device
     check_tensor("lengths", lengths, (rows,), torch.int32, device)
     check_tensor("nodes", nodes, (rows,), torch.int32, device)
@@ -300,7 +321,18 @@ def check_tree(
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Check shape, type, device and contiguity."""
+    """Check one tensor.
+
+    Args:
+        name: Its name in the message.
+        tensor: The tensor.
+        shape: The shape that it must have.
+        dtype: The type that it must have.
+        device: The device that it must be on.
+
+    Raises:
+        ValueError: One of these differs, or the tensor is not contiguous.
+    """
     if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.is_contiguous():
         return
     wanted = f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {device}"

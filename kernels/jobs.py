@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from lookahead.kernels.scalars import to_intrinsic
 from lookahead.utils.addresses import array_at
 from lookahead.utils.jit import cfunc
 
@@ -86,8 +86,8 @@ def _launcher() -> tuple[Callable[[int, int, int, int], None], int] | None:
     return (launch, barrier) if barrier else None
 
 
-@intrinsic
-def _call_at(context: Any, function: Any, address: Any) -> Any:
+@to_intrinsic
+def _call(context: Any, function: Any, address: Any) -> Any:
     """Call the function of C at an address; one without arguments takes no notice of its argument."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -98,11 +98,8 @@ def _call_at(context: Any, function: Any, address: Any) -> Any:
     return types.void(types.int64, types.int64), emit
 
 
-_call: Any = _call_at
-
-
-@intrinsic
-def _claim_part(context: Any, address: Any) -> Any:
+@to_intrinsic
+def claim_part(context: Any, address: Any) -> Any:
     """The number of the next part; no other thread gets it."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -110,6 +107,3 @@ def _claim_part(context: Any, address: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(values[0], whole.as_pointer()), whole(1), "monotonic")
 
     return types.int64(types.int64), emit
-
-
-claim_part: Any = _claim_part

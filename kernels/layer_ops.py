@@ -6,7 +6,6 @@ the results have the bits of those operators: each rounds, and the mean sums in 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, claim_part
-from lookahead.kernels.scalars import exp, jit_part, narrow, widen
+from lookahead.kernels.scalars import bits_of, exp, jit_part, narrow, widen
 from lookahead.utils.addresses import array_at
 
 _PARTIALS = 4  # sums of every fourth vector
@@ -56,7 +55,7 @@ def norm(
     tensors = x, delta, weight, total, out, means
     places = [0 if each is None else each.data_ptr() for each in tensors]
     size = weight.numel()
-    sizes = x.numel() // size, size, _bits_of(eps)
+    sizes = x.numel() // size, size, bits_of(eps)
     return _ENTRIES[x.dtype], 1, (_NORM, *places, *sizes), tensors
 
 
@@ -76,11 +75,6 @@ def rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Job:
 def gating(gate: Tensor, up: Tensor) -> Job:
     """A job that writes `silu(gate) * up` over the gate; bfloat16 or float32 of one shape, contiguous."""
     return _ENTRIES[gate.dtype], 1, (_GATING, gate.data_ptr(), up.data_ptr(), gate.numel()), (gate, up)
-
-
-@cache
-def _bits_of(number: float) -> int:
-    return int(np.float32(number).view(np.int32))
 
 
 def _numbers_at(address: Any, size: Any, kind: Any) -> Any:

@@ -154,15 +154,9 @@ def _lines_of_nibbles(blocks: Tensor) -> Tensor:
 
 
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply rows by a packed weight.
+    """Multiply rows `[..., inputs]` by a weight, and add a bias `[outputs]`: `[..., outputs]`, all of the rows' type.
 
-    Args:
-        weight: The weight.
-        x: `[..., inputs]`, of the type of the weight; bfloat16 or float32 if that is quantized.
-        bias: `[outputs]` of that type, or None.
-
-    Returns:
-        `[..., outputs]` of the type of `x`.
+    It is the type of the weight; bfloat16 or float32 if that is quantized.
     """
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], weight.outputs))
     run(*product([weight], x, [bias], [out], prepared_rows([weight], x.numel() // x.shape[-1])))
@@ -189,10 +183,17 @@ def product(
     outs: Sequence[Tensor],
     prepared: Tensor | None,
 ) -> list[Job]:
-    """Jobs that multiply contiguous rows by several weights of one type, one number of inputs and one block.
+    """Jobs that multiply rows by several weights of one type, one number of inputs and one block.
 
-    Where weights are quantized, rows are too, into what `prepared_rows` made: as many numbers of a row are multiples,
-    from -127 to 127, of a step. Where lines of bfloat16 have another order, rows are brought into it, as float32.
+    Where weights are quantized, rows are too: the numbers of each block are multiples, from -127 to 127, of a step.
+    Where lines of bfloat16 have another order, rows are brought into it, as float32.
+
+    Args:
+        weights: At least one weight.
+        x: `[..., inputs]`, contiguous, of a type that `multiply` takes.
+        biases: `[outputs]` of the type of `x` for each weight, or None.
+        outs: `[..., outputs]` of the type of `x` for each weight, contiguous; the jobs write them.
+        prepared: What `prepared_rows` made for these weights and so many rows; the first job writes it.
     """
     packed, _, block, _, terms, together = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
@@ -308,8 +309,7 @@ def _add_bytes(x, first, rows, terms, block, panel, sums, others):
 
 @jit_part
 def _add_nibbles(x, first, rows, terms, block, panel, sums, others):
-    lines = 4  # a constant takes a third less time
-    _add_quantized(_tile_of_nibbles, lines, 2 * lines, x, first, rows, terms, panel, sums)
+    _add_quantized(_tile_of_nibbles, 4, 8, x, first, rows, terms, panel, sums)  # constants take a third less time
 
 
 @jit_part

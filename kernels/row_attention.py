@@ -11,7 +11,6 @@ Source of the softmax by blocks: Dao et al. 2022, "FlashAttention", §3.1.
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of, transpose
-from lookahead.kernels.scalars import exp, jit_part, narrow, to_intrinsic, widen
+from lookahead.kernels.scalars import bits_of, exp, jit_part, narrow, to_intrinsic, widen
 from lookahead.utils.addresses import array_at
 
 BLOCK = 512  # keys whose weights are computed before their values are added
@@ -37,7 +36,6 @@ _LOWEST = _F(-87.33654475)  # the exponential of less is 0
 _LOG2E = _F(1.4426950408889634)
 # 2 to a fraction x is nearly 1 + x less this polynomial, whose coefficients stand from the cube down.
 _POLYNOMIAL = _F(-0.079204240219773236), _F(-0.22433836478672356), _F(0.30354260500649682), _F(0.00010703434948458272)
-_INT, _FLOAT = struct.Struct("i"), struct.Struct("f")
 _EXPONENT, _BIAS = _F(1 << 23), _F(127 << 23)  # a number times the one, plus the other: the bits of 2 to that number
 
 
@@ -65,13 +63,23 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, nodes: Tensor, trees: Tensor, scale: float
 ) -> Job:
-    """`row_attention` as a job, for a contiguous query and its result."""
+    """`row_attention` as a job.
+
+    Args:
+        query: As of `row_attention`, contiguous.
+        keys: As of `row_attention`.
+        values: As of `row_attention`.
+        out: As `query`; the job writes it, but for padding.
+        nodes: As of `row_attention`, contiguous.
+        trees: As of `row_attention`, contiguous.
+        scale: Factor on the scores.
+    """
     rows, width, heads, dim = query.shape
     slots, kv_heads = keys.shape[1:3]
-    bits = _INT.unpack(_FLOAT.pack(scale))[0]
     tensors = query, keys, values, nodes, trees, out
-    sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2], bits
-    return _ENTRIES[query.dtype], rows * kv_heads, (*(each.data_ptr() for each in tensors), *sizes), tensors
+    sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2]
+    places = [each.data_ptr() for each in tensors]
+    return _ENTRIES[query.dtype], rows * kv_heads, (*places, *sizes, bits_of(scale)), tensors
 
 
 def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:

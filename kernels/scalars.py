@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,12 @@ _LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-2.12194440e-4)
 _SERIES = tuple(map(_F, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)))
 _SMALLEST = _F(-87.0)  # below it the result is no normal float32
 _LARGEST = _F(89.0)  # its exponential is no float32
+
+
+@cache
+def bits_of(number: float) -> int:
+    """The bits of a float32, as one of the whole numbers of a job."""
+    return int(np.float32(number).view(np.int32))
 
 
 def widen(number: Any) -> Any:

@@ -133,6 +133,15 @@ def tree_mask(
 
     A node sees the committed slots and its ancestors, itself included, as far as their positions are less than
     `window` behind its own and in the same chunk of `chunk` positions.
+
+    Args:
+        slots: Number of slots.
+        lengths: As of `tree_attention`.
+        nodes: As of `tree_attention`.
+        depths: As of `tree_attention`.
+        words: As of `tree_attention`.
+        window: Positions, or None.
+        chunk: Positions, or None.
     """
     rows, width = depths.shape
     device = depths.device
@@ -166,7 +175,15 @@ def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[
 
 
 def compact(buffer: Tensor, rows: Tensor, starts: Tensor, counts: Tensor, paths: Tensor) -> None:
-    """What `lookahead.kernels.compaction.compact` does to one buffer `[rows, capacity, …]`, in plain torch."""
+    """What `lookahead.kernels.compaction.compact` does, in plain torch.
+
+    Args:
+        buffer: One buffer `[rows, capacity, …]`, which is changed.
+        rows: As of the kernel.
+        starts: As of the kernel.
+        counts: As of the kernel.
+        paths: As of the kernel.
+    """
     for row, start, count, path in zip(rows.tolist(), starts.tolist(), counts.tolist(), paths, strict=True):
         buffer[row, start : start + count] = buffer[row, start + path[:count].long()].clone()
 

@@ -111,18 +111,16 @@ def tree_attention(
         wanted = number is None or 0 < number < math.inf
         require(wanted, f"{name} must be above 0 and finite, or None, got {number}")
     require(split is None or (split > 0 and split % 64 == 0), f"split must be a multiple of 64, got {split}")
-    launch = bind(query, keys, values, {**options, "sinks": sinks}, split)
+    launch = bind(query, keys, values, {**options, "sinks": sinks, "split": split})
     return launch(query, keys, values, lengths=lengths, nodes=nodes, depths=depths, words=words, sinks=sinks)
 
 
-def bind(
-    query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any], split: int | None = None
-) -> Callable[..., Tensor]:
-    """`tree_attention` with options as for `dispatch.attention_for`, for tensors of these shapes and strides.
+def bind(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """`tree_attention` with options as for `dispatch.attention_for`, and "split", for such shapes and strides.
 
     What is returned does not check what it takes.
     """
-    scaling, softcap, window, chunk = (options.get(name) for name in ("scaling", "softcap", "window", "chunk"))
+    scaling, softcap, window, chunk, split = map(options.get, ("scaling", "softcap", "window", "chunk", "split"))
     rows, heads, width, dim = query.shape
     _, slots, kv_heads, value_dim = values.shape
     packed, (major, processors) = width * heads // kv_heads, _gpu(query.device)

@@ -216,7 +216,18 @@ def _path_of(value: Any) -> str | None:
 
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None, *, instead: str = "") -> None:
-    """Raise ConfigError unless `value` is a whole number in its range; `instead` names other allowed values."""
+    """Check an option that is a whole number.
+
+    Args:
+        name: The option.
+        value: Its value.
+        least: The least allowed value.
+        most: The largest allowed value; None if there is none.
+        instead: Other allowed values, for the message: `"auto or "`.
+
+    Raises:
+        ConfigError: The value is no whole number, or out of its range.
+    """
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or value < least or (most is not None and value > most):
         span = f"of at least {least}" if most is None else f"from {least} to {most}"

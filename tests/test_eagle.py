@@ -110,7 +110,7 @@ def test_the_steps_of_training_are_those_of_drafting(head, tiny_llama):
     features = torch.nn.utils.rnn.pad_sequence([_features(head, tiny_llama, t)[1] for t in texts], batch_first=True)
     starts = DraftStarts.of(batch)
     assert starts.positions.tolist() == [[2, 3, 4, 5, 6], [2, 3, 0, 0, 0]]
-    outs = list(unroll(head, tiny_llama, features, batch, starts, 3))
+    outs = list(unroll(head, tiny_llama, features, starts, 3))
     for row, text in enumerate(texts):
         for slot, at in enumerate(starts.positions[row][starts.is_start[row]].tolist()):
             tokens, grown = text[1 : at + 2], features[row, : at + 1]

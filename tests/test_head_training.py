@@ -130,7 +130,7 @@ def test_a_head_is_asked_only_where_drafting_can_begin_and_only_for_what_is_want
     starts, asked = DraftStarts.of(batch), {}
     last = batch["input_ids"].gather(1, starts.positions)
     for ahead in (1, 2, 3, 4):
-        kept, labels = starts.labels(batch, ahead - 2)
+        kept, labels = starts.labels(ahead - 2)
         asked[ahead] = list(zip(last[kept].tolist(), labels.tolist(), strict=True))
     assert asked[1] == [(2, 3), (3, 4), (5, 6), (6, 7), (7, 8)]
     assert asked[2] == [(2, 4), (5, 7), (6, 8)]

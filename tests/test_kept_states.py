@@ -143,7 +143,7 @@ def test_the_loss_of_eagle3_is_the_cross_entropy_with_the_model_at_every_step_of
         states = hidden_states(tiny_llama, batch["input_ids"], learner.layers)
         (loss,) = learner.losses(tiny_llama, states, batch)
         starts, expected = DraftStarts.of(batch), 0.0
-        outs = unroll(head, tiny_llama, head.enter(states[..., :-32]), batch, starts, 3)
+        outs = unroll(head, tiny_llama, head.enter(states[..., :-32]), starts, 3)
         for step, out in enumerate(outs):
             each = []
             for row, example in enumerate(examples):
@@ -170,7 +170,7 @@ def test_a_fused_head_of_a_larger_model_begins_with_what_is_linear_in_its_layers
         batch = collate(texts[:8])
         states = hidden_states(model, batch["input_ids"], learner.layers)
         starts = DraftStarts.of(batch)
-        (guesses,) = (each.argmax(-1) for each in learner.logits(model, states, batch, starts))
+        (guesses,) = (each.argmax(-1) for each in learner.logits(model, states, starts))
         truth = unembed(model, states[:, 1:-1, -64:]).argmax(-1).flatten()
         return float((guesses == truth).float().mean())
 

@@ -261,21 +261,20 @@ def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> No
     inputs = find_sources(options.inputs, options.field)[0] if options.inputs else []
     check_output(output, inputs, overwrite=overwrite)
     display, is_memory = PoolDisplay(count_documents(inputs)), isinstance(options, ModelOptions)
-    settings |= {"inputs": inputs, "limit": int(options.max_document_mb * MEGABYTE), "max_tokens": options.max_tokens}
     if is_memory:
-        settings |= load(options, measures_costs=False)._asdict()
+        settings["model"], tokenizer = load(options, measures_costs=False)
     else:
-        settings["tokenizer"] = _load_tokenizer(options.model)
+        tokenizer = _load_tokenizer(options.model)
     from lookahead.generation.model_memory import build_memory
-    from lookahead.pools.pool_files import PoolTotals, build_pool, describe_pool
+    from lookahead.pools.pool_files import TokenSource, build_pool, describe_pool
 
     build: Any = build_memory if is_memory else build_pool
     describe: Any = _describe_memory if is_memory else describe_pool
-    totals = PoolTotals()
+    source = TokenSource(inputs, tokenizer, display, options.max_tokens, int(options.max_document_mb * MEGABYTE))
     with display:
-        header = build(str(output), totals=totals, observer=display, **settings)
-    console(sys.stderr).print(f"{totals}\n{describe(str(output), header)}")
-    raise typer.Exit(1 if totals.rejected else 0)
+        header = build(str(output), source, **settings)
+    console(sys.stderr).print(f"{source.totals}\n{describe(str(output), header)}")
+    raise typer.Exit(1 if source.totals.rejected else 0)
 
 
 def _load_tokenizer(model: str) -> Any:

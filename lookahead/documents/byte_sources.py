@@ -75,9 +75,8 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
         yield stream
 
 
-def in_time(call: Callable[[], Answer], seconds: float | None = None) -> Answer:
-    """The result of a call to a server; TimeoutError if it does not answer within so many seconds, or `TIMEOUT_S`."""
-    seconds = TIMEOUT_S if seconds is None else seconds
+def in_time(call: Callable[[], Answer], seconds: float) -> Answer:
+    """The result of a call to a server; TimeoutError if it does not answer within so many seconds."""
     answer: Future[Answer] = Future()
 
     def ask() -> None:
@@ -98,7 +97,7 @@ def in_time(call: Callable[[], Answer], seconds: float | None = None) -> Answer:
 def ask(url: str, call: Callable[[], Answer]) -> Answer:
     """The result of a call to the fsspec driver of a URL; its errors, of dozens of types, become a `DocumentError`."""
     try:
-        return in_time(call)
+        return in_time(call, TIMEOUT_S)
     except FileNotFoundError as error:
         raise DocumentError(f"{url}: not found or not reachable") from error
     except ImportError as error:

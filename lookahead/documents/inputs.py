@@ -62,13 +62,20 @@ def find_inputs(
 ) -> list[Input]:
     """Resolve paths, folders, URLs, patterns and `-` to inputs, each path once, in the order given.
 
-    A folder stands for all files of known suffixes in it and below, but for those to `leave_out`, which a job writes.
-    `**` in a pattern matches folders of any depth. The suffix of a file tells its format, and unknown suffixes mean
-    text. Standard input is JSON lines if a field is given. `on_skip` gets the path of every other file of a folder that
-    is not taken, except hidden ones, and the reason.
+    A folder stands for all files of known suffixes in it and below. `**` in a pattern matches folders of any depth. The
+    suffix of a file tells its format, and unknown suffixes mean text. Standard input is JSON lines if a field is given.
 
-    DocumentError if a path does not exist, a folder or pattern has no file to read, no input has the fields given, or
-    the reader of a format is not installed.
+    Args:
+        arguments: Paths, folders, URLs, patterns, or `-`.
+        field: The field or column with the document; the default is `text`.
+        id_field: The field or column that must hold an id; if None, the field `id` may hold one.
+        leave_out: Files of folders that are not read, since a job writes them.
+        on_skip: Is called for every other file of a folder that is not taken, except hidden ones, with its path and the
+            reason.
+
+    Raises:
+        DocumentError: A path does not exist, a folder or pattern has no file to read, no input has the fields given, or
+            the reader of a format is not installed.
     """
     if "" in (field, id_field):
         raise DocumentError("a field or column must have a name, got ''")

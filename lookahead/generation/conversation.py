@@ -20,10 +20,22 @@ from lookahead.hf.facts import context_limit
 class Conversation:
     """Asks a model one message after another, and keeps the history and its KV cache.
 
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, with a chat template.
+        system: The system message, or None.
+        config: How to draft; the defaults if None.
+        max_new_tokens: The most tokens of an answer, at least 1.
+        chat_template_kwargs: Options of the chat template.
+        options: As of `lookahead.stream`.
+
     Attributes:
         messages: The history, the system message included.
         dropped: Messages of the history that the last question left out because the context was full.
         stream: That of the last answer, for its stats and finish reason; None before the first.
+
+    Raises:
+        PromptError: The tokenizer has no chat template.
     """
 
     def __init__(

@@ -81,7 +81,18 @@ def compare(
 ) -> dict[str, Score]:
     """Decode every prompt with every configuration, in rotating order; each has a learned state of its own.
 
-    The first `warm_up` prompts are decoded once before and not counted. Every prompt has a seed of its own.
+    Every prompt has a seed of its own.
+
+    Args:
+        model: The target model.
+        tokenizer: Its tokenizer.
+        prompts: The prompts.
+        configs: The configurations by name.
+        warm_up: How many first prompts are decoded once before and not counted.
+        generate_kwargs: Options of both `model.generate` and `lookahead.generate`.
+
+    Returns:
+        The results by the name of the configuration.
     """
     causal_lm: Any = model
     scores, learned = {name: Score() for name in configs}, {name: LearnedState() for name in configs}
@@ -131,7 +142,15 @@ def pick_draft(
     prompts: Sequence[str] = PROMPTS,
     **generate_kwargs: Any,
 ) -> Pick:
-    """Measure draft models, by their names, beside the sources that need none, and choose the best."""
+    """Measure draft models beside the sources that need none, and choose the best.
+
+    Args:
+        model: The target model.
+        tokenizer: Its tokenizer.
+        drafts: The draft models by name.
+        prompts: The prompts to measure with.
+        generate_kwargs: As of `compare`.
+    """
     default = LookaheadConfig(memory="request")
     configs = {PLAIN: LookaheadConfig(proposers=()), NAMES: default}
     configs |= {

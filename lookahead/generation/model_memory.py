@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.support import support_of
-from lookahead.documents.inputs import Input
 from lookahead.errors import PoolError
 from lookahead.hf.cache import CACHE
 from lookahead.hf.facts import input_device, validate_causal_lm
@@ -20,7 +19,7 @@ from lookahead.hf.model_state import state_of
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.memory_file import MemoryHeader, merge_records, read_memory, records_of, table_of, write_memory
 from lookahead.ngram.recycled import ORDERS, RecycledTable
-from lookahead.pools.pool_files import PoolObserver, PoolTotals, changing, pool_errors, read_tokens
+from lookahead.pools.pool_files import TokenSource, changing, pool_errors
 from lookahead.proposers import ProposerState
 from lookahead.proposers.file_memory import EMPTY, header_of, merge_into, open_file_memory
 from lookahead.verification.exact import read_scores
@@ -102,23 +101,17 @@ def learn_vocabulary(
 
 
 def build_memory(
-    path: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    inputs: Sequence[Input],
-    *,
-    max_contexts: int | None = None,
-    max_tokens: int | None = None,
-    limit: int,
-    totals: PoolTotals,
-    observer: PoolObserver,
+    path: str, source: TokenSource, model: PreTrainedModel, *, max_contexts: int | None = None
 ) -> MemoryHeader:
-    """Make a memory of the documents of all inputs, or add them to one. The model reads them and generates nothing.
+    """Make a memory of documents, or add them to one. The model reads them and generates nothing.
 
-    Without inputs it reads its vocabulary, token by token.
+    Without inputs it reads its vocabulary, token by token. With `max_contexts=None` contexts are added to the file that
+    exists, up to its bound. On an error an existing file is left as it was.
 
-    With `max_contexts=None` they are added to the file that exists, up to its bound. `limit` is in bytes of a document.
-    On an error an existing file is left as it was.
+    Raises:
+        PoolError: No document could be used, the model is decoded without drafts, or the file cannot be read or
+            written, or belongs to another model.
+        UnsupportedModelError: The model is no causal LM.
     """
     validate_causal_lm(model, "read texts for a memory")
     adds = max_contexts is None
@@ -127,17 +120,18 @@ def build_memory(
         with pool_errors(path):
             header, _ = read_memory(path, header)
     table = table_of(EMPTY, header.max_contexts)
-    if inputs:
-        for ids in read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer):
+    totals = source.totals
+    if source.inputs:
+        for ids in source:
             learn(table, model, ids)
         if not totals.documents:
             raise PoolError(f"{path}: no document to learn from, {totals.rejected} could not be used")
     else:
         if (support := support_of(model, shortest=1, max_length=2)).shape == "none":
             raise PoolError(f"{path}: of no use, this model is decoded without drafts: {support.reason}")
-        size = header.vocabulary if max_tokens is None else min(max_tokens, header.vocabulary)
-        for totals.tokens in learn_vocabulary(table, model, tokenizer, size):
-            observer(totals, None)
+        size = header.vocabulary if source.max_tokens is None else min(source.max_tokens, header.vocabulary)
+        for totals.tokens in learn_vocabulary(table, model, source.tokenizer, size):
+            source.observer(totals, None)
     new, _ = records_of(table, header.vocabulary)
     if adds:
         return merge_into(path, header, new)

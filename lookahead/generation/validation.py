@@ -106,7 +106,21 @@ def check_options(
     options: Mapping[str, Any],
     seed: object = None,
 ) -> None:
-    """Refuse a model or a pool that cannot be used, options out of range, and those that no one would read."""
+    """Check the arguments of a call of the Python API.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        config: How to draft; None for the defaults.
+        generation_config: As of `model.generate`.
+        options: Other options of `model.generate`.
+        seed: None, or a whole number from -2^63 to 2^64 - 1.
+
+    Raises:
+        ConfigError: An option is out of its range, or nothing would read it.
+        PoolError: The pool of the configuration cannot be read, or was made with another tokenizer.
+        UnsupportedModelError: The model cannot be used.
+    """
     validate_model(model)
     check_config("config", config)
     if config is not None:
@@ -272,7 +286,19 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
 def validate_past(
     model: PreTrainedModel, past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None
 ) -> None:
-    """Refuse a filled cache that cannot be continued from."""
+    """Refuse a filled cache that cannot be continued from.
+
+    Args:
+        model: The model.
+        past: The cache.
+        input_ids: int64 `[batch, tokens]`, the whole text.
+        config: The generation configuration of the call.
+        attention_mask: `[batch, tokens]`, or None.
+
+    Raises:
+        UnsupportedModelError: The cache is no DynamicCache, holds other rows or a narrower type, or the text or the
+            mask is not longer than it.
+    """
     if not isinstance(past, DynamicCache) or not all(layer.is_initialized for layer in cast(Any, past.layers)):
         raise UnsupportedModelError(f"{CACHE} must be a DynamicCache, got a {type(past).__name__}")
     whole = input_ids.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import numpy as np
 from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import Input
-from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
+from lookahead.documents.readers import read_documents
 from lookahead.errors import PoolError, count, one_line
 from lookahead.ngram.chains import SEPARATOR, IntArray
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
@@ -104,32 +104,62 @@ class PoolTotals:
         return f"{self.tokens:,} tokens{of} taken{skipped}{full}"
 
 
-# Is told of every document, with the reject if it was left out, and when all of them are read.
-PoolObserver = Callable[[PoolTotals, Reject | None], None]
+@dataclass(slots=True)
+class TokenSource:
+    """The documents of some inputs as int32 `[tokens]` each, without special tokens; what was read so far is counted.
 
-
-def build_pool(
-    path: str,
-    inputs: Sequence[Input],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    add: bool = False,  # the documents of the existing pool are kept
-    max_tokens: int | None = None,  # the document that exceeds them is cut, and later ones are not read
-    limit: int = DEFAULT_LIMIT,  # bytes of a document
-    totals: PoolTotals,
-    observer: PoolObserver,
-) -> PoolHeader:
-    """Make a pool of the documents of all inputs. An existing file is replaced when the new one is complete.
-
-    With `add` it is read again under its lock, with what other processes added meanwhile.
+    Attributes:
+        inputs: The documents.
+        tokenizer: Their tokenizer.
+        observer: Is called after every document, with the reject if it was left out, and when all are read.
+        max_tokens: The document that exceeds so many tokens is cut, and later ones are not read; None for any number.
+        limit: The most bytes of a document.
+        totals: What was read so far.
     """
-    fingerprint = tokenizer_fingerprint(tokenizer)
+
+    inputs: Sequence[Input]
+    tokenizer: PreTrainedTokenizerBase
+    observer: Callable[[PoolTotals, Reject | None], None]
+    max_tokens: int | None
+    limit: int
+    totals: PoolTotals = field(default_factory=PoolTotals)
+
+    def __iter__(self) -> Iterator[IntArray]:
+        totals = self.totals
+        for document in read_documents(self.inputs, limit=self.limit):
+            ids = document if isinstance(document, Reject) else _tokens_of(document, self.tokenizer)
+            if isinstance(ids, Reject):
+                totals.rejected += 1
+                self.observer(totals, ids)
+                continue
+            if self.max_tokens is not None and totals.tokens + ids.size > self.max_tokens:
+                totals.is_full = True
+                ids = ids[: self.max_tokens - totals.tokens]
+            if ids.size > 0:
+                yield ids
+                totals.documents += 1
+                totals.tokens += ids.size
+                self.observer(totals, None)
+            if totals.is_full:
+                break
+        totals.is_read = True
+        self.observer(totals, None)
+
+
+def build_pool(path: str, source: TokenSource, *, add: bool = False) -> PoolHeader:
+    """Make a pool of documents. An existing file is replaced when the new one is complete.
+
+    With `add` it is read again under its lock, with what other processes added meanwhile. PoolError if no document
+    could be used, the file cannot be written, or it cannot be read or was made with another tokenizer.
+    """
+    fingerprint = tokenizer_fingerprint(source.tokenizer)
     with pool_errors(path):
         if add:  # refuse a file that cannot be used before the documents are read
             Pool.open(path, fingerprint)
-    documents = list(read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer))
+    documents = list(source)
     if not documents:
-        raise PoolError(f"{path}: no document to {'add' if add else 'make it of'}, {totals.rejected} could not be used")
+        what = f"no document to {'add' if add else 'make it of'}"
+        raise PoolError(f"{path}: {what}, {source.totals.rejected} could not be used")
     with changing(path):
         pool = Pool.open(path, fingerprint) if add else None
         before = [] if pool is None else [np.array(pool.tokens[1:])]
@@ -142,35 +172,6 @@ def join_documents(documents: Sequence[IntArray]) -> IntArray:
     separator = np.array([SEPARATOR], np.int32)
     joined: IntArray = np.concatenate([part for document in documents for part in (separator, document)][1:])
     return joined
-
-
-def read_tokens(
-    inputs: Sequence[Input],
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int | None,
-    limit: int,
-    totals: PoolTotals,
-    observer: PoolObserver,
-) -> Iterator[IntArray]:
-    """The documents of all inputs as int32 `[tokens]` each, at most `max_tokens` together."""
-    for document in read_documents(inputs, limit=limit):
-        ids = document if isinstance(document, Reject) else _tokens_of(document, tokenizer)
-        if isinstance(ids, Reject):
-            totals.rejected += 1
-            observer(totals, ids)
-            continue
-        if max_tokens is not None and totals.tokens + ids.size > max_tokens:
-            totals.is_full = True
-            ids = ids[: max_tokens - totals.tokens]
-        if ids.size > 0:
-            yield ids
-            totals.documents += 1
-            totals.tokens += ids.size
-            observer(totals, None)
-        if totals.is_full:
-            break
-    totals.is_read = True
-    observer(totals, None)
 
 
 def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArray | Reject:

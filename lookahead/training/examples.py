@@ -79,9 +79,23 @@ def answer_prompts(
     """Answer prompts greedily with a model, several together, and keep the answers in a file that another start reads.
 
     Heads learn most from the model's own outputs. The file has an answer a line, an end-of-sequence token included,
-    after a first line that identifies the prompts; a damaged one, or one of other prompts, is a `TrainingError`.
+    after a first line that identifies the prompts.
 
     Source: Cai et al. 2024, "Medusa", §2.3.2 (self-distillation).
+
+    Args:
+        loaded: The model.
+        prompts: The prompts.
+        file: The file of the answers; those that it holds are kept.
+        max_new_tokens: The most tokens of an answer, at least 1.
+        say: Is called with a line for every 100 answers.
+
+    Returns:
+        The token ids of the answer to each prompt.
+
+    Raises:
+        TrainingError: The file is damaged, or holds the answers to other prompts.
+        LookaheadError: A prompt cannot be answered.
     """
     asked = xxhash.xxh3_64_hexdigest(json.dumps(prompts).encode())
     first = {"answers_to": asked, "max_new_tokens": max_new_tokens}

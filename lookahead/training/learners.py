@@ -32,9 +32,7 @@ class Learner(nn.Module, ABC):
         """Scalars whose sum is the loss; the backward pass of each may run before the next is computed."""
 
     @abstractmethod
-    def logits(
-        self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor], starts: DraftStarts
-    ) -> Iterator[Tensor]:
+    def logits(self, model: PreTrainedModel, states: Tensor, starts: DraftStarts) -> Iterator[Tensor]:
         """Logits `[n, tokens]` of each token guessed in turn, at the n starts that have such a token."""
 
     def token_ids(self, guesses: Tensor) -> Tensor:
@@ -44,8 +42,8 @@ class Learner(nn.Module, ABC):
     def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """For each token guessed: right first guesses, right ones among five, and trials, int64 `[depth, 3]`."""
         starts, counts = DraftStarts.of(batch), []
-        for step, logits in enumerate(self.logits(model, states, batch, starts)):
-            labels = starts.labels(batch, step)[1]
+        for step, logits in enumerate(self.logits(model, states, starts)):
+            labels = starts.labels(step)[1]
             guesses = self.token_ids(logits.topk(min(5, logits.shape[-1])).indices)
             right = guesses == labels[:, None]
             counts.append([int(right[:, 0].sum()), int(right.any(1).sum()), len(labels)])
@@ -72,24 +70,23 @@ class IndependentHeadsLearner(Learner):
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
         starts, share = DraftStarts.of(batch), HEADS_SHARE if states.requires_grad else 1.0
         if states.requires_grad:
-            kept, labels = starts.labels(batch, -1)
+            kept, labels = starts.labels(-1)
             last = gather_positions(states[..., -model.config.get_text_config().hidden_size :], starts.positions)
             yield F.cross_entropy(unembed(model, last[kept]).float(), labels)
-        for head, logits in enumerate(self.logits(model, states, batch, starts)):
+        for head, logits in enumerate(self.logits(model, states, starts)):
             if len(logits) > 0:
-                labels = starts.labels(batch, head)[1]
+                labels = starts.labels(head)[1]
                 yield share * DECAY ** (head + 1) * F.cross_entropy(logits.float(), labels)
 
-    def logits(
-        self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor], starts: DraftStarts
-    ) -> Iterator[Tensor]:
+    def logits(self, model: PreTrainedModel, states: Tensor, starts: DraftStarts) -> Iterator[Tensor]:
         for head in range(self.depth):
-            yield self.heads.guess(model, head, states, starts.positions, starts.labels(batch, head)[0])
+            yield self.heads.guess(model, head, states, starts.positions, starts.labels(head)[0])
 
 
 class DraftStarts(NamedTuple):
     """The positions of a batch at which drafting may begin: the next token was written by the model."""
 
+    batch: dict[str, Tensor]  # `input_ids` and `wanted`, [batch, tokens]
     positions: Tensor  # int64 [batch, starts], ascending; 0 after the last
     is_start: Tensor  # bool [batch, starts], False after the last
 
@@ -100,16 +97,16 @@ class DraftStarts(NamedTuple):
         order = begins.float().argsort(dim=1, descending=True, stable=True)
         most = int(begins.sum(1).max())
         is_start = begins.gather(1, order)[:, :most]
-        return cls(order[:, :most] * is_start, is_start)
+        return cls(batch, order[:, :most] * is_start, is_start)
 
-    def labels(self, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
+    def labels(self, step: int) -> tuple[Tensor, Tensor]:
         """Which starts have a token written by the model for this step to guess, and that token.
 
         Step 0 guesses the second token after a start: the model itself chooses the first.
         """
-        ids, at = batch["input_ids"], self.positions + 2 + step
+        ids, at = self.batch["input_ids"], self.positions + 2 + step
         inside = at.clamp(max=ids.shape[1] - 1)
-        kept = self.is_start & (at < ids.shape[1]) & batch["wanted"].gather(1, inside)
+        kept = self.is_start & (at < ids.shape[1]) & self.batch["wanted"].gather(1, inside)
         return kept, ids.gather(1, inside)[kept]
 
 
@@ -131,20 +128,18 @@ class EagleLearner(Learner):
         starts = DraftStarts.of(batch)
         size = states.square().mean().sqrt()
         noisy = states + (torch.rand_like(states) * 2 - 1) * NOISE * size
-        (out,) = unroll(self.head, model, noisy, batch, starts, 1)
-        kept, _ = starts.labels(batch, 0)
+        (out,) = unroll(self.head, model, noisy, starts, 1)
+        kept, _ = starts.labels(0)
         truth = gather_positions(states, (starts.positions + 1).clamp(max=states.shape[1] - 1))[kept]
         predicted = out[kept]
         probs = unembed(model, truth).float().softmax(-1)
         token_loss = -(probs * self.head.logits(model, predicted).float().log_softmax(-1)).sum(-1).mean()
         yield F.smooth_l1_loss(predicted, truth) + TOKEN_SHARE * token_loss
 
-    def logits(
-        self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor], starts: DraftStarts
-    ) -> Iterator[Tensor]:
+    def logits(self, model: PreTrainedModel, states: Tensor, starts: DraftStarts) -> Iterator[Tensor]:
         features = self.head.enter(self._inputs(states))
-        for step, out in enumerate(unroll(self.head, model, features, batch, starts, self.depth)):
-            yield self.head.logits(model, out[starts.labels(batch, step)[0]])
+        for step, out in enumerate(unroll(self.head, model, features, starts, self.depth)):
+            yield self.head.logits(model, out[starts.labels(step)[0]])
 
     def token_ids(self, guesses: Tensor) -> Tensor:
         return self.head.token_ids(guesses)
@@ -174,8 +169,8 @@ class FusedEagleLearner(EagleLearner):
         row = begins.flatten().cumsum(0).view(begins.shape) - 1  # of the truth, by position
         total = torch.zeros((), device=states.device)
         features = self.head.enter(self._inputs(states))
-        for step, out in enumerate(unroll(self.head, model, features, batch, starts, self.depth)):
-            kept, labels = starts.labels(batch, step)
+        for step, out in enumerate(unroll(self.head, model, features, starts, self.depth)):
+            kept, labels = starts.labels(step)
             is_known = torch.isin(labels, tokens)
             if is_known.any():
                 index = (starts.positions + 1 + step).clamp(max=row.shape[1] - 1)
@@ -186,7 +181,7 @@ class FusedEagleLearner(EagleLearner):
 
 
 def unroll(
-    head: EagleHead, model: PreTrainedModel, features: Tensor, batch: dict[str, Tensor], starts: DraftStarts, steps: int
+    head: EagleHead, model: PreTrainedModel, features: Tensor, starts: DraftStarts, steps: int
 ) -> Iterator[Tensor]:
     """Run a head as drafting does: the first step on the model's features, further steps on its own output.
 
@@ -195,8 +190,15 @@ def unroll(
     hidden]`: at step s, from 0, the output for the token s + 2 positions after each start, undefined beyond the text.
 
     Source: Li et al. 2025, "EAGLE-3", §3.2 (training-time test).
+
+    Args:
+        head: The head.
+        model: The model, for its embedding.
+        features: `[batch, tokens, size]`, what the head reads of the model.
+        starts: The positions where drafting begins, and the tokens.
+        steps: Number of steps, at least 1.
     """
-    layer, ids = head.layer, batch["input_ids"]
+    layer, ids = head.layer, starts.batch["input_ids"]
     embeddings = model.get_input_embeddings()(ids).to(features.dtype)
     index = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
     mask = index[:, None] <= starts.positions[..., None]

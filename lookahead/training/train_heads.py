@@ -89,10 +89,21 @@ def train_heads(
 ) -> dict[str, float]:
     """Train heads for a model with the examples of a file (`read_records`), and write them.
 
-    The folder gets the heads, the checkpoints, and in `model` a model that was trained too. Returns, on held-out
-    examples, the share of right first guesses for each token guessed, `eval_accuracy_1` and so on, and of right ones
-    among five, `eval_top_5_1` and so on. TrainingError if accelerate is missing, the data is unusable, or the folder
-    belongs to another run; HeadsError if the model takes no heads.
+    Args:
+        loaded: The model.
+        data: The file of examples.
+        output: The folder that gets the heads, the checkpoints, and in `model` a model that was trained too.
+        settings: The settings of the run.
+        resume: Go on with the run in `output`, from its last checkpoint.
+        say: Is called with lines about the progress.
+
+    Returns:
+        On held-out examples, the share of right first guesses for each token guessed, `eval_accuracy_1` and so on, and
+        of right ones among five, `eval_top_5_1` and so on.
+
+    Raises:
+        TrainingError: accelerate is missing, the data is unusable, or the folder belongs to another run.
+        HeadsError: The model takes no heads.
     """
     check_trainer()
     records = read_records(data)
@@ -152,32 +163,26 @@ def _last_checkpoint(output: Path) -> Path | None:
 def _entered(output: Path, run: dict[str, Any], *, resume: bool) -> Iterator[None]:
     """Hold the lock of the folder of a run, which is made or holds the same run; another process is refused."""
     output.parent.mkdir(parents=True, exist_ok=True)
+    path = output / _SETTINGS
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(output, timeout_s=0))
         except TimeoutError as error:
             what = "is being written by another process; wait for it, stop it, or choose another --output"
             raise TrainingError(f"{output} {what}") from error
-        _enter(output, run, resume=resume)
+        if path.exists() and not resume:
+            raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
+        before = read_object(path, TrainingError) if path.exists() else run
+        for name, value in run.items():
+            if before.get(name) != value:
+                raise TrainingError(
+                    f"{output} holds a run with {name} = {before.get(name)}, not {value}: repeat its options, its "
+                    "model and its data, or choose another --output"
+                )
+        if not path.exists():
+            output.mkdir(exist_ok=True)
+            write_atomically(path, json.dumps(run, indent=2) + "\n")
         yield
-
-
-def _enter(output: Path, run: dict[str, Any], *, resume: bool) -> None:
-    """Create the folder, or check that it holds the same run."""
-    path = output / _SETTINGS
-    if not path.exists():
-        output.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(run, indent=2) + "\n")
-        return
-    if not resume:
-        raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
-    before = read_object(path, TrainingError)
-    for name, value in run.items():
-        if before.get(name) != value:
-            raise TrainingError(
-                f"{output} holds a run with {name} = {before.get(name)}, not {value}: repeat its options, its model "
-                "and its data, or choose another --output"
-            )
 
 
 def _prepare(
@@ -226,12 +231,10 @@ def _prepare(
 def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) -> tuple[Learner, TrainedHeads]:
     """Untrained heads of a kind, float32 on the model's device, and their learner."""
     count, device = settings.heads, lm_head(model).weight.device
-    if settings.kind == "medusa":
-        medusa = MedusaHeads.fresh(model, heads=count).float()
-        return IndependentHeadsLearner(medusa), medusa
-    if settings.kind == "mtp":
-        mtp = MtpHeads.fresh(model, heads=count).float()
-        return IndependentHeadsLearner(mtp), mtp
+    if settings.kind in _JOINT:
+        kind = MedusaHeads if settings.kind == "medusa" else MtpHeads
+        heads = kind.fresh(model, heads=count).float()
+        return IndependentHeadsLearner(heads), heads
     if settings.kind == "eagle":
         head = EagleHead(layer_config(model)).float().to(device)
         return EagleLearner(head, count), head

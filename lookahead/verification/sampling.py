@@ -66,7 +66,18 @@ class TokenChooser:
         return token
 
     def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False) -> Tensor:
-        """The probabilities `[vocab]` that `choose` would draw from; of a tentative prefix no scores are kept."""
+        """The probabilities `[vocab]` that `choose` would draw from.
+
+        Args:
+            prefix: As of `choose`.
+            logits: As of `choose`.
+            row: The row of the batch.
+            step: Tokens that the row has emitted.
+            is_tentative: Whether tokens of the prefix may not be emitted; then no scores are kept.
+
+        Raises:
+            LogitsError: The scores are not numbers.
+        """
         chances = torch.softmax(self._process(prefix, logits, row, keep=self._keep and not is_tentative)[0], -1)
         if int(likeliest(chances)) < 0:
             raise not_a_number(row, step)

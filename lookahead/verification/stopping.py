@@ -18,8 +18,6 @@ from lookahead.verification.sampling import foreign_processor
 FinishReason = Literal["stop", "length", "criteria"]
 """Why an output ended: an end-of-sequence token or a stop string, a limit on its length, or another criterion."""
 
-Criterion = Callable[[Tensor, Sequence[Tensor]], bool]
-
 # Criteria that treat every row by itself and keep nothing from step to step. A subclass may do otherwise.
 _ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 _REASONS: dict[type, FinishReason] = {EosTokenCriteria: "stop", StopStringCriteria: "stop", MaxLengthCriteria: "length"}
@@ -43,7 +41,7 @@ class StoppingRule:
 
     max_length: int
     eos_tokens: frozenset[int]
-    custom: tuple[tuple[FinishReason, Criterion], ...] = ()
+    custom: tuple[tuple[FinishReason, Callable[[Tensor, Sequence[Tensor]], bool]], ...] = ()
 
     def within(self, context: int | None, padding: int = 0) -> StoppingRule:
         """The rule for a model with a context of so many tokens, None for any; one more follows the last of them."""
@@ -69,6 +67,13 @@ def stateful_reason(
 
     Rows of a batch advance at different rates, and where tokens are sampled, typical acceptance asks processors about
     tokens that may not be emitted.
+
+    Args:
+        processors: The processors of the call.
+        criteria: The stopping criteria of the call.
+        config: The generation configuration of the call.
+        rows: Rows of the batch, at least 1.
+        is_lossy: Whether acceptance is typical.
     """
     if rows > 1 and (name := stateful_name(processors, criteria, config)):
         return (
