@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,24 +17,27 @@ from torch.nn.functional import linear
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backend.cpu import linears, product_bits, product_choice
+from lookahead.backend.choice import backend_for
+from lookahead.backend.cpu import cpu_backend, linears, product_bits, product_choice
 from lookahead.backend.cpu.product_bits import Layout, Packed
-from lookahead.backend.encoder_decoder import DecoderTarget
+from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.model_inputs import encode
+from lookahead.hf.model_inputs import EncoderInputs, encode
 from tests.support.families import ENCODER_DECODERS, build
+from tests.support.products import kept_choice
 from tests.test_encoder_decoder import BATCH, NEW_TOKENS, ONE, READ, WANDERING, compare, generate
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
 
 @pytest.fixture(autouse=True)
-def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small layers are packed too, and no product is measured."""
+def packs_small_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Layers of any size are packed, by oneDNN."""
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("onednn",))
+    with kept_choice(tmp_path, "onednn"):
+        yield
 
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])
@@ -60,32 +66,33 @@ def test_a_decoder_packs_the_weights_of_its_passes_and_none_that_read_the_input(
 
 def test_a_pass_that_packs_weights_is_no_measure_of_later_ones() -> None:
     model = build(ENCODER_DECODERS["Bart"])
-    target = DecoderTarget(model, encode(model, [np.array(READ, np.int32)]))
-    with target.serving():
-        target.read([np.array([2], np.int32)])
+    encoded = encode(model, [np.array(READ, np.int32)])
+    backend = backend_for(model, rows=1, capacity=64, make_inputs=partial(EncoderInputs, encoded=encoded))
+    with backend.serving():
+        backend.read([np.array([2], np.int32)])
         cold = []
         for _ in range(2):
-            target.score([TokenTree.from_parents([2, 9, 31], [0, 0, 1])])
-            cold.append(target.is_cold)
+            backend.score([TokenTree.from_parents([2, 9, 31], [0, 0, 1])])
+            cold.append(backend.is_cold)
     assert cold == [True, False]
 
 
-@pytest.mark.parametrize(("inputs", "bits"), [(ONE, "alone"), (BATCH, "together")], ids=["one", "batch"])
+@pytest.mark.parametrize(("inputs", "policy"), [(ONE, BitPolicy.SOLO), (BATCH, BitPolicy.BATCH)], ids=["one", "batch"])
 def test_passes_without_drafts_have_the_bits_of_generate_in_half_precision(
-    inputs: dict[str, torch.Tensor], bits: str, monkeypatch: pytest.MonkeyPatch
+    inputs: dict[str, torch.Tensor], policy: BitPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, run = [], linears.LinearScope.running
-    monkeypatch.setattr(linears.LinearScope, "running", lambda self, bits: seen.append(bits) or run(self, bits))
+    seen, run = [], cpu_backend.running
+    monkeypatch.setattr(cpu_backend, "running", lambda each: seen.append((each.policy, each.is_prompt)) or run(each))
     model = build(ENCODER_DECODERS["Bart"]).to(torch.bfloat16)
     wanted = {**WANDERING, "return_dict_in_generate": True, "output_logits": True}
     expected: Any = generate(model, inputs, **wanted)
     support_of(model, shortest=1, max_length=NEW_TOKENS)
-    if bits == "alone" and not keeps_solo_bits(model):
-        bits = "any"  # so few numbers a row are multiplied in another order on this CPU
+    if policy is BitPolicy.SOLO and not keeps_solo_bits(model):
+        policy = BitPolicy.ROUNDED  # so few numbers a row are multiplied in another order on this CPU
     seen.clear()
     config = LookaheadConfig(proposers=())
     got: Any = generate(model, inputs, **wanted, custom_generate=lookahead.decode, lookahead_config=config)
-    assert seen == ["torch"] + [bits] * (NEW_TOKENS - 1)
+    assert seen == [(BitPolicy.BATCH, True)] + [(policy, False)] * (NEW_TOKENS - 1)
     assert torch.equal(got.sequences, expected.sequences)
     assert all(torch.equal(*pair) for pair in zip(got.logits, expected.logits, strict=True))
 
@@ -94,6 +101,7 @@ def test_passes_without_drafts_have_the_bits_of_generate_in_half_precision(
 def test_a_product_that_waits_for_other_processes_is_not_taken_for_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     results: dict[int, torch.Tensor] = {}
 
+    # The product takes no time of this thread, and waits as if another process ran meanwhile.
     def lay_out(weight: torch.Tensor, layout: Layout) -> Packed:
         def product(x: torch.Tensor, bias: None) -> torch.Tensor:
             if len(x) not in results:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
-from lookahead.backend.encoder_decoder import DecoderTarget
+from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import LogitsError, PromptError
 from lookahead.generation.plan import joins_alone
@@ -39,8 +39,8 @@ def by_text(offer: Offer, texts: list[list[int]]) -> Offer:
 @contextmanager
 def rows_of_passes() -> Iterator[list[int]]:
     """The number of rows in every pass of a decoder that scores trees."""
-    rows, own = list[int](), DecoderTarget.score
-    with patch.object(DecoderTarget, "score", lambda *call: (rows.append(len(call[1])), own(*call))[1]):
+    rows, own = list[int](), TorchBackend.score
+    with patch.object(TorchBackend, "score", lambda *call: (rows.append(len(call[1])), own(*call))[1]):
         yield rows
 
 

@@ -18,6 +18,7 @@ from lookahead.backend.gpu.cuda_graphs import CudaGraphs
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch as choice
+from tests.support.engines import engine_of
 from tests.support.random_trees import ancestor_mask
 
 pytestmark = [
@@ -136,8 +137,7 @@ def test_graphs_of_two_models_and_of_several_sizes_share_no_memory_they_need(cap
     config = LookaheadConfig(cuda_graphs=True, draft="fixed", max_nodes=15, min_probability=0.0)
     options = {"max_new_tokens": 80, "do_sample": False}
     expected = [model.generate(ids, **options)[0, 100:].tolist() for model in models]
-    make = {"custom_generate": lookahead.generation.hf.prepare, "lookahead_config": config}
-    engines = [model.generate(ids, **options, **make).run() for model in models]
+    engines = [engine_of(model, ids, **options, lookahead_config=config).run() for model in models]
     outputs: list[list[int]] = [[], []]
     for _ in range(80):
         for output, engine in zip(outputs, engines, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +28,14 @@ from transformers import (
 import lookahead
 from lookahead import DecodingStats, LookaheadConfig
 from lookahead.backend.choice import backend_for
-from lookahead.backend.cpu import linears, product_bits
+from lookahead.backend.cpu import product_bits
+from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, build, for_cpus
+from tests.support.products import kept_choice, run
 
 PLAIN = LookaheadConfig(proposers=())
 DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=16)  # each attends alone
@@ -117,15 +120,14 @@ def test_no_bits_are_promised_under_autocast_and_what_was_found_there_is_not_kep
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_under_autocast_products_have_the_type_that_it_chooses(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_autocast_products_have_the_type_that_it_chooses(
+    packs: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("onednn",))
     model, x = torch.nn.Sequential(torch.nn.Linear(24, 19)), torch.randn(40, 24)
-    scope = linears.LinearScope(model, packs=packs)
-    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+    with kept_choice(tmp_path, "onednn"), torch.autocast("cpu", torch.bfloat16):
         expected = model(x)
-        with scope.serving(), scope.running("any"):
-            assert torch.equal(model(x), expected)
+        assert torch.equal(run(LinearScope(model, packs=packs), model, x), expected)
     assert expected.dtype == torch.bfloat16
 
 
@@ -220,11 +222,11 @@ def test_a_batch_of_prompts_of_one_length_is_that_of_generate_as_well() -> None:
 def passes_of(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> list[tuple[int, int]]:
     """What is told of how a prompt is read."""
     told: list[tuple[int, int]] = []
-    target = backend_for(model, rows=len(prompts), capacity=64)
-    target.on_prefill = lambda *now: told.append(now)
+    backend = backend_for(model, rows=len(prompts), capacity=64)
     lengths = mask.sum(1).tolist() if mask is not None else [prompts.shape[1]] * len(prompts)
-    with target.serving():
-        target.read([row[-n:].int().numpy() for row, n in zip(prompts, lengths, strict=True)])
+    texts = [row[-n:].int().numpy() for row, n in zip(prompts, lengths, strict=True)]
+    with backend.serving():
+        backend.read(texts, on_prefill=lambda *now: told.append(now))
     return told
 
 

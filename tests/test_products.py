@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import llvmlite.binding as llvm
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from lookahead.backend.cpu import linears, product_bits
+from lookahead.backend.cpu import product_bits
+from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.linears import LinearScope
-from lookahead.backend.cpu.product_bits import Kind, Layout
+from lookahead.backend.cpu.product_bits import Kind, Layout, best_layout, takes_any_rows
+from lookahead.backend.protocol import BitPolicy
 from lookahead.kernels import packed_product
+from tests.support.products import cancelling_rows, half_model, kept_choice, run
 
 SIZES = 64  # of which the inputs of a weight in bfloat16 are a multiple, whatever the CPU
 
@@ -55,7 +61,7 @@ def test_products_on_several_threads_have_the_same_bits(dtype):
 
 @needs_halves
 def test_long_rows_have_the_bits_of_torch_for_one_row():
-    layout, most = product_bits.best_layout(torch.empty(96, 1536).bfloat16(), None, "alone", ("packed",))
+    layout, most = best_layout(torch.empty(96, 1536).bfloat16(), None, BitPolicy.SOLO, ("packed",))
     if not most:
         pytest.skip("torch sums one row in an order that is not known")
     x, weight = torch.randn(32, 1536).bfloat16(), torch.randn(96, 1536).bfloat16()
@@ -75,80 +81,93 @@ def test_rounded_sums_are_those_of_torch(dtype):
     assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.nan_to_num(5.0), expected.nan_to_num(5.0))
 
 
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every product that the kernel of this package was given."""
+    rows: list[int] = []
+    own = packed_product.multiply
+    monkeypatch.setattr(
+        packed_product, "multiply", lambda *rest: rows.append(rest[1].numel() // rest[1].shape[-1]) or own(*rest)
+    )
+    return rows
+
+
+@pytest.fixture
+def packs_by_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Layers of any size are packed, by the kernel of this package."""
+    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
+    with kept_choice(tmp_path, "packed"):
+        yield
+
+
 @own_types
 @pytest.mark.parametrize("shape", [(2, 5, 64), (1, 1, 64), (3, 64)])
-def test_rows_of_any_shape_go_to_the_kernel_of_this_package(shape, dtype, monkeypatch):
-    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
+def test_rows_of_any_shape_go_to_the_kernel_of_this_package(shape, dtype, taken, packs_by_kernel):
     model, x = nn.Sequential(nn.Linear(64, 70)).to(dtype), torch.randn(shape).to(dtype)
-    taken: list[int] = []
-    own = packed_product.multiply
-    monkeypatch.setattr(packed_product, "multiply", lambda *rest: taken.append(rest[1].numel() // 64) or own(*rest))
-    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
-    monkeypatch.setattr(linears, "best_layout", lambda *layer: (Layout(block=512), 32))
+    if dtype == torch.bfloat16 and not best_layout(model[0].weight, model[0].bias, BitPolicy.SOLO, ("packed",))[1]:
+        pytest.skip("torch sums rows of this layer in an order that is not known")
     scope = LinearScope(model)
-    with torch.inference_mode(), scope.serving(), scope.running("any"):
-        got = model(x)
-    assert taken[-1] == x.numel() // 64 and got.shape == (*shape[:-1], 70)
+    run(scope, model, x)
+    taken.clear()  # what was compared with torch
+    got = run(scope, model, x)
+    assert taken == [x.numel() // 64] and got.shape == (*shape[:-1], 70)
     assert torch.allclose(got, model(x), atol=0.02 if dtype == torch.bfloat16 else 1e-5)
 
 
+shapes = pytest.mark.parametrize("shape", [(37, 64), (70, 64), (96, 1536), (300, 576)], ids=str)
+"""With AVX512-BF16 torch multiplies rows of the second and the fourth alone, and of the others together."""
+
+
+def multiplied_alone(model: nn.Module) -> bool:
+    """Whether a layout has the bits of torch for any number of rows of a layer."""
+    weight, bias = model[0].weight, model[0].bias
+    layout, _ = best_layout(weight, bias, BitPolicy.BATCH, ("packed",))
+    return layout.block > 0 and takes_any_rows(Kind.of(weight, bias), layout)
+
+
 @needs_halves
+@shapes
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(37, 64), (96, 1536), (300, 576)])
-def test_where_torch_multiplies_each_row_alone_any_number_of_rows_has_its_bits(outputs, inputs, has_bias):
-    weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(260, inputs).bfloat16()
-    bias = torch.randn(outputs).bfloat16() if has_bias else None
-    layout, _ = product_bits.best_layout(weight, bias, "together", ("packed",))
-    if any(llvm.get_host_cpu_features().get(name) for name in ("avx512f", "avxneconvert")):
-        pytest.skip("torch multiplies rows together on this CPU")
-    assert product_bits.takes_any_rows(Kind.of(weight, bias), layout)
-    product = product_bits.lay_out(weight, layout).product
-    for rows in (*range(1, 14), 32, 33, 260):
-        assert torch.equal(product(x[:rows], bias), linear(x[:rows], weight, bias))
+def test_a_prompt_goes_to_the_kernel_only_if_any_number_of_rows_has_the_bits_of_torch(
+    shape, has_bias, taken, packs_by_kernel
+):
+    model, x = half_model(shape, bias=has_bias), cancelling_rows(260, shape[1])
+    is_alone, scope = multiplied_alone(model), LinearScope(model)
+    # Without these instructions torch multiplies each row alone.
+    assert is_alone or any(llvm.get_host_cpu_features().get(name) for name in ("avx512f", "avxneconvert"))
+    for rows in (*range(1, 14), 32, 33, 90, 260):
+        run(scope, model, x[:rows], BitPolicy.BATCH, is_prompt=True)
+        taken.clear()  # what was compared with torch
+        assert torch.equal(run(scope, model, x[:rows], BitPolicy.BATCH, is_prompt=True), model(x[:rows]))
+        assert taken == [rows] * is_alone
 
 
 @needs_halves
-def test_a_prompt_goes_to_the_kernel_only_if_any_number_of_rows_has_the_bits_of_torch(monkeypatch):
-    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
-    taken: list[int] = []
-    own = packed_product.multiply
-    monkeypatch.setattr(packed_product, "multiply", lambda *rest: taken.append(len(rest[1])) or own(*rest))
-    for is_any in (True, False):
-        monkeypatch.setattr(linears, "takes_any_rows", lambda *layer, is_any=is_any: is_any)
-        monkeypatch.setattr(linears, "best_layout", lambda *layer: (Layout(block=512), 32))
-        model, x = nn.Sequential(nn.Linear(64, 70)).bfloat16(), torch.randn(90, 64).bfloat16()
-        scope = LinearScope(model)
-        with torch.inference_mode(), scope.serving(), scope.running("torch"):
-            taken.clear()
-            assert torch.allclose(model(x), linear(x, model[0].weight, model[0].bias), atol=0.02)
-        assert taken == [90] * is_any
-
-
-def test_copies_of_rows_are_not_multiplied_where_torch_multiplies_each_row_alone(monkeypatch):
-    model = nn.Sequential(nn.Linear(64, 70)).bfloat16()
+@shapes
+def test_copies_of_rows_are_not_multiplied_where_torch_multiplies_each_row_alone(shape, monkeypatch):
+    model, x = half_model(shape), cancelling_rows(77, shape[1])
     model.get_output_embeddings = lambda: None
-    monkeypatch.setattr(product_bits, "best_layout", lambda *layer: (Layout(block=512), 32))
+    is_alone = multiplied_alone(model)
     rows, own = [], product_bits.by_torch
     monkeypatch.setattr(product_bits, "by_torch", lambda x, *rest: rows.append(len(x)) or own(x, *rest))
-    for is_any, most in ((True, 0), (False, 3 * 77)):
-        monkeypatch.setattr(product_bits, "takes_any_rows", lambda *layer, is_any=is_any: is_any)
-        product_bits._has_bits_of_copies.cache_clear()
-        assert product_bits.has_bits_of_copies(model, 77, 3) or not is_any
-        assert max(rows, default=0) == most
     product_bits._has_bits_of_copies.cache_clear()
+    has_bits = product_bits.has_bits_of_copies(model, 77, 3)
+    assert max(rows, default=0) == (0 if is_alone else 3 * 77)
+    assert has_bits == torch.equal(model(x).repeat(3, 1), model(x.repeat(3, 1)))
 
 
 @needs_halves
 def test_bits_of_many_rows_that_are_not_those_of_torch_are_found(monkeypatch):
-    weight = torch.randn(64, 64).bfloat16()
-    product_bits.takes_any_rows.cache_clear()
-    monkeypatch.setattr(product_bits, "rows_of", lambda *layer: product_bits.Rows(32, 32))
-    monkeypatch.setattr(product_bits, "linear", lambda *operands: linear(*operands) * 1.01)
+    model = half_model((70, 64), bias=False)
+    if not multiplied_alone(model):
+        pytest.skip("torch multiplies rows of this layer together on this CPU")
+    # The product of another CPU, where rows are multiplied together from more than `MAX_ROWS` on.
+    monkeypatch.setattr(product_bits, "linear", lambda x, *rest: linear(x, *rest) * (1.01 if len(x) > MAX_ROWS else 1))
+    takes_any_rows.cache_clear()
     try:
-        assert not product_bits.takes_any_rows(Kind.of(weight, None), Layout(block=512))
+        assert not multiplied_alone(model)
     finally:
-        product_bits.takes_any_rows.cache_clear()
+        takes_any_rows.cache_clear()
 
 
 @pytest.mark.parametrize("outputs", [16, 32, 48, 100])
@@ -160,7 +179,7 @@ def test_rows_that_count_as_those_alone_have_these_bits_whatever_is_multiplied(o
         torch.randn(outputs, generator=source).to(torch.bfloat16),
     )
     added = bias if has_bias else None
-    rows = product_bits.rows_of(Kind.of(weight, added), Layout()).alone
+    rows = product_bits.rows_of(Kind.of(weight, added), Layout()).solo
     for _ in range(200):
         x = torch.randn(rows, 32, generator=source).to(torch.bfloat16)
         assert torch.equal(linear(x, weight, added), torch.cat([linear(each, weight, added) for each in x.split(1)]))

@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, UnsupportedModelError
-from lookahead.backend.cpu.linears import LinearScope, packed_weights
+from lookahead.backend.cpu.cpu_pass import CpuPass, running
+from lookahead.backend.cpu.linears import packed_weights
+from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.cli.app import app
 from lookahead.errors import HeadsError
@@ -28,6 +30,7 @@ from lookahead.hf.quantized import Int4Config, Int8Config, QuantizedLinear, reso
 from lookahead.kernels import microkernel, packed_product
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build, for_cpus
+from tests.support.small_layers import serving
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 CONFIGS = {8: Int8Config, 4: Int4Config}
@@ -125,13 +128,12 @@ def test_layers_with_quantized_products_are_fused_with_the_same_bits(dtype, bits
     model = quantized(folders["Qwen3"], dtype, bits)
     with torch.inference_mode():
         expected = model(PROMPT).logits
-    scope, layer = LinearScope(model), model.model.layers[0]
-    with serving(model), scope.serving(), torch.inference_mode(), running():
+    layer = model.model.layers[0]
+    with serving(model), torch.inference_mode(), running(CpuPass(BitPolicy.SOLO)):
         assert "forward" in layer.__dict__
-        with scope.running("alone"):
-            linears = layer.self_attn.q_proj, layer.mlp.down_proj
-            assert len(packed_weights(linears, torch.empty(3, 4, dtype=dtype), {})) == 2, "one call with the others"
-            got = model(PROMPT).logits
+        linears = layer.self_attn.q_proj, layer.mlp.down_proj
+        assert len(packed_weights(linears, torch.empty(3, 4, dtype=dtype), {})) == 2, "one call with the others"
+        got = model(PROMPT).logits
     assert torch.equal(got, expected) if dtype == HALF else (got - expected).abs().max() < 1e-4
 
 

@@ -21,14 +21,16 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, named, with_place
 from lookahead.hf.cache import CACHE
+from lookahead.hf.calls import changed_loop
 from lookahead.hf.facts import (
     calls_registered_attention,
     decoder_vocabulary,
     input_device,
+    is_sequential,
     rope_parameters_of,
     vocabulary_size,
 )
-from lookahead.hf.model_code import attention_code, changed_attention, changed_caches, odd_window
+from lookahead.hf.model_code import attention_code, changed_attention, changed_caches, odd_window, pre_hooks_of
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
@@ -40,9 +42,6 @@ _TOLERANCE_FP32 = 1e-3
 # Ninths of the vocabulary: the first tokens are often special, and the outliers of their activations magnify rounding.
 # In half precision rounding may change the routing to experts, so one correct probe of three is enough.
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
-# The methods of a model by which `generate` decodes, besides its passes.
-_LOOP = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-
 _PROMPT, _DEEPEST, _WIDE = 24, 5, 40  # tokens and nodes of what is decoded where a user's code runs
 
 TREE = (0, 0, 1, 2, 0)
@@ -72,7 +71,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     config: Any = model.config.get_text_config(decoder=True)
     has_encoder = model.config.is_encoder_decoder
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
-    if getattr(model, "_is_stateful", False):
+    if is_sequential(model):
         return Support("none", "its state is sequential, so a rejected draft could not be undone")
     if others:
         return Support("none", f"its {' and '.join(sorted(others))} layers depend on more than positions and masks")
@@ -114,10 +113,8 @@ def unsupported_reason(model: PreTrainedModel) -> str:
     prepare = vars(model).get("prepare_inputs_for_generation")
     if getattr(prepare, "__func__", prepare) not in (None, model_class.prepare_inputs_for_generation):
         return "its inputs are prepared by another object, as prompt tuning does"
-    for name in _LOOP:
-        own = vars(model).get(name) if name != "prepare_inputs_for_generation" else None
-        if not is_shipped(own or getattr(model_class, name, None)):
-            return f"its {name} is not that of transformers"
+    if changed := changed_loop(model):
+        return f"its {changed} is not that of transformers"
     if changed := changed_caches():
         return f"{changed} has taken the place of a cache's own code"
     for module in model.modules():
@@ -128,7 +125,7 @@ def unsupported_reason(model: PreTrainedModel) -> str:
         # An adapter that is added to a model in evaluation mode is itself in training mode.
         if module.training and (module is model or (isinstance(module, nn.Dropout) and module.p)):
             return "it is in training mode; call its eval() first"
-        for hook in module._forward_pre_hooks.values():
+        for hook in pre_hooks_of(module):
             # One adapter per row, or one that begins at a token: drafted rows have other places.
             for name in ("adapter_names", "alora_offsets"):
                 if name in getattr(hook, "keywords", ()):

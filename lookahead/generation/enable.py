@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from lookahead.config import LookaheadConfig
@@ -17,7 +18,7 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.generation.decode import decode
 from lookahead.generation.validation import check_config, resolved, serve_stop_strings
 from lookahead.hf.calls import own_loop
-from lookahead.hf.facts import validate_model
+from lookahead.hf.facts import uncompiled, validate_model
 
 _guard = RLock()  # held while switches are turned
 
@@ -43,8 +44,7 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
         ConfigError: The model or the configuration has the wrong type.
         UnsupportedModelError: It is no causal LM, or has no weights.
     """
-    # A model wrapped by torch.compile forwards attributes to the original, but does not store them.
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     validate_model(model)
     check_config("config", config)
     return Enabled(model, config)
@@ -157,14 +157,16 @@ def _decode_or_hand_over(
     try:
         return decode(model, input_ids, inputs_tensor=inputs_tensor, lookahead_streamer=streamer, **ours, **kwargs)
     except UnsupportedModelError as error:
-        name, loop = own_loop(model, kwargs["generation_config"])
-        if loop is None or (streamer is not None and (name != "_sample" or streamer.shown > 1)):
+        mode = kwargs["generation_config"].get_generation_mode()
+        loop = own_loop(model, kwargs["generation_config"])
+        is_sampling = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        if loop is None or (streamer is not None and (not is_sampling or streamer.shown > 1)):
             raise
         warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
     if streamer is not None and not streamer.shown:
         streamer.put(input_ids.cpu())
-    if name == "_sample":
+    if is_sampling:
         kwargs["streamer"] = streamer
-    elif name == "_assisted_decoding":
+    elif mode is GenerationMode.ASSISTED_GENERATION:
         kwargs["inputs_tensor"] = inputs_tensor
     return loop(model, input_ids, **kwargs)

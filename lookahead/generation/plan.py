@@ -36,6 +36,7 @@ from lookahead.hf.facts import (
 )
 from lookahead.hf.model_code import changed_cache, edits_inputs, version_of
 from lookahead.hf.model_state import outside_passes, undisturbed
+from lookahead.hf.private_names import missing_names
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule, stateful_reason, stopping_rule
 
@@ -186,7 +187,7 @@ def plan_request(
             call=call, config=config, context=context, lengths=none, stopping=stopping, is_refused=is_given
         )
     validation.validate_call(model, generation_config, options)
-    past = cache_in(options)
+    past, lacking = cache_in(options), missing_names()
     held = getattr(past, "self_attention_cache", past)
     # Transformers attends to the empty slots of a static cache under a mask, and without a cache, or with a prompt that
     # is read in parts, it multiplies other numbers of rows together: the bits are not those of one token at a time.
@@ -197,6 +198,9 @@ def plan_request(
         call=call, config=config, tokenizer=tokenizer, context=context, lengths=lengths, stopping=stopping
     )
     batch_size, longest = call.input_ids.shape
+    if lacking:
+        named = ", ".join(lacking)
+        return replace(plan, reason=f"the installed libraries lack what drafts need, {named}; it is decoded plainly")
     if stopping.max_length <= longest + 1:
         return plan  # a single token: there is nothing to draft
     is_lossy = config.acceptance == "typical"

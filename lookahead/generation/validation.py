@@ -21,6 +21,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from lookahead.config import LookaheadConfig, check_whole, refuse_removed
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, with_place
 from lookahead.hf.cache import CACHE, cache_in, may_be_callers
+from lookahead.hf.calls import mask_length
 from lookahead.hf.facts import (
     check_model,
     decoder_vocabulary,
@@ -302,7 +303,7 @@ def validate_past(
     if not isinstance(past, DynamicCache) or not all(layer.is_initialized for layer in cast(Any, past.layers)):
         raise UnsupportedModelError(f"{CACHE} must be a DynamicCache, got a {type(past).__name__}")
     whole = input_ids.shape[1]
-    seen = attention_mask.shape[1] if attention_mask is not None else getattr(config, "_mask_length", whole)
+    seen = attention_mask.shape[1] if attention_mask is not None else mask_length(config, whole)
     if seen != whole or past.get_seq_length() >= whole:
         raise UnsupportedModelError(
             f"input_ids must hold the whole text, the {past.get_seq_length()} cached tokens included and at least "

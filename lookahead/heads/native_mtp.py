@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lookahead.errors import HeadsError, one_line
 from lookahead.heads.guess_tree import GrowingDrafter, GuessTree
 from lookahead.heads.layers import unembed
+from lookahead.hf.facts import attention_name
 
 if TYPE_CHECKING:
     from transformers.cache_utils import MtpCache
@@ -39,7 +40,7 @@ def open_native(model: PreTrainedModel) -> MtpModel:
         network: MtpModel = MtpModel.from_pretrained(model)
     except (OSError, ValueError, RuntimeError, AttributeError, TypeError) as error:
         raise HeadsError(f"the MTP layer of {config.name_or_path!r} cannot be loaded: {one_line(error)}") from error
-    if network.config._attn_implementation not in ("eager", "sdpa"):
+    if attention_name(network.config) not in ("eager", "sdpa"):
         network.set_attn_implementation("sdpa")
     network.layers.eval()  # not the embedding and the LM head, which are the model's
     return network

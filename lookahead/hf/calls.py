@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.hf.cache import CACHE
+from lookahead.utils.shipped import is_shipped
 
 GenerateOutput = utils.GenerateOutput
 
@@ -30,8 +32,30 @@ class ResolvedCall(NamedTuple):
     @property
     def pad_token(self) -> Tensor | None:
         """The token of padding, as a tensor; None where there is none."""
-        token: Tensor | None = getattr(self.generation_config, "_pad_token_tensor", None)
+        config: Any = self.generation_config
+        token: Tensor | None = getattr(config, "_pad_token_tensor", None)
+        if token is None and isinstance(config.pad_token_id, int):
+            token = torch.tensor(config.pad_token_id, device="cpu")
         return token
+
+
+# The methods of a model by which `generate` decodes, besides its passes.
+_LOOP = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+def changed_loop(model: Any) -> str:
+    """The name of a method of the loop of `model.generate` that transformers does not ship, or an empty string."""
+    for name in _LOOP:
+        own = vars(model).get(name) if name != "prepare_inputs_for_generation" else None
+        if not is_shipped(own or getattr(type(model), name, None)):
+            return name
+    return ""
+
+
+def mask_length(config: GenerationConfig, default: int) -> int:
+    """Tokens that the mask of a call has, as far as its configuration tells."""
+    length: int = getattr(config, "_mask_length", default)
+    return length
 
 
 def resolve_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> ResolvedCall:
@@ -84,10 +108,11 @@ def own_beam_search(call: ResolvedCall) -> Callable[..., Any]:
     )
 
 
-def own_loop(model: Any, config: GenerationConfig) -> tuple[str, Callable[..., Any] | None]:
-    """The name of the loop that `model.generate` chooses by a configuration, and the loop; None if it is on the Hub."""
-    name: str = utils.GENERATION_MODES_MAPPING[config.get_generation_mode()]
-    return name, getattr(type(model), name, None)
+def own_loop(model: Any, config: GenerationConfig) -> Callable[..., Any] | None:
+    """The loop of transformers that `model.generate` chooses by a configuration; None if it is on the Hub."""
+    name = utils.GENERATION_MODES_MAPPING[config.get_generation_mode()]
+    loop: Callable[..., Any] | None = getattr(type(model), name, None)
+    return loop
 
 
 def read_prompt(model: Any, input_ids: Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> Tensor:

@@ -11,12 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.errors import ConfigError, UnsupportedModelError
 
 Attention = Callable[..., tuple[Tensor, Any]]
+SILU = SiLUActivation, nn.SiLU
+"""The classes of the activation `x * sigmoid(x)`."""
 
 
 def attention_name(config: Any) -> str | None:
@@ -41,16 +44,31 @@ def calls_registered_attention(model: Any) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
+def uncompiled(model: Any) -> Any:
+    """The model that `torch.compile` wraps, which forwards attributes to it but does not store them; else the model."""
+    return getattr(model, "_orig_mod", model)
+
+
+def is_sequential(model: Any) -> bool:
+    """Whether a model keeps a state that cannot be cut back, as recurrent layers do."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def is_offloaded(module: Any) -> bool:
+    """Whether accelerate moves the weights of a module to their device for every call."""
+    return "_hf_hook" in module.__dict__
+
+
 def processes_of(model: Any) -> int:
     """Number of processes that hold a model together, by tensor parallelism."""
-    return getattr(model, "_tp_size", None) or 1
+    return getattr(model, "tp_size", None) or 1
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """The device of a model's input tokens; `meta` for a model without weights."""
     embedding: Any = model.get_input_embeddings()
     device: torch.device = embedding.weight.device
-    if device.type == "meta" and hasattr(embedding, "_hf_hook"):
+    if device.type == "meta" and is_offloaded(embedding):
         # Offloaded weights are on meta between passes. The hook of accelerate knows the device they run on.
         return torch.device(getattr(embedding._hf_hook, "execution_device", "cpu"))
     return device
@@ -75,7 +93,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     if getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
         return None
     # Recurrent models have no table, and sinusoidal ones of this kind lengthen it.
-    if getattr(model, "_is_stateful", False) or any(hasattr(module, "make_weights") for module in model.modules()):
+    if is_sequential(model) or any(hasattr(module, "make_weights") for module in model.modules()):
         return None
     limit: int | None = getattr(config, "max_position_embeddings", None)
     return limit if limit is not None else getattr(config, "max_seq_len", None)  # as MPT names its ALiBi table

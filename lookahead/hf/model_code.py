@@ -19,11 +19,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.nn.modules import module as modules_of_torch
-from transformers import DynamicCache, EncoderDecoderCache, masking_utils
+from transformers import Conv1D, DynamicCache, EncoderDecoderCache, masking_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
 
 from lookahead.utils.shipped import is_shipped
 
@@ -34,6 +33,7 @@ _SHARED: tuple[Any, ...] = (torch.nn.functional, sdpa_attention, masking_utils) 
 _LINEARS = frozenset((nn.Linear, Conv1D))
 _CALLS = ("forward", "_call_impl")  # attributes of a module by which it is called
 _USUAL_FLAGS = True, True
+_RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 _CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
 
 
@@ -274,6 +274,22 @@ def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
             yield from ((at, hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
     for hooks in (modules_of_torch._global_forward_hooks, modules_of_torch._global_forward_pre_hooks):
         yield from ((-1, hook) for hook in list(hooks.values()))
+
+
+def has_global_hooks() -> bool:
+    """Whether torch calls hooks around every module."""
+    return bool(modules_of_torch._global_forward_hooks or modules_of_torch._global_forward_pre_hooks)
+
+
+def pre_hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks that are called before a module."""
+    return list(module._forward_pre_hooks.values())
+
+
+def user_hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks around a module, but for those of transformers, which record outputs that our passes do not ask for."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [hook for hook in hooks if getattr(hook, "__module__", None) != _RECORDS_OUTPUTS]
 
 
 def edits_inputs(model: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.hf.facts import processes_of
 
 
 class TensorParallelGroup:
@@ -55,7 +56,7 @@ class TensorParallelGroup:
 
 def tensor_parallel_group(model: nn.Module) -> TensorParallelGroup | None:
     """The processes that hold a model together; None if this one holds all of it."""
-    if (getattr(model, "_tp_size", None) or 1) == 1 or not torch.distributed.is_initialized():
+    if processes_of(model) == 1 or not torch.distributed.is_initialized():
         return None
     meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
     mesh: Any = next((mesh for mesh in meshes if mesh is not None), None)

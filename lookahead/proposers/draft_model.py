@@ -22,7 +22,14 @@ from lookahead.config import check_whole
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
-from lookahead.hf.facts import decoder_vocabulary, side_positions, validate_causal_lm, validate_model, vocabulary_size
+from lookahead.hf.facts import (
+    decoder_vocabulary,
+    side_positions,
+    uncompiled,
+    validate_causal_lm,
+    validate_model,
+    vocabulary_size,
+)
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.acceptance import AcceptanceTable
@@ -83,7 +90,7 @@ class DraftModel:
         children: int | None = None,
         width: int | None = None,
     ) -> None:
-        model = getattr(model, "_orig_mod", model)
+        model = uncompiled(model)
         if not hasattr(model, "get_input_embeddings"):
             raise ConfigError(
                 f"DraftModel takes a loaded causal LM, got {model!r}: load it with AutoModelForCausalLM.from_pretrained"

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules_of_torch
-from transformers.activations import SiLUActivation
 
 from lookahead.backend.cpu.cpu_pass import running_pass
 from lookahead.backend.cpu.layer_jobs import (
@@ -31,8 +29,15 @@ from lookahead.backend.cpu.layer_jobs import (
 from lookahead.backend.cpu.linears import packed_weights
 from lookahead.errors import with_place
 from lookahead.hf.cache import CACHE
-from lookahead.hf.facts import attention_name, registered_attention
-from lookahead.hf.model_code import arithmetic_flags, code_of, is_set_by_user, multiplies_as_shipped
+from lookahead.hf.facts import SILU, attention_name, is_offloaded, registered_attention
+from lookahead.hf.model_code import (
+    arithmetic_flags,
+    code_of,
+    has_global_hooks,
+    is_set_by_user,
+    multiplies_as_shipped,
+    user_hooks_of,
+)
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
@@ -47,7 +52,6 @@ _HEAD_NORMS = "q_norm", "k_norm"
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _NORMS = {(module, f"{family}RMSNorm") for (module, _), family in FAMILIES.items()}
 _DTYPES = torch.float32, torch.bfloat16
-_RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 _ROWS = 32  # whose mean squares are compared
 _TOLERANCE = 1e-4  # of float32, relative to the largest output
 
@@ -71,14 +75,14 @@ def find_fused(model: nn.Module) -> FusedLayers:
     adapted, offloaded, in training, not on the CPU or of a class not known here stay as they are.
     """
     modules = list(model.modules())
-    is_hooked = modules_of_torch._global_forward_hooks or modules_of_torch._global_forward_pre_hooks
+    is_called_otherwise = has_global_hooks() or any(each._compiled_call_impl is not None for each in modules)
     found = [each for each in modules if name_of(each) in FAMILIES]
     reason = ""
     if not found:
         reason = f"they are for {', '.join(sorted(FAMILIES.values()))}"
     elif torch.is_autocast_enabled("cpu"):  # products have another type than their inputs
         reason = "autocast is on"
-    elif is_hooked or "forward" in model.__dict__ or any(each._compiled_call_impl is not None for each in modules):
+    elif is_called_otherwise or "forward" in model.__dict__:
         reason = "hooks for all modules, a forward of its own or a compiled module stand around them"
     if reason:
         return FusedLayers([], [], len(found), reason)
@@ -111,13 +115,11 @@ def name_of(module: nn.Module) -> tuple[str, str]:
 def is_bare(module: nn.Module) -> bool:
     """Whether calling a module runs the code of its class, or ours, and nothing else."""
     forward = module.__dict__.get("forward")
-    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
     return (
         (forward is None or getattr(forward, "func", None) in (_layer_forward, _norm_forward))
         and "_call_impl" not in module.__dict__
         and not module.training
-        # Hooks of transformers record outputs that our passes do not ask for.
-        and all(getattr(hook, "__module__", None) == _RECORDS_OUTPUTS for hook in hooks)
+        and not user_hooks_of(module)
     )
 
 
@@ -148,11 +150,11 @@ def _parts_of(layer: Any) -> LayerParts | None:
     kinds = [type(each) for each in (attention, mlp)]
     is_plain = (
         kinds == [code[f"{family}Attention"], code[f"{family}MLP"]]
-        and type(mlp.act_fn) in (SiLUActivation, nn.SiLU)
+        and type(mlp.act_fn) in SILU
         and all(map(is_bare, (attention, mlp, mlp.act_fn)))
         and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
         # Products are called as modules, whatever their weights are, and overwritten: no hook may have kept them.
-        and all(type(each) in (nn.Linear, QuantizedLinear) and "_hf_hook" not in each.__dict__ for each in linears)
+        and all(type(each) in (nn.Linear, QuantizedLinear) and not is_offloaded(each) for each in linears)
         and not any(is_set_by_user(each) for each in linears)
         and not any(each._forward_pre_hooks or each._forward_hooks for each in linears)
         and all("weight" in each._parameters for each in linears)  # a parametrization computes it at every call

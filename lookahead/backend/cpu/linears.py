@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from lookahead.backend.cpu import product_bits
 from lookahead.backend.cpu.cpu_pass import CpuPass, running_pass, thread

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.protocol import BitPolicy

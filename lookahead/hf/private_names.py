@@ -1,0 +1,89 @@
+"""The private names of transformers and torch that this package uses, and what happens where one is gone.
+
+Where one that every call needs is gone, all calls go to the loop of transformers, and a warning names it.
+`make test-newest` runs the suite with the newest releases.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class PrivateName(NamedTuple):
+    """A name that a library does not promise to keep."""
+
+    place: str  # the module and the class that have it; empty where it is set on some objects only
+    since: str  # the release that brought it, or the first that was looked at
+    without: str = "every call goes to the loop of transformers, with a warning"  # where it is gone
+
+
+_LOOP = "transformers.generation.utils.GenerationMixin"
+_MODULE = "torch.nn.Module"
+_NOTHING = "nothing is lost"
+
+TRANSFORMERS: dict[str, PrivateName] = {
+    "_attn_implementation": PrivateName("transformers.PreTrainedConfig", "4.36"),
+    "_beam_search": PrivateName(_LOOP, "4.30"),
+    "_can_set_attn_implementation": PrivateName("transformers.PreTrainedModel", "4.54"),
+    "_is_stateful": PrivateName("transformers.PreTrainedModel", "4.42"),
+    "_is_user_defined": PrivateName("", "5.17", "any cache may be the caller's, and is filled as his"),
+    "_mask_length": PrivateName("", "5.19", "the length of the ids counts"),
+    "_pad_token_tensor": PrivateName("", "4.43", "the configuration's own token of padding counts"),
+    "_prefill": PrivateName(_LOOP, "5.0"),
+    "_prepare_inputs": PrivateName("transformers.Trainer", "4.30", "training ends with an error at its first batch"),
+    "_process_model_after_weight_loading": PrivateName("transformers.quantizers.base.HfQuantizer", "4.38"),
+    "_reorder_cache": PrivateName("", "4.30", _NOTHING),
+    "_sample": PrivateName(_LOOP, "4.30", "calls end with an error that names it"),
+    "_update_model_kwargs_for_generation": PrivateName(_LOOP, "4.30"),
+}
+"""Private names of transformers, all in `lookahead.hf` but for what a subclass of `Trainer` calls."""
+
+TORCH: dict[str, PrivateName] = {
+    "_C": PrivateName("torch", "2.0"),
+    "_call_impl": PrivateName(_MODULE, "2.0"),
+    "_compiled_call_impl": PrivateName(_MODULE, "2.0"),
+    "_forward_hooks": PrivateName(_MODULE, "2.0"),
+    "_forward_pre_hooks": PrivateName(_MODULE, "2.0"),
+    "_forward_pre_hooks_with_kwargs": PrivateName(_MODULE, "2.0"),
+    "_get_function_stack_at": PrivateName("torch._C", "2.0"),
+    "_global_forward_hooks": PrivateName("torch.nn.modules.module", "2.0"),
+    "_global_forward_pre_hooks": PrivateName("torch.nn.modules.module", "2.0"),
+    "_len_torch_dispatch_stack": PrivateName("torch._C", "2.0"),
+    "_len_torch_function_stack": PrivateName("torch._C", "2.0"),
+    "_linear_pointwise": PrivateName("", "2.0", "products are torch's own"),  # only where oneDNN was built in
+    "_modules": PrivateName(_MODULE, "2.0"),
+    "_orig_mod": PrivateName("", "2.0", "a compiled model is taken as it is"),
+    "_parameters": PrivateName(_MODULE, "2.0"),
+    "_reorder_linear_weight": PrivateName("", "2.0", "products are torch's own"),
+    "_scaled_dot_product_flash_attention": PrivateName("torch.ops.aten", "2.0"),
+    "_scaled_dot_product_flash_attention_for_cpu": PrivateName("torch.ops.aten", "2.2"),
+    "_to_copy": PrivateName("torch.ops.aten", "2.0"),
+    "_version": PrivateName("torch.Tensor", "2.0"),
+}
+"""Those of torch: what identifies the code of a pass in `lookahead.hf`, and what backends and kernels call."""
+
+OTHERS: dict[str, PrivateName] = {
+    "_hf_hook": PrivateName("", "accelerate 1.10", "an offloaded model is taken to be on the meta device, and refused"),
+    "_is_owned": PrivateName("", "Python 3", "AttributeError at the first call"),
+}
+"""Those of accelerate and of Python."""
+
+
+@cache
+def missing_names() -> tuple[str, ...]:
+    """The names that the installed transformers and torch lack."""
+    named = (*TRANSFORMERS.items(), *TORCH.items())
+    return tuple(f"{each.place}.{name}" for name, each in named if each.place and not _has(each.place, name))
+
+
+def _has(place: str, name: str) -> bool:
+    """Whether a module, a class, or a module of torch that was made has a name."""
+    library, *parts = place.split(".")
+    owner: Any = import_module(library)
+    for part in parts:
+        owner = getattr(owner, part, None)
+    return hasattr(nn.Module() if owner is nn.Module else owner, name)

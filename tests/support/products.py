@@ -1,0 +1,98 @@
+"""Products of linear layers: how they are chosen, a pass that computes by them, and numbers that show its order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from platformdirs import user_cache_path
+from torch import nn
+
+from lookahead.backend.cpu import cpu_pass, linears, product_choice
+from lookahead.backend.cpu.linears import LinearScope
+from lookahead.backend.cpu.product_choice import measured_backends
+from lookahead.backend.protocol import BitPolicy
+from lookahead.hf.model_state import patched_attribute
+
+ASKED = [
+    (product_choice._FEW_ROWS, product_choice._GAIN),
+    ((1,), linears._ONE_ROW),
+    (linears._MANY_ROWS, product_choice._GAIN),
+]
+"""Every comparison of products that linear layers ask for."""
+
+
+@contextmanager
+def kept_choice(folder: Path, *backends: str) -> Iterator[None]:
+    """Let this process find the choice of these backends in its cache folder, as one before it would have kept it.
+
+    Nothing is measured, so that a test does not depend on which product is faster here.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        path = user_cache_path("lookahead", appauthor=False) / "products" / f"{product_choice._machine()}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cases = [
+            f"{dtype}, 1 threads, rows {rows}, gain {gain}"
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+            for rows, gain in ASKED
+        ]
+        kept = json.dumps({"choices": dict.fromkeys(cases, backends)})
+        path.write_text(kept)
+        measured_backends.cache_clear()
+        try:
+            yield
+            assert path.read_text() == kept, "something else was measured"
+        finally:
+            measured_backends.cache_clear()
+
+
+@contextmanager
+def multiplying(
+    scope: LinearScope, policy: BitPolicy = BitPolicy.ROUNDED, *, is_prompt: bool = False
+) -> Iterator[None]:
+    """A pass of this thread, in which the linear layers of a scope may multiply by packed weights."""
+    mode = cpu_pass.CpuPass(policy, is_prompt, scope.packs, scope.fewest)
+    with patched_attribute("forward", scope.forwards()), cpu_pass.running(mode, fuses=False):
+        yield
+
+
+def run(
+    scope: LinearScope,
+    model: nn.Module,
+    x: torch.Tensor,
+    policy: BitPolicy = BitPolicy.ROUNDED,
+    *,
+    is_prompt: bool = False,
+) -> torch.Tensor:
+    """What a model of linear layers computes in such a pass."""
+    with torch.inference_mode(), multiplying(scope, policy, is_prompt=is_prompt):
+        output: torch.Tensor = model(x)
+        return output
+
+
+def half_model(shape: Sequence[int], *, bias: bool = True) -> nn.Module:
+    """One layer in bfloat16 of so many outputs and inputs, whose sums nearly cancel for `cancelling_rows`.
+
+    The rest shows the order of a sum. Which orders the products of a layer have depends on its shape and on the CPU.
+    """
+    outputs, inputs = shape
+    layer = nn.Linear(inputs, outputs, bias=bias).bfloat16()
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    with torch.no_grad():
+        half = torch.randn(outputs, inputs // 2)
+        layer.weight.copy_(torch.cat([half, -half], 1)[:, order])
+        if bias:
+            layer.bias.normal_(0, 1e-6)
+    return nn.Sequential(layer)
+
+
+def cancelling_rows(rows: int, inputs: int) -> torch.Tensor:
+    """Rows `[rows, inputs]` in bfloat16 for a `half_model`."""
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    half = torch.randn(rows, inputs // 2).bfloat16()
+    return torch.cat([half, half], 1)[:, order]
