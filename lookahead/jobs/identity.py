@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from lookahead.documents.decode_text import DocumentId
     from lookahead.jobs.job_options import WorkerOptions
 
-_shortened = Repr()  # of a value in an error message: a prompt may be pages long
-_shortened.maxstring = 80
+_repr = Repr()
+_repr.maxstring = 80
+shortened = _repr.repr  # of a value in an error message: a prompt may be pages long
 _KEYS = {"generation_fingerprint": "manners"}  # fields that the manifest names otherwise, as it always did
 
 
@@ -72,8 +73,7 @@ class JobIdentity:
             if name in changed:
                 return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
         return ", ".join(
-            f"{name} was {_shortened.repr(other.get(name))} and is {_shortened.repr(mine.get(name))}"
-            for name in changed
+            f"{name} was {shortened(other.get(name))} and is {shortened(mine.get(name))}" for name in changed
         )
 
 
@@ -89,8 +89,3 @@ def key_of(name: DocumentId, content: bytes | str = "") -> bytes:
     """
     what = content.hex() if isinstance(content, bytes) else content
     return xxhash.xxh3_128_digest(f"{name}\0{what}".encode("utf-8", "backslashreplace"))
-
-
-def key_of_line(record: Mapping[str, Any]) -> bytes:
-    """The key of the document of a line of results or rejects."""
-    return key_of(record["id"], record["document"] if "document" in record else record["error"])

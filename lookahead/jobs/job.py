@@ -17,7 +17,7 @@ from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.journal import Journal, OutputPaths, Sink, Stream
-from lookahead.jobs.result_lines import Record, copy_of
+from lookahead.jobs.schema import ResultLine
 from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def run_job(
 ) -> None:
     """Summarize documents and write a line for each as soon as it is finished; sort the lines at the end.
 
-    A line of results has `id`, the fields of `Summary.to_dict`, the hash of the text, the model and the fingerprint of
-    the job; a line of rejects has `id` and `error`. If `paths` resumes an earlier run, its documents are skipped, and
+    The lines are those of `schema`. If `paths` resumes an earlier run, its documents are skipped, and
     those that failed too unless they are to be retried. With `is_part` the inputs hold more documents, whose lines are
     kept. `shown` gets the results if `paths` names no file. `totals` are right at any time, also if the job is
     interrupted.
@@ -85,7 +84,7 @@ def run_job(
     writer: Journal | Stream
     writer = Journal(paths, identity, totals.notes, is_part=is_part) if paths.is_journal else Stream(paths, shown)
     with writer:
-        run = _Run(writer, {"model": identity.model, "fingerprint": identity.fingerprint}, totals, observer)
+        run = _Run(writer, identity, totals, observer)
         try:
             for outcome in summarize_all(run.unfinished(documents)):
                 if isinstance(outcome, Reject):
@@ -100,9 +99,10 @@ def run_job(
 
 
 class _Run:
-    def __init__(self, writer: Journal | Stream, job: Record, totals: JobTotals, observer: JobObserver) -> None:
-        self._writer, self._totals, self._observer = writer, totals, observer
-        self._job = job  # fields of every line
+    def __init__(
+        self, writer: Journal | Stream, identity: JobIdentity, totals: JobTotals, observer: JobObserver
+    ) -> None:
+        self._writer, self._identity, self._totals, self._observer = writer, identity, totals, observer
         self._twins: dict[bytes, list[DocumentId]] = {}  # documents that wait for an equal text, by its hash
 
     def unfinished(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:
@@ -128,7 +128,7 @@ class _Run:
 
     def write(self, done: Summarized) -> None:
         content = text_hash(done.document.text)
-        line = {"id": done.document.id, **done.summary.to_dict(), "document": content.hex(), **self._job}
+        line = ResultLine.of(done, content, self._identity)
         self._writer.append(line, content)
         totals, summary = self._totals, done.summary
         totals.summarized += 1
@@ -150,8 +150,8 @@ class _Run:
             self._totals.rejected += 1
             self._observer(each, self._totals)
 
-    def _copy(self, line: Record, name: DocumentId, content: bytes) -> None:
-        self._writer.append(copy_of(line, name), content)
+    def _copy(self, line: ResultLine, name: DocumentId, content: bytes) -> None:
+        self._writer.append(line.copied(name), content)
         self._totals.copied += 1
         self._observer(name, self._totals)
 
