@@ -9,21 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.documents.inputs import Input, check_output, load_packages
 from lookahead.errors import ConfigError, ResultsError, count
 from lookahead.jobs.identity import JobIdentity, key_of, text_hash
 from lookahead.jobs.result_lines import JsonLinesFile, describe_damage, sort_lines, unpack_parquet, write_parquet
-from lookahead.jobs.schema import Line, Record, RejectLine, ResultLine, parse_whole_line, read_line
+from lookahead.jobs.schema import LineT, Record, RejectLine, ResultLine, parse_whole_line, read_line
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 from lookahead.utils.replacing import remove_leftovers, replacing
 
 EarlierOutcome = Literal["finished", "rejected"] | None  # what an earlier run did with a document
 Sink = Callable[[Record], None]  # receives the lines of results
-LineT = TypeVar("LineT", bound=Line)
 
 VERSION = 1  # of the manifest
 _REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory

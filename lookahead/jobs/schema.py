@@ -52,7 +52,7 @@ _KINDS = {  # by the annotation of a field
     "Record": _Kind("an object", (dict,), "json"),
     "list[Any]": _Kind("a list", (list,), "json"),
 }
-_LineT = TypeVar("_LineT", bound="Line")
+LineT = TypeVar("LineT", bound="Line")
 
 
 def as_text(value: Any) -> str:
@@ -103,7 +103,7 @@ class Line:
     others: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls: type[_LineT], record: Mapping[str, Any], *, leaves_gaps: bool = False) -> _LineT:
+    def from_json(cls: type[LineT], record: Mapping[str, Any], *, leaves_gaps: bool = False) -> LineT:
         """The line of a JSON object, or of a row of a Parquet file, where objects and lists are JSON text.
 
         Args:
