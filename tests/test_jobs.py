@@ -18,7 +18,7 @@ from lookahead.errors import ConfigError
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_options import JobOptions
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.jobs.schema import ResultLine
@@ -26,7 +26,7 @@ from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 from tests.support.forked import status_of
 
-OPTIONS = JobOptions(max_new_tokens=8).identity
+OPTIONS = JobSettings(model="some-model", max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")

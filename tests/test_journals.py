@@ -12,17 +12,18 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from lookahead.cli.job_options import read_job_file
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import journal as journals
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_options import JobOptions, read_job_file
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths, write_manifest
 from lookahead.jobs.schema import ResultLine
 from tests.support.stand_ins import StandIn
 
-OPTIONS = JobOptions(max_new_tokens=8).identity
+OPTIONS = JobSettings(model="some-model", max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")

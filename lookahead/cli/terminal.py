@@ -24,12 +24,12 @@ from rich.table import Table
 from rich.text import Text
 
 import lookahead
+from lookahead.cli.options import DeviceOptions, DraftingOptions, ModelOptions
 from lookahead.documents.decode_text import DocumentId, Reject
 from lookahead.documents.inputs import Input, find_inputs
 from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.job import JobTotals
-from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions
 from lookahead.models import loading
 from lookahead.models.gguf_files import convert_once, is_gguf
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.documents.decode_text import DocumentId
-    from lookahead.jobs.job_options import WorkerOptions
+    from lookahead.jobs.job_settings import JobSettings
 
 _repr = Repr()
 _repr.maxstring = 80
@@ -31,25 +31,25 @@ class JobIdentity:
     tokenizer: str  # likewise
     generation_fingerprint: str = ""  # a hash of the generation configuration and the chat template
     dtype: str
-    options: Mapping[str, Any]  # by name: `WorkerOptions.identity`, and `num_beams` if more than 1
+    options: Mapping[str, Any]  # by name: `JobSettings.identity`, and `num_beams` if more than 1
 
     @classmethod
-    def of(cls, options: WorkerOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> JobIdentity:
+    def of(cls, settings: JobSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> JobIdentity:
         """The identity of a job with a loaded model."""
         from lookahead.utils.fingerprints import tokenizer_fingerprint, weights_fingerprint
 
         config = model.generation_config
-        settings = {} if config is None else config.to_diff_dict()
-        settings.pop("transformers_version", None)
-        beams = options.num_beams or settings.get("num_beams") or 1
-        generation = json.dumps([settings, tokenizer.chat_template], sort_keys=True, default=str)
+        generating = {} if config is None else config.to_diff_dict()
+        generating.pop("transformers_version", None)
+        beams = settings.num_beams or generating.get("num_beams") or 1
+        generation = json.dumps([generating, tokenizer.chat_template], sort_keys=True, default=str)
         return cls(
-            model=options.model,
+            model=settings.model,
             weights=weights_fingerprint(model),
             tokenizer=f"{tokenizer_fingerprint(tokenizer):016x}",
             generation_fingerprint=xxhash.xxh3_64_hexdigest(generation.encode()),
             dtype=str(model.dtype).removeprefix("torch."),
-            options=options.identity | ({"num_beams": beams} if beams > 1 else {}),
+            options=settings.identity | ({"num_beams": beams} if beams > 1 else {}),
         )
 
     @property

@@ -21,7 +21,6 @@ from lookahead.jobs.schema import ResultLine
 from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
-    from lookahead.jobs.job_options import JobOptions
     from lookahead.summarization.chunking import Parts
     from lookahead.summarization.prompting import PromptFitter
     from lookahead.summarization.summarizer import PlainFigures, Summarized
@@ -199,13 +198,25 @@ class Estimate:
 
 
 def estimate_job(
-    documents: Iterable[Document | Reject], fitter: PromptFitter, summarize_all: SummarizeAll, options: JobOptions
+    documents: Iterable[Document | Reject],
+    fitter: PromptFitter,
+    summarize_all: SummarizeAll,
+    *,
+    seed: int = 0,
+    price_per_hour: float | None = None,
 ) -> Estimate:
     """Read and cut all documents, summarize a few at random, and extrapolate their time. Nothing is written.
 
     Of a long document some parts are summarized; their time is scaled to the document by tokens.
+
+    Args:
+        documents: All documents of the job; one that cannot be read is counted.
+        fitter: Cuts documents as the job would.
+        summarize_all: Summarizes the few that are timed.
+        seed: Of the drawing of these.
+        price_per_hour: The price of an hour on this machine, at least 0, for `Estimate.cost`.
     """
-    draw, estimate = random.Random(options.seed), Estimate()
+    draw, estimate = random.Random(seed), Estimate()
     seen: set[bytes] = set()
     tried: list[tuple[Document, Parts]] = []
     for document in documents:
@@ -229,7 +240,7 @@ def estimate_job(
         if place < TRIED:
             tried[place : place + 1] = [(document, fitted)]
     estimate.documents = len(seen) + estimate.copies
-    estimate.most_new_tokens = len(seen) * options.max_new_tokens
+    estimate.most_new_tokens = len(seen) * fitter.max_new_tokens
     estimate.tried = len(tried)
     estimate.tried_parts = sum(len(fitted.parts) for _, fitted in tried)
     estimate.timed_parts = sum(min(len(fitted.parts), MAX_TIMED_PARTS) for _, fitted in tried)
@@ -238,8 +249,8 @@ def estimate_job(
         by_documents = sum(fitted.tokens for _, fitted in tried) / len(tried) * len(seen)
         tokens = (by_documents + estimate.document_tokens) / 2
         estimate.seconds = round(_seconds_per_token(tried, summarize_all, draw) * tokens, 3)
-        if options.price_per_hour is not None:
-            estimate.cost = round(estimate.seconds / 3600 * options.price_per_hour, 4)
+        if price_per_hour is not None:
+            estimate.cost = round(estimate.seconds / 3600 * price_per_hour, 4)
     return estimate
 
 
