@@ -140,11 +140,12 @@ class JobOptions(DocumentOptions, SummaryOptions):
         location, is_local = locate_model(self.model)
         # Other machines may have the package, and with it the default model, in another folder.
         is_absolute = is_local and self.model != DEFAULT_MODEL
-        files = {"pool": self.pool, "memory": self.memory, "heads": self.heads}
-        paths = {name: Path(file).expanduser() for name, file in files.items() if file is not None}
-        there = replace(self, **{name: str(path.absolute()) for name, path in paths.items() if path.exists()})
         location = str(Path(location).absolute()) if is_absolute else self.model
-        return replace(settings, location=location, config=there.config())
+        paths: dict[str, Any] = {}
+        for name in ("pool", "memory", "heads"):
+            if (file := getattr(self, name)) is not None and (path := Path(file).expanduser()).exists():
+                paths[name] = str(path.absolute())
+        return replace(settings, location=location, config=replace(self, **paths).config())
 
 
 def read_job_file(path: Path) -> dict[str, Any]:

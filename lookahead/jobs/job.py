@@ -72,13 +72,23 @@ def run_job(
 ) -> None:
     """Summarize documents and write a line for each as soon as it is finished; sort the lines at the end.
 
-    The lines are those of `schema`. If `paths` resumes an earlier run, its documents are skipped, and
-    those that failed too unless they are to be retried. With `is_part` the inputs hold more documents, whose lines are
-    kept. `shown` gets the results if `paths` names no file. `totals` are right at any time, also if the job is
-    interrupted.
+    A document that is summarized has a `ResultLine`, one that failed a `RejectLine`.
 
-    ConfigError if a file cannot be created, or the results are of another job; OSError if a line cannot be written, and
-    those before it are whole; ResultsError if another program changed the files meanwhile, and the lines are kept.
+    Args:
+        documents: The documents, and those that could not be read.
+        summarize_all: Summarizes documents, as `Summarizer.summarize_all`.
+        paths: The files to write. If they resume an earlier run, its documents are skipped, and those that failed too
+            unless they are to be retried.
+        identity: What the summaries depend on.
+        totals: Counts what is done. They are right at any time, also if the job is interrupted.
+        observer: Is told what became of a document after its line is written.
+        is_part: Whether the inputs hold more documents than `documents`; their lines are kept.
+        shown: Receives the JSON objects of the results if `paths` names no file for them.
+
+    Raises:
+        ConfigError: A file cannot be created, or the results are of another job.
+        OSError: A line cannot be written; the lines before it are whole.
+        ResultsError: Another program changed the files meanwhile; the lines are kept.
     """
     writer: Journal | Stream
     writer = Journal(paths, identity, totals.notes, is_part=is_part) if paths.is_journal else Stream(paths, shown)
@@ -165,7 +175,15 @@ def select_documents(
 ) -> Iterator[Document | Reject]:
     """All documents of the inputs, or the first of them or of a random sample, in their order.
 
-    A sample is drawn by reading the inputs once more. `limit` is the largest size of a document, in bytes.
+    Args:
+        inputs: Where the documents are.
+        first: The number of documents, of the sample if one is drawn; `None` is all.
+        sample: The number of documents that are drawn at random, by reading the inputs once more; `None` is all.
+        seed: Of the drawing: the same seed draws the same documents.
+        limit: The largest size of a document, in bytes.
+
+    Raises:
+        ConfigError: A sample is to be drawn of an input that cannot be read twice.
     """
     if sample is None:
         return islice(read_documents(inputs, limit=limit), first)
@@ -213,7 +231,7 @@ def estimate_job(
         documents: All documents of the job; one that cannot be read is counted.
         fitter: Cuts documents as the job would.
         summarize_all: Summarizes the few that are timed.
-        seed: Of the drawing of these.
+        seed: Of their drawing.
         price_per_hour: The price of an hour on this machine, at least 0, for `Estimate.cost`.
     """
     draw, estimate = random.Random(seed), Estimate()

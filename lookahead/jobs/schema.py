@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -44,10 +44,8 @@ _KINDS = {  # by the annotation of a field
     "DocumentId": _Kind("a string or a whole number", (str, int), "id"),
     "TextHash": _Kind("32 hexadecimal digits", (str,), "string", re.compile("[0-9a-f]{32}").fullmatch),
     "str": _Kind("a string", (str,), "string"),
-    "int": _Kind(
-        "a whole number from 0 to 2**63 - 1", (int, float), "int64", lambda n: 0 <= n < 1 << 63 and n % 1 == 0
-    ),
-    "float": _Kind("a number", (int, float), "float64"),
+    "int": _Kind("a whole number from 0 to 2**63 - 1", (int, float), "int64", _is_count),
+    "float": _Kind("a number below 2**63", (int, float), "float64", lambda value: not abs(value) >= 1 << 63),
     "bool": _Kind("true or false", (bool,), "bool_"),
     "Record": _Kind("an object", (dict,), "json"),
     "list[Any]": _Kind("a list", (list,), "json"),
@@ -55,25 +53,41 @@ _KINDS = {  # by the annotation of a field
 LineT = TypeVar("LineT", bound="Line")
 
 
-def as_text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Text as it is, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 class _LineField(NamedTuple):
+    name: str
     kind: _Kind
     is_required: bool
-    gap: Callable[[Any], str] | None  # what a wrong value is read as, if gaps are left
+    gap: Callable[[Any], str | None] | None  # what a wrong value is read as, if gaps are left
+
+    def value_in(self, record: Mapping[str, Any], *, leaves_gaps: bool) -> Any:
+        """The value in a JSON object; ValueError if it is none of the kind."""
+        value = record.get(self.name)
+        if self.kind.column == "json" and isinstance(value, str):
+            with suppress(ValueError):
+                value = parse_json(value)
+        if self.kind.holds(value) or (value is None and not self.is_required):
+            return value
+        if leaves_gaps and self.gap is not None:
+            return self.gap(value)
+        if value is None:
+            raise ValueError(f"has no {self.name}")
+        raise ValueError(f"has {self.name} {shortened(value)}, but {self.name} must be {self.kind.name}")
 
 
 @cache
-def _fields_of(line: type[Line]) -> dict[str, _LineField]:
-    """The fields by name, in their order in a line."""
+def _fields_of(declared: tuple[Field[Any], ...]) -> dict[str, _LineField]:
+    """The fields of a dataclass by name, in their order in a line."""
     found = {}
-    for each in fields(line):
-        annotation, _, none = str(each.type).partition(" | ")
-        if annotation in _KINDS:
-            found[each.name] = _LineField(_KINDS[annotation], not none, each.metadata.get("gap"))
+    for each in declared:
+        if each.name != "others":
+            annotation, _, none = str(each.type).partition(" | ")
+            gap = each.metadata.get("gap", (lambda _: None) if none else None)
+            found[each.name] = _LineField(each.name, _KINDS[annotation], not none, gap)
     return found
 
 
@@ -81,25 +95,11 @@ def _is_result(record: Mapping[str, Any]) -> bool:
     return "summary" in record or "stats" in record
 
 
-def _value(record: Mapping[str, Any], name: str, expected: _LineField, *, leaves_gaps: bool) -> Any:
-    value, kind = record.get(name), expected.kind
-    if kind.column == "json" and isinstance(value, str):
-        with suppress(ValueError):
-            value = parse_json(value)
-    if kind.holds(value) or (value is None and not expected.is_required):
-        return value
-    if leaves_gaps and (expected.gap or not expected.is_required):
-        return expected.gap and expected.gap(value)
-    if value is None:
-        raise ValueError(f"has no {name}")
-    raise ValueError(f"has {name} {shortened(value)}, but {name} must be {kind.name}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """A line about a document. Fields that this release does not know are kept in `others`."""
 
-    id: DocumentId = field(metadata={"gap": as_text})
+    id: DocumentId = field(metadata={"gap": _as_text})
     others: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -113,13 +113,13 @@ class Line:
         Raises:
             ValueError: A field is missing or wrong. The message is a predicate of the line: "has no id".
         """
-        known = _fields_of(cls)
-        values = {name: _value(record, name, each, leaves_gaps=leaves_gaps) for name, each in known.items()}
+        known = _fields_of(fields(cls))
+        values = {name: each.value_in(record, leaves_gaps=leaves_gaps) for name, each in known.items()}
         return cls(**values, others={name: value for name, value in record.items() if name not in known})
 
     def to_json(self) -> Record:
         """The JSON object of the line."""
-        values = {name: getattr(self, name) for name in _fields_of(type(self))}
+        values = {name: getattr(self, name) for name in _fields_of(fields(self))}
         nulls = self._nulls
         return {name: value for name, value in values.items() if value is not None or name in nulls} | dict(self.others)
 
@@ -164,15 +164,20 @@ class ResultLine(Line):
     speedup: float | None = None
     identical: bool | None = None
     document: TextHash = field(metadata={"gap": lambda _: ""})
-    model: str | None = field(default=None, metadata={"gap": as_text})
+    model: str | None = field(default=None, metadata={"gap": _as_text})
     fingerprint: str = field(metadata={"gap": lambda _: ""})
     copy_of: DocumentId | None = None
 
     @classmethod
     def of(cls, done: Summarized, content: bytes, identity: JobIdentity) -> ResultLine:
         """The line of a document with this text hash, 16 bytes, that a job summarized."""
-        job = {"model": identity.model, "fingerprint": identity.fingerprint}
-        return cls(id=done.document.id, **done.summary.to_dict(), document=content.hex(), **job)
+        return cls(
+            id=done.document.id,
+            document=content.hex(),
+            model=identity.model,
+            fingerprint=identity.fingerprint,
+            **done.summary.to_dict(),
+        )
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any], *, leaves_gaps: bool = False) -> ResultLine:
@@ -256,5 +261,5 @@ def parquet_columns() -> dict[str, str]:
 
     Columns that few lines fill stand last.
     """
-    columns = {name: each.kind.column for name, each in _fields_of(ResultLine).items()}
+    columns = {name: each.kind.column for name, each in _fields_of(fields(ResultLine)).items()}
     return dict(sorted(columns.items(), key=lambda each: each[1] in ("json", "float64", "bool_")))
