@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -27,6 +28,7 @@ from tests.support.stand_ins import StandIn
 
 OPTIONS = JobSettings(model="some-model", max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
+ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("out.jsonl")
 GOOD = {"id": "a", "summary": "A.", "document": text_hash("text a").hex(), "fingerprint": JOB.fingerprint}
 
@@ -113,6 +115,18 @@ HOLDS = {
 
 def test_every_field_of_a_line_is_in_this_file() -> None:
     assert HOLDS.keys() == {each.name for each in fields(ResultLine)} - {"others"}
+
+
+def test_only_the_schema_names_the_fields_of_a_line() -> None:
+    names = {each.name for kind in (ResultLine, RejectLine) for each in fields(kind)} - JOB.to_dict().keys()
+    for room in ("jobs", "reporting", "cli"):
+        for path in sorted((ROOT / "lookahead" / room).glob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                keys = [node.slice] if isinstance(node, ast.Subscript) else []
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                    keys = node.args
+                named = {each.value for each in keys if isinstance(each, ast.Constant)}
+                assert not named & names, f"{path.name}:{getattr(node, 'lineno', 0)}"
 
 
 def error_of(record: Any) -> str:
