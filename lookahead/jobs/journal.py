@@ -16,7 +16,7 @@ from lookahead.documents.inputs import Input, check_output, load_packages
 from lookahead.errors import ConfigError, ResultsError, count
 from lookahead.jobs.identity import JobIdentity, key_of, text_hash
 from lookahead.jobs.result_lines import JsonLinesFile, describe_damage, sort_lines, unpack_parquet, write_parquet
-from lookahead.jobs.schema import LineT, Record, RejectLine, ResultLine, parse_whole_line, read_line
+from lookahead.jobs.schema import LineT, Record, RejectLine, ResultLine, parse_line, read_line
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 from lookahead.utils.replacing import remove_leftovers, replacing
@@ -312,7 +312,7 @@ class Journal(ExitStack):
         with open(self._running, "rb") as file:
             number = file.read(self._offsets[content]).count(b"\n") + 1
             try:
-                line = self._result_of(parse_whole_line(file.readline()))
+                line = self._result_of(parse_line(file.readline()))
             except ValueError as error:
                 raise ResultsError(describe_damage(self._running, number, str(error))) from error
         if line.document != content.hex():
@@ -328,7 +328,7 @@ class Journal(ExitStack):
             for number, encoded in enumerate(file, start=1):
                 record: Record | None = None
                 try:
-                    record = parse_whole_line(encoded)
+                    record = parse_line(encoded)
                     line = read(record)
                 except ValueError as error:
                     if record is not None or offset + len(encoded) < size:

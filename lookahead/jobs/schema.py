@@ -131,42 +131,23 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLine(Line):
-    """A line of results: a document and its summary.
-
-    Attributes:
-        id: The name of the document.
-        summary: The summary.
-        document_tokens: Tokens of the document.
-        summary_tokens: Tokens of the summary.
-        parts: Parts that the document was cut into, 1 if it fitted.
-        split: Where it was cut.
-        finish_reason: `"length"` if the token limit cut the summary off, else `"stop"`.
-        stats: Counters of the decoding, as in `DecodingStats.to_dict`; `None` for a copy.
-        tree: Summaries of the parts, level by level, if they were kept.
-        plain: Counters of plain decoding, if it was compared.
-        speedup: Tokens per second over those of plain decoding, likewise.
-        identical: Whether plain decoding gave the same tokens, likewise.
-        document: The hash of the document's text.
-        model: The model by its name.
-        fingerprint: The fingerprint of the job.
-        copy_of: The document of the same text whose summary was copied.
-    """
+    """A line of results: a document and its summary."""
 
     summary: str | None = None
     document_tokens: int | None = None
     summary_tokens: int | None = None
-    parts: int | None = None
-    split: str | None = None
-    finish_reason: str | None = None
-    stats: Record | None = None
-    tree: list[Any] | None = None
-    plain: Record | None = None
-    speedup: float | None = None
-    identical: bool | None = None
+    parts: int | None = None  # that the document was cut into, 1 if it fitted
+    split: str | None = None  # where it was cut
+    finish_reason: str | None = None  # "length" if the token limit cut the summary off, else "stop"
+    stats: Record | None = None  # counters of the decoding; `None` for a copy
+    tree: list[Any] | None = None  # summaries of the parts, level by level, if they are kept
+    plain: Record | None = None  # counters of plain decoding, if it is compared
+    speedup: float | None = None  # likewise; of tokens per second
+    identical: bool | None = None  # likewise; whether the tokens are the same
     document: TextHash = field(metadata={"gap": lambda _: ""})
     model: str | None = field(default=None, metadata={"gap": _as_text})
-    fingerprint: str = field(metadata={"gap": lambda _: ""})
-    copy_of: DocumentId | None = None
+    fingerprint: str = field(metadata={"gap": lambda _: ""})  # of the job
+    copy_of: DocumentId | None = None  # the document of the same text whose summary was copied
 
     @classmethod
     def of(cls, done: Summarized, content: bytes, identity: JobIdentity) -> ResultLine:
@@ -209,16 +190,10 @@ class ResultLine(Line):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectLine(Line):
-    """A line of rejects: a document that failed.
-
-    Attributes:
-        id: The name of the document.
-        error: Why it failed.
-        document: The hash of its text, if that could be read.
-    """
+    """A line of rejects: a document that failed."""
 
     error: str
-    document: TextHash | None = None
+    document: TextHash | None = None  # if its text could be read
 
     @property
     def key(self) -> bytes:
@@ -230,8 +205,10 @@ def parse_line(line: bytes) -> Record:
     """The JSON object of a line of text.
 
     Raises:
-        ValueError: It holds something else. The message is a predicate of the line: "is no JSON: …".
+        ValueError: It holds something else, or has no line break. The message is a predicate: "is no JSON: …".
     """
+    if not line.endswith(b"\n"):
+        raise ValueError("is torn")
     try:
         record = parse_json(line.decode("utf-8-sig"))
     except ValueError as error:
@@ -242,16 +219,9 @@ def parse_line(line: bytes) -> Record:
     return record
 
 
-def parse_whole_line(line: bytes) -> Record:
-    """`parse_line`, and ValueError too for a line without its line break."""
-    if not line.endswith(b"\n"):
-        raise ValueError("is torn")
-    return parse_line(line)
-
-
 def read_line(line: bytes) -> ResultLine | RejectLine:
-    """A whole line of results or of rejects; ValueError, with a predicate of the line, if it is neither."""
-    record = parse_whole_line(line)
+    """A line of results or of rejects; ValueError, with a predicate of the line, if it is neither."""
+    record = parse_line(line)
     is_reject = "error" in record and not _is_result(record)
     return RejectLine.from_json(record) if is_reject else ResultLine.from_json(record)
 

@@ -9,7 +9,7 @@ import math
 import re
 import stat
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,38 +37,17 @@ MAX_COMPLAINTS = 5
 PATIENCE = 1000  # malformed lines after which a file without a valid one is given up
 _LOCATION = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `
 _LENGTH = re.compile("[0-9]{1,9}")
+_OF_STATS = ("target_forwards", "drafted_tokens", "accepted_tokens", "mean_acceptance_length", "prefill_s", "decode_s")
 _BY_SOURCE = ("drafted", "accepted", "expected")  # draft nodes of a proposer
 _RANKED = ("seconds", "speedup", "mean_acceptance_length")
 
 
-class Figures(NamedTuple):
-    """The figures of a line. What the line lacks, or holds with another type, is NaN."""
-
-    document_tokens: float
-    summary_tokens: float
-    speedup: float
-    target_forwards: float  # passes after the prefill
-    drafted_tokens: float
-    accepted_tokens: float
-    mean_acceptance_length: float
-    prefill_s: float  # until the first token
-    decode_s: float  # after it
-    seconds: float  # of both
-    decoded: float  # tokens after the first
-    tokens_per_s: float
-    plain_decoded: float  # likewise, by plain decoding
-    plain_decode_s: float
-    identical: float  # 1 if plain decoding gave the same tokens, else 0
-    is_cut: float  # 1 if the token limit cut the summary off, else 0
-    is_copy: float  # 1 for the summary of an equal document, which has no statistics
-
-
 class Result(NamedTuple):
-    """What is shown of a line of results."""
+    """What is shown of a line of results. A figure that the line lacks, or holds with another type, is NaN."""
 
     name: str  # the id
     text: str
-    figures: Figures
+    figures: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -109,7 +88,7 @@ class Reading:
                     self.complain(number, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
                 elif line.strip():
                     try:
-                        record = parse_line(line)
+                        record = parse_line(line + b"\n")  # the last line may still be without its line break
                     except ValueError as error:
                         self.is_torn = not line.endswith(b"\n")
                         self.complain(number, "is torn, the last one" if self.is_torn else str(error))
@@ -170,7 +149,7 @@ class Aggregate:
         self.sources: dict[str, dict[str, float]] = {}  # draft nodes by proposer
         # The lines with the smallest values of a column, or with sign -1 the largest; the earlier of equal values.
         self.ranked: dict[tuple[str, int], list[Result]] = {(name, sign): [] for name in _RANKED for sign in (1, -1)}
-        self._columns = {name: array("d") for name in Figures._fields}
+        self._columns: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         for line in lines:
             self._add(line)
 
@@ -208,17 +187,17 @@ class Aggregate:
         if len(text) > MAX_TEXT_CHARS:
             text = text[:MAX_TEXT_CHARS].rstrip() + " […]"
         result = Result(str(line.id)[:MAX_ID_CHARS], text, _figures(line))
-        for column, figure in zip(self._columns.values(), result.figures, strict=True):
-            column.append(figure)
+        for name, figure in result.figures.items():
+            self._columns[name].append(figure)
         for (name, sign), ranking in self.ranked.items():
-            if math.isfinite(getattr(result.figures, name)):
+            if math.isfinite(result.figures[name]):
                 ranking.append(result)
-                ranking.sort(key=lambda each: sign * getattr(each.figures, name))
+                ranking.sort(key=lambda each: sign * each.figures[name])
                 del ranking[MAX_LISTED_DOCUMENTS:]
         self.documents += 1
         if len(self.names) < MAX_NAMED_DOCUMENTS:
             self.names.append(result.name)
-        if result.figures.identical == 0.0 and len(self.names_of_different) < MAX_DIFFERENT_IDS:
+        if result.figures["is_identical"] == 0.0 and len(self.names_of_different) < MAX_DIFFERENT_IDS:
             self.names_of_different.append(result.name)
         if line.model is not None:
             self.models[_kind(line.model, self.models)] += 1
@@ -228,33 +207,29 @@ class Aggregate:
                 counts[what] += _number(_mapping(stats, f"{what}_by_source").get(source), 0.0)
 
 
-def _figures(line: ResultLine) -> Figures:
+def _figures(line: ResultLine) -> dict[str, float]:
+    """Figures of a line: tokens, draft nodes, passes after the prefill, seconds, 1 for yes."""
     stats, plain, reason = line.stats or {}, line.plain or {}, line.finish_reason
-    prefill_s, decode_s = _number(stats.get("prefill_s")), _number(stats.get("decode_s"))
-    plain_decode_s = _number(plain.get("decode_s"))
+    figures = {name: _number(stats.get(name)) for name in _OF_STATS}
+    decode_s, plain_decode_s = figures["decode_s"], _number(plain.get("decode_s"))
     decoded = _number(stats.get("tokens_per_s")) * decode_s
     if isinstance(histogram := stats.get("acceptance_histogram"), Mapping):
         lengths = [length for length in histogram if _LENGTH.fullmatch(str(length))]
         decoded = sum(int(length) * _number(histogram[length], 0.0) for length in lengths)
-    return Figures(
-        document_tokens=_number(line.document_tokens),
-        summary_tokens=_number(line.summary_tokens),
-        speedup=_number(line.speedup),
-        target_forwards=_number(stats.get("target_forwards")),
-        drafted_tokens=_number(stats.get("drafted_tokens")),
-        accepted_tokens=_number(stats.get("accepted_tokens")),
-        mean_acceptance_length=_number(stats.get("mean_acceptance_length")) or math.nan,
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        seconds=prefill_s + decode_s,
-        decoded=decoded,
-        tokens_per_s=decoded / decode_s if decoded and decode_s else math.nan,
-        plain_decoded=_number(plain.get("tokens_per_s")) * plain_decode_s,
-        plain_decode_s=plain_decode_s,
-        identical=math.nan if line.identical is None else float(line.identical),
-        is_cut=float(reason == "length") if reason in ("stop", "length") else math.nan,
-        is_copy=float(line.copy_of is not None),
-    )
+    return figures | {
+        "document_tokens": _number(line.document_tokens),
+        "summary_tokens": _number(line.summary_tokens),
+        "speedup": _number(line.speedup),
+        "mean_acceptance_length": figures["mean_acceptance_length"] or math.nan,
+        "seconds": figures["prefill_s"] + decode_s,  # until the first token, and after it
+        "decoded": decoded,  # tokens after the first
+        "tokens_per_s": decoded / decode_s if decoded and decode_s else math.nan,
+        "plain_decoded": _number(plain.get("tokens_per_s")) * plain_decode_s,
+        "plain_decode_s": plain_decode_s,
+        "is_identical": math.nan if line.identical is None else float(line.identical),  # to plain decoding
+        "is_cut": float(reason == "length") if reason in ("stop", "length") else math.nan,  # by the token limit
+        "is_copy": float(line.copy_of is not None),  # of an equal document; then there are no statistics
+    }
 
 
 def _number(value: Any, missing: float = math.nan) -> float:
