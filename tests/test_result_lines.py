@@ -77,7 +77,10 @@ def test_a_line_reads_back_as_it_was_written_from_every_place_it_is_written_to(i
     last = ResultLine.of(Summarized(items[2], summary), text_hash("more"), JOB)
     lines = [line, line.copied(twin), last]
     assert (line.summary, line.parts, line.finish_reason, line.copy_of) == ("Größe.", 2, "length", None)
-    assert [ResultLine.from_json(record) for record in run(items, summarize_all, None)] == lines
+    shown = run(items, summarize_all, None)
+    assert [ResultLine.from_json(record) for record in shown] == lines
+    job = {"document": text_hash("text").hex(), "model": "some-model", "fingerprint": JOB.fingerprint}
+    assert json.dumps(shown[0]) == json.dumps({"id": first, **summary.to_dict(), **job})
     run(items, summarize_all, OUT)
     assert [read_line(each) for each in OUT.read_bytes().splitlines(keepends=True)] == lines
     assert [read_line(each) for each in Path("rejects").read_bytes().splitlines(keepends=True)] == [
