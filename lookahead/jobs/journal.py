@@ -306,17 +306,19 @@ class Journal(ExitStack):
 
     def line_of(self, content: bytes) -> ResultLine | None:
         """The first line with this text hash, if there is one."""
-        if content not in self._offsets:
+        if (offset := self._offsets.get(content)) is None:
             return None
         self._file.check()
         with open(self._running, "rb") as file:
-            number = file.read(self._offsets[content]).count(b"\n") + 1
+            file.seek(offset)
             try:
                 line = self._result_of(parse_line(file.readline()))
+                if line.document != content.hex():
+                    raise ValueError("is of another text")
             except ValueError as error:
+                file.seek(0)
+                number = file.read(offset).count(b"\n") + 1
                 raise ResultsError(describe_damage(self._running, number, str(error))) from error
-        if line.document != content.hex():
-            raise ResultsError(describe_damage(self._running, number, "is of another text"))
         return line
 
     def _read_lines(self, path: Path, read: Callable[[Record], LineT]) -> Iterator[tuple[int, LineT]]:
