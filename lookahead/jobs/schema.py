@@ -1,4 +1,8 @@
-"""The lines of results and of rejects: the only place that names their fields, and says what each may hold."""
+"""The lines of results and of rejects: their fields, and what each may hold.
+
+Whoever writes, reads or shows a line does so through these classes. An error about a line is a predicate of it ("has no
+id"), to which the reader adds the file and the number of the line.
+"""
 
 from __future__ import annotations
 
