@@ -9,7 +9,7 @@ import math
 import re
 import stat
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +149,8 @@ class Aggregate:
         self.sources: dict[str, dict[str, float]] = {}  # draft nodes by proposer
         # The lines with the smallest values of a column, or with sign -1 the largest; the earlier of equal values.
         self.ranked: dict[tuple[str, int], list[Result]] = {(name, sign): [] for name in _RANKED for sign in (1, -1)}
-        self._columns: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+        empty = ResultLine(id="", document="", fingerprint="")
+        self._columns = {name: array("d") for name in _figures(empty)}
         for line in lines:
             self._add(line)
 
