@@ -31,7 +31,7 @@ from lookahead.documents.readers import read_documents
 from lookahead.hf.loading import load
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, SummarizeAll, run_job
-from lookahead.jobs.job_options import JobOptions
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.stand_ins import StandIn
@@ -69,7 +69,7 @@ class Job:
         summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens)
         summarizer.warm_up()
         self._summarize_all = summarizer.summarize_all
-        self._identity = JobIdentity.of(JobOptions(model=model, max_new_tokens=max_new_tokens), *loaded)
+        self._identity = JobIdentity.of(JobSettings(model=model, max_new_tokens=max_new_tokens), *loaded)
 
     def run(self, output: Path) -> None:
         paths = OutputPaths(output, resume=True)

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.hf.loading import load, prepare_process
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobObserver, JobTotals, SummarizeAll, run_job
-from lookahead.jobs.job_options import WorkerOptions
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.worker_pool import WorkerPool
 from lookahead.summarization.summarizer import Summarizer
@@ -70,7 +69,7 @@ def work_alone(share: list[Document], output: Path, model: str, new: int, gate: 
     loaded = load(model, dtype="fp32", device="cpu")
     summarizer = Summarizer(*loaded, max_new_tokens=new)
     summarizer.warm_up()
-    identity = JobIdentity.of(WorkerOptions(model=model, max_new_tokens=new), *loaded)
+    identity = JobIdentity.of(JobSettings(model=model, max_new_tokens=new), *loaded)
     gate.wait()
     written(summarizer.summarize_all, identity, share, output)
     finish.wait()
@@ -123,10 +122,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         expected = summaries(sorted(folder.glob("local*.jsonl")))
         ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         seconds = {}
-        options = WorkerOptions(model=model, dtype="fp32", device="cpu", threads=1, max_new_tokens=new)
+        settings = JobSettings(model=model, dtype="fp32", device="cpu", threads=1, max_new_tokens=new)
         for way, observer in (("ray", lambda *_: None), ("killed", partial(kill_one, len(documents) // 4))):
             output = folder / f"{way}.jsonl"
-            with WorkerPool(ray, asdict(options), workers) as pool:
+            with WorkerPool(ray, settings, workers) as pool:
                 identity = pool.wait_ready(workers)
                 start = time.perf_counter()
                 written(pool.summarize_all, identity, documents, output, observer)

@@ -15,12 +15,12 @@ from lookahead.errors import ResultsError
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_figures import describe_changes
-from lookahead.jobs.job_options import JobOptions
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from tests.support.forked import command
 from tests.support.stand_ins import StandIn
 
-OPTIONS = JobOptions(max_new_tokens=8).identity
+OPTIONS = JobSettings(model="some-model", max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
 OUT = Path("out.jsonl")
 NAMES = "abcdef"

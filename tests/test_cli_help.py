@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli import terminal
 from lookahead.cli.app import app
-from lookahead.jobs.job_options import JobOptions, WorkerOptions, options_of, to_toml
+from lookahead.cli.job_options import JobOptions, to_toml
+from lookahead.cli.options import options_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -83,8 +84,9 @@ def test_every_option_of_a_summary_is_a_flag_a_key_of_a_job_file_and_part_of_wha
     assert {f"--{key}" for key in keys - {"inputs"}} == flags - {"inputs", "-o", "--help", "--job", "--show-job"} - {
         "--field", "--max-tokens"
     }  # fmt: skip
-    sent = WorkerOptions(**JobOptions(model=str(model_folder), style="bullets", rows=3).for_workers())
-    assert (sent.style, sent.rows, sent.max_new_tokens) == ("bullets", 3, JobOptions().max_new_tokens)
+    options = JobOptions(model=str(model_folder), style="bullets", rows=3)
+    sent = options.for_workers(options.settings())
+    assert (sent.request.style, sent.rows, sent.max_new_tokens) == ("bullets", 3, JobOptions().max_new_tokens)
 
 
 def test_dir_shows_the_public_names_and_none_but_those_of_every_module():

@@ -22,7 +22,7 @@ from lookahead.heads.independent_heads import MedusaHeads
 from lookahead.hf.loading import LoadedModel
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_options import JobOptions
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.kernels.dispatch import Verdict
 from lookahead.ngram.memory_file import write_memory
@@ -35,9 +35,8 @@ from tests.support.forked import Forked
 from tests.support.memories import MODEL, learned
 from tests.support.stand_ins import StandIn
 
-JOB = JobIdentity(
-    model="some-model", weights="w", tokenizer="t", dtype="float32", options=JobOptions(max_new_tokens=8).identity
-)
+OPTIONS = JobSettings(model="some-model", max_new_tokens=8).identity
+JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
 
 
 @pytest.fixture(autouse=True)

@@ -15,13 +15,13 @@ import pytest
 
 import lookahead
 from lookahead.backend.step_costs import cost_path
+from lookahead.cli.job_options import read_job_file
 from lookahead.cli.options import read_prompt_file
 from lookahead.documents import byte_sources as opening
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from lookahead.errors import ConfigError, DocumentError
-from lookahead.jobs.job_options import read_job_file
 from lookahead.reporting.report_page import write_report
 
 BOMBS = {

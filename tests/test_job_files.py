@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from lookahead.cli.job_options import JobOptions, to_toml
 from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError, PoolError
 from lookahead.hf.loading import load
@@ -22,10 +23,11 @@ from lookahead.hf.model_state import state_of
 from lookahead.jobs import job, journal, output_memory, result_lines
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_options import JobOptions, to_toml
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.proposers import ProposerState
+from lookahead.summarization.prompting import SummaryRequest
 from tests.support.stand_ins import StandIn
 
 if sys.version_info >= (3, 11):
@@ -176,7 +178,7 @@ def test_an_interrupt_at_any_line_of_code_leaves_as_many_summaries_as_are_told(t
 
 
 def identity_of(model: Any, tokenizer: Any) -> JobIdentity:
-    return JobIdentity.of(JobOptions(model="m", max_new_tokens=8), model, tokenizer)
+    return JobIdentity.of(JobSettings(model="m", max_new_tokens=8), model, tokenizer)
 
 
 def other_matrix(model: Any, tokenizer: Any) -> None:
@@ -258,7 +260,8 @@ def test_a_job_file_holds_any_text() -> None:
 
 
 def test_the_fingerprint_and_the_manifest_of_a_job_are_those_of_earlier_versions():
-    options = JobOptions(max_new_tokens=20, overlap=3, keep_parts=True).identity
+    request = SummaryRequest(overlap=3)
+    options = JobSettings(model="m", max_new_tokens=20, request=request, keep_parts=True).identity
     identity = JobIdentity(
         model="m", weights="46a787416c3d53f4", tokenizer="cd0a67a4e3605b8c", generation_fingerprint="a83a5b96718c6a21",
         dtype="float32", options=options,

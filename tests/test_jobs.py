@@ -18,14 +18,15 @@ from lookahead.errors import ConfigError
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_options import JobOptions
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
+from lookahead.jobs.schema import ResultLine
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 from tests.support.forked import status_of
 
-OPTIONS = JobOptions(max_new_tokens=8).identity
+OPTIONS = JobSettings(model="some-model", max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")
@@ -251,7 +252,9 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number():
     run(documents("a", "b", "c"))
     first, _, third = OUT.read_bytes().splitlines(keepends=True)
     OUT.write_bytes(first + b"what is this\n" + third)
-    with pytest.raises(ConfigError, match=r"out\.jsonl:2: no line of this job; remove the line, or pass --overwrite"):
+    with pytest.raises(
+        ConfigError, match=r"out\.jsonl:2: no line of this job: it is no JSON: .*; remove the line, or pass"
+    ):
         run(documents("a"), resume=True)
 
 
@@ -322,8 +325,8 @@ def test_no_space_for_a_line_leaves_whole_lines_and_the_job_can_be_resumed():
             with pytest.raises(OSError):
                 for i in range(99):
                     content = text_hash(f"text {i}")
-                    line = {"id": i, "summary": "x" * 100, "document": content.hex(), "fingerprint": JOB.fingerprint}
-                    journal.append(line, content)
+                    known = {"document": content.hex(), "fingerprint": JOB.fingerprint}
+                    journal.append(ResultLine(id=i, summary="x" * 100, **known), content)
         sys.exit(i)
 
     count = status_of(fill)

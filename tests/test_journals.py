@@ -12,17 +12,18 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from lookahead.cli.job_options import read_job_file
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import journal as journals
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_options import JobOptions, read_job_file
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths, write_manifest
-from lookahead.jobs.result_lines import copy_of
+from lookahead.jobs.schema import ResultLine
 from tests.support.stand_ins import StandIn
 
-OPTIONS = JobOptions(max_new_tokens=8).identity
+OPTIONS = JobSettings(model="some-model", max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")
@@ -72,10 +73,10 @@ def documents(names: str) -> list[Document]:
     return [Document(name, f"text {name}") for name in names]
 
 
-def line(name: str) -> tuple[dict[str, Any], bytes]:
+def line(name: str) -> tuple[ResultLine, bytes]:
     """A line of results, and the hash of its text."""
     content = text_hash(f"text {name}")
-    return {"id": name, "summary": "S", "document": content.hex(), "fingerprint": JOB.fingerprint}, content
+    return ResultLine(id=name, summary="S", document=content.hex(), fingerprint=JOB.fingerprint), content
 
 
 def lines(path: Path = OUT) -> list[dict[str, Any]]:
@@ -158,17 +159,25 @@ def test_a_parquet_file_that_is_damaged_or_of_something_else_is_refused(damage: 
         {"fingerprint": [JOB.fingerprint, "0" * 16]},
         {"document": ["0" * 32, "no hash"]},
         {"document": ["0" * 32, None]},
-        {"id": [1.5, None]},
+        {"id": [1, None]},
     ],
     ids=lambda columns: " ".join(columns),
 )
 def test_a_parquet_file_of_others_beside_a_manifest_of_this_job_is_named_and_left_alone(columns: Any) -> None:
     output = Path("out.parquet")
     run(documents("ab"), output=output)
-    table = {"id": ["a", "b"], "document": ["0" * 32] * 2, "fingerprint": [JOB.fingerprint] * 2, **columns}
+    table = {
+        "id": ["a", "b"],
+        "summary": ["A", "B"],
+        "document": ["0" * 32] * 2,
+        "fingerprint": [JOB.fingerprint] * 2,
+        **columns,
+    }
     pyarrow.parquet.write_table(pyarrow.table(table), output)
     before = {path: path.read_bytes() for path in Path().iterdir()}
-    with pytest.raises(ConfigError, match=r"^out\.parquet holds no results to go on with: row 2 is none of this job; "):
+    with pytest.raises(
+        ConfigError, match=r"^out\.parquet holds no results to go on with: row 2 is none of this job: it "
+    ):
         run(documents("ab"), output=output, resume=True)
     assert {path: path.read_bytes() for path in Path().iterdir()} == before
 
@@ -344,6 +353,8 @@ def test_lines_of_another_job_are_left_alone_without_a_manifest() -> None:
 
 
 def test_what_was_measured_stays_with_the_document_it_was_measured_of() -> None:
-    measured = {"summary": "S", "stats": {"prompt_tokens": 1}, "plain": {}, "speedup": 2.0, "identical": True}
-    copy = copy_of({"id": "a", **measured, "document": "h"}, "b")
-    assert copy == {"id": "b", "summary": "S", "stats": None, "document": "h", "copy_of": "a"}
+    measured = {"stats": {"prompt_tokens": 1}, "plain": {}, "speedup": 2.0, "identical": True}
+    kept = {"summary": "S", "document": "0" * 32, "fingerprint": "f"}
+    copy = ResultLine.from_json({"id": "a", **kept, **measured}).copied("b")
+    assert copy.to_json() == {"id": "b", **kept, "stats": None, "copy_of": "a"}
+    assert copy.copied("c").copy_of == "a"

@@ -31,8 +31,9 @@ FLOORS = (
     {"proposers"},
     {"engine"},
     {"generation"},
-    {"summarization", "reporting", "training"},
+    {"summarization", "training"},
     {"jobs"},
+    {"reporting"},
     {"lookahead"},  # the public names
     {"cli"},
     {"__main__"},

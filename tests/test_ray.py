@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,7 @@ import pytest
 from lookahead.documents.decode_text import Document
 from lookahead.jobs import worker_pool
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_options import WorkerOptions
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.worker_pool import TRIES, RayWorker, WorkerPool
 from lookahead.summarization.summarizer import Summarized
@@ -59,8 +58,8 @@ def worker_processes():
 def pool_for(model_folder, **options):
     """Two workers with the tiny model."""
     asked = {"max_new_tokens": 12, "rows": 1, **options}
-    worker = WorkerOptions(model=str(model_folder), dtype="fp32", device="cpu", threads=1, **asked)
-    return WorkerPool(ray, asdict(worker), workers=2)
+    settings = JobSettings(model=str(model_folder), dtype="fp32", device="cpu", threads=1, **asked)
+    return WorkerPool(ray, settings, workers=2)
 
 
 class KillsAWorker:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from dataclasses import asdict
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
+from lookahead.cli.job_options import JobOptions
 from lookahead.documents.decode_text import Document
 from lookahead.errors import UnsupportedModelError
-from lookahead.jobs.job_options import WorkerOptions
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.worker_pool import RayWorker
 from lookahead.proposers.heads import Heads
 from lookahead.summarization.summarizer import Summarizer
@@ -18,7 +19,7 @@ from lookahead.summarization.summarizer import Summarizer
 
 def worker_for(folder, **options):
     asked = {"dtype": "fp32", "device": "cpu", "threads": 1, "rows": 3, "max_new_tokens": 12}
-    return RayWorker({"model": str(folder), **asked, **options})
+    return RayWorker(JobSettings(model=str(folder), **{**asked, **options}))
 
 
 @pytest.mark.parametrize("compare", [False, True])
@@ -70,7 +71,12 @@ def test_an_engine_that_stops_lets_nobody_wait(model_folder, monkeypatch):
     assert "the engine stopped" in str(answers[0]) and "no more of it" in str(answers[0])
 
 
-def test_heads_go_to_another_process_by_the_name_of_their_folder():
-    sent = json.loads(json.dumps(asdict(WorkerOptions(model="model", heads="folder"))))
-    (heads,) = [each for each in WorkerOptions(**sent).config().proposers if not isinstance(each, str)]
+def test_a_job_goes_to_another_process_as_it_is_and_heads_by_the_name_of_their_folder(tmp_path):
+    (tmp_path / "prompt.txt").write_text("In one word: {document}")
+    options = JobOptions(heads="folder", window="auto", overlap=3, rows=2, prompt_file=tmp_path / "prompt.txt")
+    settings = options.settings()
+    sent = ForkingPickler.loads(ForkingPickler.dumps(settings))
+    (heads,) = [each for each in sent.config.proposers if not isinstance(each, str)]
     assert isinstance(heads, Heads) and heads._folder == "folder"
+    config = replace(sent.config, proposers=settings.config.proposers)  # every process has its own object
+    assert replace(sent, config=config) == settings

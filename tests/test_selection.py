@@ -13,7 +13,6 @@ from lookahead.documents.readers import read_documents
 from lookahead.errors import ConfigError
 from lookahead.jobs import job
 from lookahead.jobs.job import MAX_TIMED_PARTS, estimate_job, select_documents
-from lookahead.jobs.job_options import JobOptions
 from lookahead.summarization.prompting import PromptFitter
 from tests.support.stand_ins import StandIn
 
@@ -47,12 +46,12 @@ def test_an_estimate_counts_everything_and_writes_nothing(folder, tiny_llama, ti
     fitter = PromptFitter(tiny_llama, tiny_tokenizer, 8)
     before = sorted(os.listdir())
     items = read_documents(find_inputs(["a.jsonl"]))
-    estimate = estimate_job(items, fitter, StandIn().summarize_all, JobOptions(max_new_tokens=8, price_per_hour=3.6))
+    estimate = estimate_job(items, fitter, StandIn().summarize_all, price_per_hour=3.6)
     assert (estimate.documents, estimate.failed, estimate.copies, estimate.parts) == (5, 1, 3, 2)
     assert (estimate.document_tokens, estimate.most_new_tokens, estimate.tried) == (12, 16, 2)
     assert estimate.seconds >= 0 and estimate.cost == pytest.approx(estimate.seconds / 1000, abs=1e-3)
     assert sorted(os.listdir()) == before
-    assert estimate_job([], fitter, StandIn().summarize_all, JobOptions(max_new_tokens=8)).seconds is None
+    assert estimate_job([], fitter, StandIn().summarize_all).seconds is None
 
 
 class Clocked(StandIn):
@@ -74,7 +73,7 @@ def test_an_estimate_of_books_summarizes_some_parts_of_each_and_reckons_by_token
 ):
     books = [Document(i, f"Book {i}. " + "The cat sat on the mat. " * 2000) for i in range(copies)]
     fitter, worker = PromptFitter(tiny_llama, tiny_tokenizer, 8), Clocked(monkeypatch)
-    estimate = estimate_job(books, fitter, worker.summarize_all, JobOptions(max_new_tokens=8))
+    estimate = estimate_job(books, fitter, worker.summarize_all)
     tried = min(copies, 3)
     parts = len(fitter.fit(books[0].text).parts)
     assert parts > 5 * MAX_TIMED_PARTS and estimate.parts == copies * parts
@@ -92,9 +91,7 @@ def test_an_estimate_of_books_summarizes_some_parts_of_each_and_reckons_by_token
 def test_an_estimate_of_ordinary_documents_summarizes_them_whole(tiny_llama, tiny_tokenizer, monkeypatch):
     fitter, worker = PromptFitter(tiny_llama, tiny_tokenizer, 8), Clocked(monkeypatch)
     long = "The cat sat on the mat. " * 60
-    estimate = estimate_job(
-        [Document(1, "One."), Document(2, long)], fitter, worker.summarize_all, JobOptions(max_new_tokens=8)
-    )
+    estimate = estimate_job([Document(1, "One."), Document(2, long)], fitter, worker.summarize_all)
     assert worker.seen == ["One.", long]
     assert 2 < estimate.tried_parts == estimate.timed_parts == estimate.parts <= MAX_TIMED_PARTS
     assert estimate.seconds == len("One.") + len(long)
@@ -103,6 +100,6 @@ def test_an_estimate_of_ordinary_documents_summarizes_them_whole(tiny_llama, tin
 def test_a_book_beside_short_documents_is_reckoned_by_its_tokens(tiny_llama, tiny_tokenizer, monkeypatch):
     fitter, worker = PromptFitter(tiny_llama, tiny_tokenizer, 8), Clocked(monkeypatch)
     items = [Document(1, "One."), Document(2, "The cat sat on the mat. " * 2000), Document(3, "Three.")]
-    estimate = estimate_job(items, fitter, worker.summarize_all, JobOptions(max_new_tokens=8))
+    estimate = estimate_job(items, fitter, worker.summarize_all)
     assert sum(map(len, worker.seen)) < 10_000
     assert estimate.seconds == pytest.approx(sum(len(item.text) for item in items), rel=0.01)

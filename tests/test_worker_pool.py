@@ -13,6 +13,7 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError
 from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.worker_pool import (
     FAILED_STARTS,
     TRIES,
@@ -80,7 +81,7 @@ class Ray:
 
 
 def pool_of(ray, workers=2):
-    return WorkerPool(ray, {"threads": 1}, workers)
+    return WorkerPool(ray, JobSettings(model="tiny", threads=1), workers)
 
 
 def documents(*texts):

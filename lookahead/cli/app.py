@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 import lookahead
+from lookahead.cli.commands import App
 from lookahead.cli.draft_files import memory_app, pool_app
 from lookahead.cli.generate import chat, generate, serve
 from lookahead.cli.measure import calibrate, explain, pick_draft, train
-from lookahead.cli.options import App
 from lookahead.cli.summarize import report, summarize
 
 app = App(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})

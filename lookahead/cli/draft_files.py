@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lookahead.cli.options import App
+from lookahead.cli.commands import App
+from lookahead.cli.options import INPUTS, DocumentOptions, ModelOptions, option
 from lookahead.cli.terminal import PoolDisplay, console, convert, find_sources, load, table
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.readers import count_documents
 from lookahead.errors import ConfigError, count
 from lookahead.hf.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_process
-from lookahead.jobs.job_options import INPUTS, DocumentOptions, ModelOptions, option
 
 if TYPE_CHECKING:
     from lookahead.ngram.memory_file import MemoryHeader

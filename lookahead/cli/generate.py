@@ -12,13 +12,21 @@ import typer
 from rich.text import Text
 
 import lookahead
-from lookahead.cli.options import PromptOptions, SamplingOptions, read_prompt_file
+from lookahead.cli.options import (
+    DeviceOptions,
+    DraftingOptions,
+    ModelOptions,
+    PromptOptions,
+    SamplingOptions,
+    new_tokens_option,
+    option,
+    read_prompt_file,
+)
 from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, prepare, reading, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN
 from lookahead.errors import ConfigError, PromptError
 from lookahead.hf.loading import DEFAULT_MODEL, locate_model
-from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions, new_tokens_option, option
 
 if TYPE_CHECKING:
     from lookahead.generation.conversation import Conversation

@@ -14,12 +14,18 @@ import typer
 from rich.text import Text
 
 import lookahead
-from lookahead.cli.options import PromptOptions, read_prompt_file
+from lookahead.cli.options import (
+    DraftingOptions,
+    ModelOptions,
+    PromptOptions,
+    new_tokens_option,
+    option,
+    read_prompt_file,
+)
 from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 from lookahead.hf.loading import locate_model
-from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
 from lookahead.utils.atomic import write_atomically
 
 _STYLES = ("black on green", "black on yellow", "white on blue", "white on magenta")

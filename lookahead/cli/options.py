@@ -1,34 +1,118 @@
-"""Typer commands from functions of one options dataclass, and options that several commands share."""
+"""How options are declared, each once, and the options that several commands share.
+
+The flags of the commands and the keys of a job file are read from these dataclasses. A field without a help text is no
+option.
+"""
 
 from __future__ import annotations
 
-import inspect
-import os
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from itertools import takewhile
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from dataclasses import MISSING, Field, dataclass, field, fields
+from inspect import get_annotations
+from typing import Any, ClassVar, Literal, cast
 
-import typer
-from typer.core import TyperCommand, TyperGroup
-
-from lookahead.cli.terminal import usage_errors
-from lookahead.config import refuse_removed
+from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError, PromptError
-from lookahead.jobs.job_options import option, options_of
+from lookahead.hf.loading import DEFAULT_MODEL
 
-_LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set counts
-_FILES = (
-    "FILE",
-    "FILE.lkm",
-    "FILES...",
-    "DIR",
-    "INPUTS...",
-)  # what options of files and folders take that are no `Path`
+INPUTS = (
+    "Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
+    "kind fsspec knows (https:// s3:// hf:// ...), - for stdin."
+)
+
+
+def option(default: Any = MISSING, help: str = "", *flags: str, **details: Any) -> Any:
+    """A field that is an option; without a default it is required.
+
+    The flags are its names on the command line, none for `--name`. The details are those of `typer.Option` (`min`,
+    `max`, `metavar`, ...), with `argument=True` those of an argument.
+    """
+    return field(default=default, metadata={"help": help, "flags": flags, **details})
+
+
+def new_tokens_option(default: int, help: str = "Most tokens to write.", *, min: int = 1, **details: Any) -> Any:
+    """The option that limits new tokens, under its two names."""
+    return option(default, help, "--max-new-tokens", "--max-tokens", min=min, **details)
+
+
+def options_of(kind: type) -> list[tuple[Field[Any], type]]:
+    """The options of a dataclass with the classes that declare them; a class comes before its bases."""
+    classes = kind.__mro__
+    owners = {name: i for i, owner in enumerate(classes) for name in get_annotations(owner)}
+    ordered = sorted(fields(kind), key=lambda each: owners[each.name])
+    return [(each, classes[owners[each.name]]) for each in ordered if each.metadata.get("help")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    panel: ClassVar[str] = "Model"
+
+    dtype: str = option(
+        "auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU, bf16 with --quantize."
+    )
+    quantize: str | None = option(
+        None, "Linear layers with weights of 8 bits (int8) or 4 (int4), on a CPU.", metavar="int8|int4"
+    )
+    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    threads: int | None = option(None, "CPU threads. (default: as PyTorch chooses)", min=1, max=1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(DeviceOptions):
+    panel: ClassVar[str] = "Model"
+
+    model: str = option(DEFAULT_MODEL, "Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingOptions:
+    panel: ClassVar[str] = "Drafting"
+
+    proposers: str = option(
+        ",".join(map(str, LookaheadConfig().proposers)),
+        "Sources of drafts: any of prompt, outputs, corpus, recycled, jacobi; or none.",
+    )
+    pool: str | None = option(None, "Draft from a corpus too, made by 'lookahead pool build'.", metavar="FILE")
+    memory: str | None = option(
+        None,
+        "Start from what the model taught earlier commands, and keep what it teaches this one.",
+        metavar="FILE.lkm",
+    )
+    heads: str | None = option(None, "Draft with heads too: from 'lookahead train', or native.", metavar="DIR")
+    max_nodes: int | None = option(None, "Most draft tokens a step verifies. (default: by the proposers)")
+    window: str | None = option(None, "Draft from a Jacobi window of W columns too; auto: of 7, only while it pays.")
+    ngram_size: int | None = option(None, "N, length of the window's n-grams. (default: 5)")
+    guesses: int | None = option(None, "G, most n-grams of the window that a step verifies. (default: 7)")
+    exactness: str = option("auto", "auto, or fast: quicker drafts in bf16, whose rounding may change a token.")
+    cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
+
+    def config(self) -> LookaheadConfig | None:
+        """The configuration, checked; `None` for defaults alone, with which any model is decoded, if only plainly."""
+        sources: list[Any] = [] if self.proposers == "none" else [name.strip() for name in self.proposers.split(",")]
+        if self.heads is not None:
+            if (quantize := getattr(self, "quantize", None)) is not None:
+                raise ConfigError(f"heads draft for a model that is not quantized, got --quantize {quantize}")
+            from lookahead.proposers.heads import Heads
+
+            sources.append(Heads(self.heads))
+        columns: Any = int(self.window) if self.window is not None and self.window.isdecimal() else self.window
+        config = LookaheadConfig(
+            proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
+            guesses=self.guesses, exactness=cast(Any, self.exactness),
+            cuda_graphs=self.cuda_graphs, memory="shared" if self.memory is None else self.memory,
+        )  # fmt: skip
+        return None if config == LookaheadConfig() else config
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentOptions:
+    panel: ClassVar[str] = "Documents"
+
+    field: str | None = option(
+        None, "Field or column with the document; makes - JSON lines. (default: text)", "--field", "--text-field"
+    )
+    max_document_mb: float = option(64.0, "Longest document, in megabytes.", min=0.001, max=1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,109 +138,6 @@ class PromptOptions:
     truncate: Literal["left", "right"] | None = option(
         None, "Which end to cut off a prompt longer than the model's context."
     )
-
-
-def _parameters_of(options: type) -> list[inspect.Parameter]:
-    hints, parameters = get_type_hints(options), []
-    for each, owner in options_of(options):
-        details: dict[str, Any] = {name: value for name, value in each.metadata.items() if name != "identifies"}
-        flags = details.pop("flags")
-        if hints[each.name] is bool and not flags:
-            flags = (f"--{each.name.replace('_', '-')}",)  # without --no-...
-        if details.pop("argument", False):
-            shown: Any = typer.Argument(**details)
-        else:
-            shown = typer.Option(*flags, rich_help_panel=vars(owner).get("panel"), **details)
-        default = inspect.Parameter.empty if each.default is MISSING else each.default
-        kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[hints[each.name], shown]
-        parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=annotation))
-    return parameters
-
-
-def _check_texts(options: type, values: Mapping[str, Any]) -> None:
-    """Refuse a text that the locale could not decode with a ConfigError, and so the name of a model.
-
-    Names of files may hold any bytes, and are let through.
-    """
-    hints = get_type_hints(options)
-    for each, _ in options_of(options):
-        shown, hint, value = each.metadata.get("metavar"), hints[each.name], values[each.name]
-        if not isinstance(value, str) or shown in _FILES or Path in (hint, *get_args(hint)):
-            continue
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            flag = next(iter(each.metadata["flags"]), f"--{each.name.replace('_', '-')}")
-            name = shown if each.metadata.get("argument") else flag
-            raise ConfigError(f"argument {name} {_describe_locale(value, error.start)}") from error
-
-
-def _describe_locale(text: str, place: int) -> str:
-    """Why a character, which stands for a byte, is none."""
-    encoding = sys.getfilesystemencoding()
-    setting = next((f"{name}={value}, " for name in _LOCALE if (value := os.environ.get(name))), "")
-    remedy = "pass UTF-8" if encoding == "utf-8" else "set a UTF-8 locale such as C.UTF-8"
-    byte = os.fsencode(text[place])[0]
-    return (
-        f"is not valid text in the locale's encoding ({setting}{encoding}): got byte 0x{byte:02x} as character "
-        f"{place}; {remedy}"
-    )
-
-
-class _Plain:
-    """Shows flags without a type in the help, since they take no value, and wrong values in the errors."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # a mixin
-        for parameter in parameters:
-            if getattr(parameter, "is_bool_flag", False):
-                parameter.metavar = ""
-        return parameters
-
-    def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        given = (each[2:].partition("=")[0] for each in takewhile("--".__ne__, args) if each.startswith("--"))
-        with usage_errors():
-            refuse_removed(name.replace("-", "_") for name in given)
-        try:
-            return super().parse_args(ctx, args)  # type: ignore[misc]
-        except typer.BadParameter as error:
-            for found in getattr(error.__cause__, "errors", list)()[:1]:  # of pydantic, which newer versions use
-                got = repr(found["input"])
-                error.message += "" if got in error.message else f", got {got}"
-            raise
-
-
-class _Command(_Plain, TyperCommand):
-    pass
-
-
-class _Group(_Plain, TyperGroup):
-    pass
-
-
-class App(typer.Typer):
-    """A Typer application whose commands take one options dataclass and print an error as one line."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(cls=_Group, no_args_is_help=True, **settings)
-
-    def add(self, function: Callable[[Any], None], name: str | None = None) -> None:
-        """Add a command: a function whose only parameter is its options dataclass."""
-        (options,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
-        arguments = {each.name for each in fields(options) if each.metadata.get("argument")}
-
-        def run(ctx: typer.Context, **values: Any) -> None:
-            job_file = ctx.default_map or {}  # click takes options from it, but not arguments
-            values.update({name: job_file[name] for name in arguments & {*job_file} if not values[name]})
-            with usage_errors(truncates="truncate" in values):
-                _check_texts(options, values)
-                function(options(**values))
-
-        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        run.__signature__ = inspect.Signature([context, *_parameters_of(options)])  # type: ignore[attr-defined]
-        run.__annotations__ = {}
-        run.__doc__ = function.__doc__
-        self.command(name or function.__name__.replace("_", "-"), cls=_Command)(run)
 
 
 def read_prompt_file(name: str) -> str:

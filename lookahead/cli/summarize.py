@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 import typer
 
+from lookahead.cli.job_options import JobOptions, read_job_file, to_toml
+from lookahead.cli.options import option
 from lookahead.cli.terminal import (
     JobDisplay,
     console,
@@ -30,12 +32,12 @@ from lookahead.errors import ClusterError, ConfigError, LookaheadError, ResultsE
 from lookahead.jobs import job_figures
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, estimate_job, run_job, select_documents
-from lookahead.jobs.job_options import JobOptions, option, read_job_file, to_toml
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.result_lines import print_line
 
 if TYPE_CHECKING:
     from lookahead.jobs.job import SummarizeAll
+    from lookahead.jobs.job_settings import JobSettings
     from lookahead.jobs.output_memory import OutputMemory
     from lookahead.jobs.worker_pool import WorkerPool
     from lookahead.summarization.summarizer import Summarizer
@@ -89,10 +91,11 @@ def summarize(options: SummarizeOptions) -> None:
     if not inputs:
         where = f"; {options.job} names none" if options.job is not None else ""
         raise ConfigError(f"no input: name files, folders or URLs, or - for stdin{where}")
-    options = replace(options, prompt=options.read_prompt_file())
+    settings = options.settings()
     options.check()
     file, memory = _find_memory(options), None
-    options = replace(options, pool=options.pool if file is None else None)
+    if file is not None:  # it is no corpus
+        settings = replace(settings, config=replace(options, pool=None).config())
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume, options.retry_rejects)
     rejects = [] if paths.rejects is None else [paths.rejects]  # the other files of a job are known by its manifest
     sources, skipped = find_sources(inputs, options.field, options.id_field, rejects)
@@ -102,19 +105,18 @@ def summarize(options: SummarizeOptions) -> None:
     documents = select_documents(sources, first=options.limit, sample=options.sample, seed=options.seed, limit=limit)
     with ExitStack() as stack:
         if options.ray:
-            pool = stack.enter_context(_worker_pool(options))
+            pool = stack.enter_context(_worker_pool(options, settings))
             summarize_all: SummarizeAll = pool.summarize_all
             identity, notes = pool.wait_ready(), pool.notes
         else:
             loaded = load(options)
             from lookahead.jobs.output_memory import OutputMemory
-            from lookahead.summarization.summarizer import Summarizer
 
             if not options.dry_run:
                 stack.enter_context(memory_file_saved_at_exit(options, loaded.model))
-            summarizer = Summarizer(*loaded, **options.summarizer_settings())
-            summarize_all = partial(summarizer.summarize_all, rows=options.rows)
-            identity, notes = JobIdentity.of(options, *loaded), list[str]()
+            summarizer = settings.summarizer(loaded)
+            summarize_all = partial(summarizer.summarize_all, rows=settings.rows)
+            identity, notes = JobIdentity.of(settings, *loaded), list[str]()
             memory = None if file is None else OutputMemory(file, *loaded)
             with console(sys.stderr).status("warming up"):
                 summarizer.warm_up()
@@ -161,15 +163,15 @@ def _find_memory(options: JobOptions) -> Path | None:
 
 
 @contextmanager
-def _worker_pool(options: JobOptions) -> Iterator[WorkerPool]:
+def _worker_pool(options: JobOptions, settings: JobSettings) -> Iterator[WorkerPool]:
     """Workers on a Ray cluster while the context lasts, the first of them ready."""
     from lookahead.jobs.worker_pool import OwnStdout, WorkerPool, connect, plan_workers
 
-    sent = options.for_workers()
+    settings = options.for_workers(settings)
     status = console(sys.stderr).status("connecting to Ray")
     with redirect_stdout(cast(TextIO, OwnStdout(sys.stdout))), status, connect(options.ray_address) as ray:
         workers, threads, gpus = plan_workers(ray, options.workers, options.threads, options.device)
-        with WorkerPool(ray, {**sent, "threads": threads}, workers, gpus) as pool:
+        with WorkerPool(ray, replace(settings, threads=threads), workers, gpus) as pool:
             status.update(f"waiting for the first of {count(workers, 'worker')}")
             pool.wait_ready()
             status.stop()
@@ -180,7 +182,9 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
     """Print what the job would take; returns the exit status."""
     with console(sys.stderr).status("counting"):
         summarize_all = partial(summarizer.summarize_all, rows=options.rows)
-        estimate = estimate_job(documents, summarizer.fitter, summarize_all, options)
+        estimate = estimate_job(
+            documents, summarizer.fitter, summarize_all, seed=options.seed, price_per_hour=options.price_per_hour
+        )
     if _prints_text(options):
         console(sys.stdout).print(table(job_figures.estimate_rows(estimate)))
     else:

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 import lookahead
+from lookahead.cli.options import DeviceOptions, DraftingOptions, ModelOptions
 from lookahead.documents.decode_text import DocumentId, Reject
 from lookahead.documents.inputs import Input, find_inputs
 from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
@@ -31,7 +32,6 @@ from lookahead.hf import loading
 from lookahead.hf.gguf_files import convert_once, is_gguf
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.job import JobTotals
-from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions
 
 if TYPE_CHECKING:
     from lookahead.pools.pool_files import PoolTotals

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.documents.decode_text import DocumentId
-    from lookahead.jobs.job_options import WorkerOptions
+    from lookahead.jobs.job_settings import JobSettings
 
-_shortened = Repr()  # of a value in an error message: a prompt may be pages long
-_shortened.maxstring = 80
+_repr = Repr()
+_repr.maxstring = 80
+shortened = _repr.repr  # of a value in an error message: a prompt may be pages long
 _KEYS = {"generation_fingerprint": "manners"}  # fields that the manifest names otherwise, as it always did
 
 
@@ -30,25 +31,25 @@ class JobIdentity:
     tokenizer: str  # likewise
     generation_fingerprint: str = ""  # a hash of the generation configuration and the chat template
     dtype: str
-    options: Mapping[str, Any]  # by name: `WorkerOptions.identity`, and `num_beams` if more than 1
+    options: Mapping[str, Any]  # by name: `JobSettings.identity`, and `num_beams` if more than 1
 
     @classmethod
-    def of(cls, options: WorkerOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> JobIdentity:
+    def of(cls, settings: JobSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> JobIdentity:
         """The identity of a job with a loaded model."""
         from lookahead.utils.fingerprints import tokenizer_fingerprint, weights_fingerprint
 
         config = model.generation_config
-        settings = {} if config is None else config.to_diff_dict()
-        settings.pop("transformers_version", None)
-        beams = options.num_beams or settings.get("num_beams") or 1
-        generation = json.dumps([settings, tokenizer.chat_template], sort_keys=True, default=str)
+        generating = {} if config is None else config.to_diff_dict()
+        generating.pop("transformers_version", None)
+        beams = settings.num_beams or generating.get("num_beams") or 1
+        generation = json.dumps([generating, tokenizer.chat_template], sort_keys=True, default=str)
         return cls(
-            model=options.model,
+            model=settings.model,
             weights=weights_fingerprint(model),
             tokenizer=f"{tokenizer_fingerprint(tokenizer):016x}",
             generation_fingerprint=xxhash.xxh3_64_hexdigest(generation.encode()),
             dtype=str(model.dtype).removeprefix("torch."),
-            options=options.identity | ({"num_beams": beams} if beams > 1 else {}),
+            options=settings.identity | ({"num_beams": beams} if beams > 1 else {}),
         )
 
     @property
@@ -72,8 +73,7 @@ class JobIdentity:
             if name in changed:
                 return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
         return ", ".join(
-            f"{name} was {_shortened.repr(other.get(name))} and is {_shortened.repr(mine.get(name))}"
-            for name in changed
+            f"{name} was {shortened(other.get(name))} and is {shortened(mine.get(name))}" for name in changed
         )
 
 
@@ -89,8 +89,3 @@ def key_of(name: DocumentId, content: bytes | str = "") -> bytes:
     """
     what = content.hex() if isinstance(content, bytes) else content
     return xxhash.xxh3_128_digest(f"{name}\0{what}".encode("utf-8", "backslashreplace"))
-
-
-def key_of_line(record: Mapping[str, Any]) -> bytes:
-    """The key of the document of a line of results or rejects."""
-    return key_of(record["id"], record["document"] if "document" in record else record["error"])

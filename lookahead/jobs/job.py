@@ -17,11 +17,10 @@ from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.journal import Journal, OutputPaths, Sink, Stream
-from lookahead.jobs.result_lines import Record, copy_of
+from lookahead.jobs.schema import ResultLine
 from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
-    from lookahead.jobs.job_options import JobOptions
     from lookahead.summarization.chunking import Parts
     from lookahead.summarization.prompting import PromptFitter
     from lookahead.summarization.summarizer import PlainFigures, Summarized
@@ -73,19 +72,28 @@ def run_job(
 ) -> None:
     """Summarize documents and write a line for each as soon as it is finished; sort the lines at the end.
 
-    A line of results has `id`, the fields of `Summary.to_dict`, the hash of the text, the model and the fingerprint of
-    the job; a line of rejects has `id` and `error`. If `paths` resumes an earlier run, its documents are skipped, and
-    those that failed too unless they are to be retried. With `is_part` the inputs hold more documents, whose lines are
-    kept. `shown` gets the results if `paths` names no file. `totals` are right at any time, also if the job is
-    interrupted.
+    A document that is summarized has a `ResultLine`, one that failed a `RejectLine`.
 
-    ConfigError if a file cannot be created, or the results are of another job; OSError if a line cannot be written, and
-    those before it are whole; ResultsError if another program changed the files meanwhile, and the lines are kept.
+    Args:
+        documents: The documents, and those that could not be read.
+        summarize_all: Summarizes documents, as `Summarizer.summarize_all`.
+        paths: The files to write. If they resume an earlier run, its documents are skipped, and those that failed too
+            unless they are to be retried.
+        identity: What the summaries depend on.
+        totals: Counts what is done. They are right at any time, also if the job is interrupted.
+        observer: Is told what became of a document after its line is written.
+        is_part: Whether the inputs hold more documents than `documents`; their lines are kept.
+        shown: Receives the JSON objects of the results if `paths` names no file for them.
+
+    Raises:
+        ConfigError: A file cannot be created, or the results are of another job.
+        OSError: A line cannot be written; the lines before it are whole.
+        ResultsError: Another program changed the files meanwhile; the lines are kept.
     """
     writer: Journal | Stream
     writer = Journal(paths, identity, totals.notes, is_part=is_part) if paths.is_journal else Stream(paths, shown)
     with writer:
-        run = _Run(writer, {"model": identity.model, "fingerprint": identity.fingerprint}, totals, observer)
+        run = _Run(writer, identity, totals, observer)
         try:
             for outcome in summarize_all(run.unfinished(documents)):
                 if isinstance(outcome, Reject):
@@ -100,9 +108,10 @@ def run_job(
 
 
 class _Run:
-    def __init__(self, writer: Journal | Stream, job: Record, totals: JobTotals, observer: JobObserver) -> None:
-        self._writer, self._totals, self._observer = writer, totals, observer
-        self._job = job  # fields of every line
+    def __init__(
+        self, writer: Journal | Stream, identity: JobIdentity, totals: JobTotals, observer: JobObserver
+    ) -> None:
+        self._writer, self._identity, self._totals, self._observer = writer, identity, totals, observer
         self._twins: dict[bytes, list[DocumentId]] = {}  # documents that wait for an equal text, by its hash
 
     def unfinished(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:
@@ -128,7 +137,7 @@ class _Run:
 
     def write(self, done: Summarized) -> None:
         content = text_hash(done.document.text)
-        line = {"id": done.document.id, **done.summary.to_dict(), "document": content.hex(), **self._job}
+        line = ResultLine.of(done, content, self._identity)
         self._writer.append(line, content)
         totals, summary = self._totals, done.summary
         totals.summarized += 1
@@ -150,8 +159,8 @@ class _Run:
             self._totals.rejected += 1
             self._observer(each, self._totals)
 
-    def _copy(self, line: Record, name: DocumentId, content: bytes) -> None:
-        self._writer.append(copy_of(line, name), content)
+    def _copy(self, line: ResultLine, name: DocumentId, content: bytes) -> None:
+        self._writer.append(line.copied(name), content)
         self._totals.copied += 1
         self._observer(name, self._totals)
 
@@ -166,7 +175,15 @@ def select_documents(
 ) -> Iterator[Document | Reject]:
     """All documents of the inputs, or the first of them or of a random sample, in their order.
 
-    A sample is drawn by reading the inputs once more. `limit` is the largest size of a document, in bytes.
+    Args:
+        inputs: Where the documents are.
+        first: The number of documents, of the sample if one is drawn; `None` is all.
+        sample: The number of documents that are drawn at random, by reading the inputs once more; `None` is all.
+        seed: Of the drawing: the same seed draws the same documents.
+        limit: The largest size of a document, in bytes.
+
+    Raises:
+        ConfigError: A sample is to be drawn of an input that cannot be read twice.
     """
     if sample is None:
         return islice(read_documents(inputs, limit=limit), first)
@@ -199,13 +216,25 @@ class Estimate:
 
 
 def estimate_job(
-    documents: Iterable[Document | Reject], fitter: PromptFitter, summarize_all: SummarizeAll, options: JobOptions
+    documents: Iterable[Document | Reject],
+    fitter: PromptFitter,
+    summarize_all: SummarizeAll,
+    *,
+    seed: int = 0,
+    price_per_hour: float | None = None,
 ) -> Estimate:
     """Read and cut all documents, summarize a few at random, and extrapolate their time. Nothing is written.
 
     Of a long document some parts are summarized; their time is scaled to the document by tokens.
+
+    Args:
+        documents: All documents of the job; one that cannot be read is counted.
+        fitter: Cuts documents as the job would.
+        summarize_all: Summarizes the few that are timed.
+        seed: Of their drawing.
+        price_per_hour: The price of an hour on this machine, at least 0, for `Estimate.cost`.
     """
-    draw, estimate = random.Random(options.seed), Estimate()
+    draw, estimate = random.Random(seed), Estimate()
     seen: set[bytes] = set()
     tried: list[tuple[Document, Parts]] = []
     for document in documents:
@@ -229,7 +258,7 @@ def estimate_job(
         if place < TRIED:
             tried[place : place + 1] = [(document, fitted)]
     estimate.documents = len(seen) + estimate.copies
-    estimate.most_new_tokens = len(seen) * options.max_new_tokens
+    estimate.most_new_tokens = len(seen) * fitter.max_new_tokens
     estimate.tried = len(tried)
     estimate.tried_parts = sum(len(fitted.parts) for _, fitted in tried)
     estimate.timed_parts = sum(min(len(fitted.parts), MAX_TIMED_PARTS) for _, fitted in tried)
@@ -238,8 +267,8 @@ def estimate_job(
         by_documents = sum(fitted.tokens for _, fitted in tried) / len(tried) * len(seen)
         tokens = (by_documents + estimate.document_tokens) / 2
         estimate.seconds = round(_seconds_per_token(tried, summarize_all, draw) * tokens, 3)
-        if options.price_per_hour is not None:
-            estimate.cost = round(estimate.seconds / 3600 * options.price_per_hour, 4)
+        if price_per_hour is not None:
+            estimate.cost = round(estimate.seconds / 3600 * price_per_hour, 4)
     return estimate
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -15,16 +14,9 @@ from typing import Any, Literal
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.documents.inputs import Input, check_output, load_packages
 from lookahead.errors import ConfigError, ResultsError, count
-from lookahead.jobs.identity import JobIdentity, key_of, key_of_line, text_hash
-from lookahead.jobs.result_lines import (
-    JsonLinesFile,
-    Record,
-    describe_damage,
-    parse_record,
-    sort_lines,
-    unpack_parquet,
-    write_parquet,
-)
+from lookahead.jobs.identity import JobIdentity, key_of, text_hash
+from lookahead.jobs.result_lines import JsonLinesFile, describe_damage, sort_lines, unpack_parquet, write_parquet
+from lookahead.jobs.schema import LineT, Record, RejectLine, ResultLine, parse_line, read_line
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 from lookahead.utils.replacing import remove_leftovers, replacing
@@ -33,7 +25,6 @@ EarlierOutcome = Literal["finished", "rejected"] | None  # what an earlier run d
 Sink = Callable[[Record], None]  # receives the lines of results
 
 VERSION = 1  # of the manifest
-_TEXT_HASH = re.compile("[0-9a-f]{32}")
 _REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory
 
 
@@ -150,7 +141,7 @@ class Stream(ExitStack):
         paths.clear()
         self._rejects = self.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
         self._sink = self.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
-        self._lines: dict[bytes, Record] = {}  # by text hash, the newest last
+        self._lines: dict[bytes, ResultLine] = {}  # by text hash, the newest last
 
     def register(self, document: Document) -> tuple[bytes | None, EarlierOutcome]:
         """The hash of a document's text, `None` if its line is not written; and that no earlier run is known."""
@@ -159,19 +150,19 @@ class Stream(ExitStack):
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a document that failed."""
         if self._rejects is not None:
-            self._rejects.write({"id": reject.id, "error": reject.error})
+            self._rejects.write(RejectLine(id=reject.id, error=reject.error).to_json())
 
-    def append(self, record: Record, content: bytes) -> None:
+    def append(self, line: ResultLine, content: bytes) -> None:
         """Write the line of a document with this text hash."""
         if self._sink is not None:
-            self._sink(record)
+            self._sink(line.to_json())
             self._lines.pop(content, None)
-            self._lines[content] = record
+            self._lines[content] = line
             if len(self._lines) > _REMEMBERED:
                 del self._lines[next(iter(self._lines))]
         self.lines += 1
 
-    def line_of(self, content: bytes) -> Record | None:
+    def line_of(self, content: bytes) -> ResultLine | None:
         """A line with this text hash, if one is among the newest."""
         return self._lines.get(content)
 
@@ -228,15 +219,14 @@ class Journal(ExitStack):
                 with replacing(self._running, like=self._results.stat()):
                     pass
             else:
-                unpack_parquet(self._results, self._running, self._is_own)
+                unpack_parquet(self._results, self._running, self._result_of)
 
     def _read_earlier(self, paths: OutputPaths) -> None:
         """Find what earlier runs finished and rejected."""
-        for offset, record in self._read_lines(self._running, self._is_own):
-            self._finished[key_of_line(record)] += 1
-            self._offsets.setdefault(bytes.fromhex(record["document"]), offset)
-        rejected = self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys())
-        known = {key_of_line(record) for _, record in rejected}
+        for offset, line in self._read_lines(self._running, self._result_of):
+            self._finished[line.key] += 1
+            self._offsets.setdefault(bytes.fromhex(line.document), offset)
+        known = {line.key for _, line in self._read_lines(self._rejects, RejectLine.from_json)}
         self._rejected = set() if paths.retry_rejects else known  # keys of the lines of rejects
 
     def _keep_manifest(self) -> None:
@@ -269,8 +259,8 @@ class Journal(ExitStack):
             self._unreadable.add(key_of(reject.id))
         self._order.append(key)
         if key not in self._rejected:
-            known = {"document": content.hex()} if content else {}
-            self._reject_file.write({"id": reject.id, "error": reject.error, **known})
+            line = RejectLine(id=reject.id, error=reject.error, document=content.hex() if content else None)
+            self._reject_file.write(line.to_json())
             self._rejected.add(key)
 
     def finish(self) -> None:
@@ -288,7 +278,7 @@ class Journal(ExitStack):
             )
         # A line that matches no document of this run is outdated if its id is that of one.
         ids = set() if self._is_part else {*self._text_of_id}
-        kept, dropped = sort_lines(self._running, self._order, lambda record: key_of(record["id"]) in ids)
+        kept, dropped = sort_lines(self._running, self._order, lambda line: key_of(line.id) in ids)
         if dropped:
             self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
@@ -297,7 +287,7 @@ class Journal(ExitStack):
             sort_lines(
                 self._rejects,
                 (key for key in self._order if key in self._rejected),
-                lambda record: key_of(record["id"]) in others or key_of_line(record) in taken,
+                lambda line: key_of(line.id) in others or line.key in taken,
                 newest_only=True,
             )
             if self._rejects.stat().st_size == 0:
@@ -308,50 +298,59 @@ class Journal(ExitStack):
         if self._is_parquet:
             self._running.unlink()
 
-    def append(self, record: Record, content: bytes) -> None:
+    def append(self, line: ResultLine, content: bytes) -> None:
         """Write the line of a document with this text hash; after an OSError the lines before it are whole."""
         offset, _ = self._file.whole
-        self._file.write(record)
+        self._file.write(line.to_json())
         self._offsets.setdefault(content, offset)
 
-    def line_of(self, content: bytes) -> Record | None:
+    def line_of(self, content: bytes) -> ResultLine | None:
         """The first line with this text hash, if there is one."""
-        if content not in self._offsets:
+        if (offset := self._offsets.get(content)) is None:
             return None
         self._file.check()
         with open(self._running, "rb") as file:
-            before = file.read(self._offsets[content])
-            with suppress(ValueError):
-                record = parse_record(file.readline())
-                if record.get("document") == content.hex():
-                    return record
-        raise ResultsError(describe_damage(self._running, before.count(b"\n") + 1))
+            file.seek(offset)
+            try:
+                line = self._result_of(parse_line(file.readline()))
+                if line.document != content.hex():
+                    raise ValueError("is of another text")
+            except ValueError as error:
+                file.seek(0)
+                number = file.read(offset).count(b"\n") + 1
+                raise ResultsError(describe_damage(self._running, number, str(error))) from error
+        return line
 
-    def _read_lines(self, path: Path, is_valid: Callable[[Record], bool]) -> Iterator[tuple[int, Record]]:
+    def _read_lines(self, path: Path, read: Callable[[Record], LineT]) -> Iterator[tuple[int, LineT]]:
         """The lines of a file with their byte offsets. A torn last line is cut off: a crash may lose part of it."""
         if not path.exists():
             return
         with open(path, "r+b") as file:
             offset, size = 0, os.fstat(file.fileno()).st_size
-            for number, line in enumerate(file, start=1):
+            for number, encoded in enumerate(file, start=1):
                 record: Record | None = None
-                with suppress(ValueError):
-                    record = parse_record(line)
-                if record is None and offset + len(line) == size:
+                try:
+                    record = parse_line(encoded)
+                    line = read(record)
+                except ValueError as error:
+                    if record is not None or offset + len(encoded) < size:
+                        raise ConfigError(
+                            f"{path}:{number}: no line of this job: it {error}; remove the line, or pass --overwrite "
+                            "to begin anew"
+                        ) from error
                     file.truncate(offset)
                     os.fsync(file.fileno())
-                    self._notes.append(f"{path}: cut off its last line, which was torn ({len(line)} bytes)")
+                    self._notes.append(f"{path}: cut off its last line, which was torn ({len(encoded)} bytes)")
                     return
-                if record is None or not is_valid(record):
-                    raise ConfigError(
-                        f"{path}:{number}: no line of this job; remove the line, or pass --overwrite to begin anew"
-                    )
-                yield offset, record
-                offset += len(line)
+                yield offset, line
+                offset += len(encoded)
 
-    def _is_own(self, record: Record) -> bool:
-        is_of_job = "id" in record and record.get("fingerprint") == self._identity.fingerprint
-        return is_of_job and _TEXT_HASH.fullmatch(str(record.get("document"))) is not None
+    def _result_of(self, record: Record) -> ResultLine:
+        """A line of results of this job; ValueError if it is none."""
+        line, fingerprint = ResultLine.from_json(record), self._identity.fingerprint
+        if line.fingerprint != fingerprint:
+            raise ValueError(f"is of job {line.fingerprint}, not of {fingerprint}")
+        return line
 
 
 def _begins_with_result(path: Path) -> bool:
@@ -360,7 +359,7 @@ def _begins_with_result(path: Path) -> bool:
         return True
     with open(path, "rb") as file, suppress(ValueError):
         line = file.readline()
-        return not line or {"id", "document", "fingerprint"} <= parse_record(line).keys()
+        return not line or isinstance(read_line(line), ResultLine)
     return False
 
 

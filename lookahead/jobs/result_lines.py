@@ -16,33 +16,20 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from lookahead.documents.decode_text import DocumentId
 from lookahead.documents.inputs import load_packages
 from lookahead.documents.readers import parquet_records
 from lookahead.errors import ConfigError, ResultsError, count
-from lookahead.jobs.identity import key_of_line
-from lookahead.utils.atomic import parse_json
+from lookahead.jobs.schema import Record, RejectLine, ResultLine, parquet_columns, parse_line, read_line
 from lookahead.utils.replacing import replacing, sync_folder
 
-Record = dict[str, Any]
 RECOVERED = ".recovered.jsonl"  # suffix of the lines of a file that was replaced while a job ran
 _BATCH_ROWS = 1024
-_IDS = ("id", "copy_of")
-_AS_JSON = ("stats", "tree", "plain")  # their fields vary
-_NUMBERS = ("document_tokens", "summary_tokens", "parts")
-_TEXTS = ("split", "finish_reason", "document", "model", "fingerprint")
 
 
 def encode_line(record: Record) -> bytes:
     """A record as one line of JSON in UTF-8, line break included."""
     # File names can hold bytes that are not text. Python keeps them as lone surrogates, which become JSON escapes.
     return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-
-
-def copy_of(record: Record, name: DocumentId) -> Record:
-    """The line of a document whose text equals that of `record`. Measurements are not copied."""
-    kept = {key: value for key, value in record.items() if key not in ("plain", "speedup", "identical")}
-    return {**kept, "id": name, "stats": None, "copy_of": record.get("copy_of", record["id"])}
 
 
 class JsonLinesFile(ExitStack):
@@ -132,9 +119,9 @@ class JsonLinesFile(ExitStack):
         _sync(file)
         for number, each in enumerate(lines, start=1):
             try:
-                keyed_record(each + b"\n")
-            except ValueError:
-                return describe_damage(self.path, number)
+                read_line(each + b"\n")
+            except ValueError as error:
+                return describe_damage(self.path, number, str(error))
         if size + len(torn) < self.whole[0]:
             return f"{self.path}:{len(lines) + 1}: another program cut off the file here while the job ran"
         return f"{self.path}: another program wrote to the file while the job ran"
@@ -158,9 +145,10 @@ class JsonLinesFile(ExitStack):
             raise ConfigError(f"output {self.path} cannot be written: {error.strerror}") from error
 
 
-def describe_damage(path: Path, number: int) -> str:
+def describe_damage(path: Path, number: int, what: str) -> str:
     """What is wrong with a line that another program changed while a job ran; `number` begins at 1."""
-    return f"{path}:{number}: no line of this job: another program changed it while the job ran; remove the line"
+    changed = "another program changed it while the job ran"
+    return f"{path}:{number}: no line of this job: it {what}; {changed}; remove the line"
 
 
 def _sync(file: FileIO) -> None:
@@ -183,25 +171,12 @@ def print_line(record: Record) -> None:
         raise
 
 
-def parse_record(line: bytes) -> Record:
-    """The JSON object of a whole line; ValueError if it is something else."""
-    record = parse_json(line)
-    if not isinstance(record, dict) or not line.endswith(b"\n"):
-        raise ValueError("not a JSON object in a line")
-    return record
-
-
-def keyed_record(line: bytes) -> tuple[bytes, Record]:
-    """The key and the JSON object of a whole line of a document; ValueError if it is something else."""
-    record = parse_record(line)
-    try:
-        return key_of_line(record), record
-    except KeyError as error:
-        raise ValueError(f"a line without {error}") from error
-
-
 def sort_lines(
-    path: Path, order: Iterable[bytes], is_outdated: Callable[[Record], bool], *, newest_only: bool = False
+    path: Path,
+    order: Iterable[bytes],
+    is_outdated: Callable[[ResultLine | RejectLine], bool],
+    *,
+    newest_only: bool = False,
 ) -> tuple[int, int]:
     """Sort the lines of a file, which is replaced atomically, and only if a line moves or goes.
 
@@ -213,16 +188,16 @@ def sort_lines(
     places: defaultdict[bytes, deque[tuple[int, int, bool]]] = defaultdict(deque)  # offset, length, is outdated
     number = offset = 0
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, encoded in enumerate(file, start=1):
             try:
-                key, record = keyed_record(line)
+                line = read_line(encoded)
             except ValueError as error:
-                raise ResultsError(describe_damage(path, number)) from error
-            alike = places[key]
+                raise ResultsError(describe_damage(path, number, str(error))) from error
+            alike = places[line.key]
             if newest_only:
                 alike.clear()
-            alike.append((offset, len(line), is_outdated(record)))
-            offset += len(line)
+            alike.append((offset, len(encoded), is_outdated(line)))
+            offset += len(encoded)
     named = [places[key].popleft() for key in order if places.get(key)]
     others = sorted(place for rest in places.values() for place in rest)
     kept = named + [place for place in others if not place[2]]
@@ -235,41 +210,49 @@ def sort_lines(
 
 
 def write_parquet(lines: Path, path: Path) -> None:
-    """Write results as Parquet. Ids are numbers if all of them are; `stats`, `tree` and `plain` are JSON strings."""
+    """Write results as Parquet. Ids are numbers if all of them are; objects and lists are JSON text."""
     arrow, parquet = load_packages("parquet", str(path))
+    columns = parquet_columns()
+    ids = [name for name, column in columns.items() if column == "id"]
     with open(lines, "rb") as source:
-        ids = (record[name] for record in map(parse_record, source) for name in _IDS if name in record)
-        is_number = all(isinstance(each, int) and -(1 << 63) <= each < 1 << 63 for each in ids)
-    id_type, text, number = arrow.int64() if is_number else arrow.string(), arrow.string(), arrow.int64()
-    columns = {"id": id_type, "summary": text} | dict.fromkeys(_NUMBERS, number) | dict.fromkeys(_TEXTS, text)
-    columns |= {"copy_of": id_type} | dict.fromkeys(_AS_JSON, text)
-    schema = arrow.schema([*columns.items(), ("speedup", arrow.float64()), ("identical", arrow.bool_())])
+        named = (getattr(line, name) for line in map(_result, source) for name in ids)
+        are_numbers = all(isinstance(each, int) and -(1 << 63) <= each < 1 << 63 for each in named if each is not None)
+    columns |= dict.fromkeys(ids, "int64" if are_numbers else "string")
+    types = {name: getattr(arrow, "string" if column == "json" else column)() for name, column in columns.items()}
+    schema = arrow.schema(list(types.items()))
     with open(lines, "rb") as source, replacing(path) as file, parquet.ParquetWriter(file, schema) as writer:
-        rows = (_row(parse_record(line), is_number) for line in source)
+        rows = ({name: _cell(getattr(line, name), columns[name]) for name in columns} for line in map(_result, source))
         while batch := list(islice(rows, _BATCH_ROWS)):
             writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
 
 
-def unpack_parquet(path: Path, lines: Path, is_own: Callable[[Record], bool]) -> None:
-    """Write the JSON lines that a Parquet file was made of, all of them of the job that is resumed (`is_own`)."""
+def unpack_parquet(path: Path, lines: Path, read: Callable[[Record], ResultLine]) -> None:
+    """Write the JSON lines that a Parquet file was made of; `read` refuses those of another job with a ValueError.
+
+    Raises:
+        ConfigError: A row is none of this job, or the file cannot be read.
+    """
     try:
         with replacing(lines, like=path.stat()) as file:
             for number, record in enumerate(parquet_records(path), start=1):
-                record |= {name: parse_json(record[name]) for name in _AS_JSON if name in record}
-                if not is_own(record):
-                    raise ValueError(f"row {number} is none of this job")
-                file.write(encode_line(record))
-    except (ValueError, TypeError) as error:
+                try:
+                    line = read(record)
+                except ValueError as error:
+                    raise ValueError(f"row {number} is none of this job: it {error}") from error
+                file.write(encode_line(line.to_json()))
+    except (ValueError, TypeError) as error:  # a TypeError: a column of another program holds what is no JSON
         what = " ".join(str(error).removeprefix(f"{path}: ").split())
         raise ConfigError(f"{path} holds no results to go on with: {what}; pass --overwrite to begin anew") from error
 
 
-def _row(record: Record, ids_are_numbers: bool) -> Record:
-    """A line as a row. Lone surrogates, which Parquet cannot hold, become escapes."""
-    row = dict(record)
-    for name, value in record.items():
-        if name in _AS_JSON and value is not None:
-            row[name] = json.dumps(value)
-        elif isinstance(value, str) or (name in _IDS and not ids_are_numbers):
-            row[name] = str(value).encode("utf-8", "backslashreplace").decode()
-    return row
+def _result(line: bytes) -> ResultLine:
+    return ResultLine.from_json(parse_line(line))
+
+
+def _cell(value: Any, column: str) -> Any:
+    """A value as that of a column. Lone surrogates, which Parquet cannot hold, become escapes."""
+    if value is None or column in ("float64", "bool_"):
+        return value
+    if column == "int64":
+        return int(value)
+    return json.dumps(value) if column == "json" else str(value).encode("utf-8", "backslashreplace").decode()

@@ -22,7 +22,7 @@ from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError, LookaheadError, first_line
 from lookahead.hf.loading import load, prepare_process
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job_options import WorkerOptions
+from lookahead.jobs.job_settings import JobSettings
 from lookahead.summarization.summarizer import Outcome, Summarized, Summarizer, Summary
 
 TRIES = 3  # workers that may die with a document in flight before it is rejected
@@ -34,33 +34,32 @@ _CONNECT_S = 10.0
 class RayWorker:
     """An actor that summarizes documents: its calls are awaited concurrently, and a thread decodes them together."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = WorkerOptions(**options)
+    def __init__(self, settings: JobSettings) -> None:
+        self._settings = settings
         self._inbox: SimpleQueue[tuple[Document, Future[Summary | str]]] = SimpleQueue()
         self._in_flight: dict[int, tuple[Document, Future[Summary | str]]] = {}  # by the `id` of the document
 
     async def start(self) -> tuple[JobIdentity, int] | LookaheadError:
         """Load the model and start the engine; returns the job with this model, and how many rows are decoded together.
 
-        An error in the options is returned, not raised.
+        An error in the settings is returned, not raised.
         """
         from lookahead.backend.step_costs import prepare_costs
 
-        options = self._options
+        settings = self._settings
         try:
-            prepare_process(options.threads)
-            loaded = load(
-                options.location or options.model, dtype=options.dtype, device=options.device, quantize=options.quantize
-            )
+            prepare_process(settings.threads)
+            name = settings.location or settings.model
+            loaded = load(name, dtype=settings.dtype, device=settings.device, quantize=settings.quantize)
             with suppress(OSError):  # the costs are measured, but not saved
                 prepare_costs(loaded.model)
-            summarizer = Summarizer(*loaded, **options.summarizer_settings())
-            rows = summarizer.rows_together(options.rows)
+            summarizer = settings.summarizer(loaded)
+            rows = summarizer.rows_together(settings.rows)
             summarizer.warm_up()
         except LookaheadError as error:
             return error
         Thread(target=self._serve, args=(summarizer,), daemon=True).start()
-        return JobIdentity.of(options, *loaded), rows
+        return JobIdentity.of(settings, *loaded), rows
 
     async def summarize(self, document: Document) -> Summary | str:
         """The summary of a document, or an error message. RuntimeError if the engine has stopped."""
@@ -70,7 +69,7 @@ class RayWorker:
 
     def _serve(self, summarizer: Summarizer) -> None:
         try:
-            for outcome in summarizer.summarize_all(self._documents(), self._options.rows):
+            for outcome in summarizer.summarize_all(self._documents(), self._settings.rows):
                 _, answer = self._in_flight.pop(id(outcome.document))
                 answer.set_result(outcome.summary if isinstance(outcome, Summarized) else outcome.error)
             raise RuntimeError("the engine ended before its input did")
@@ -106,14 +105,20 @@ class _Call(NamedTuple):
 
 
 class WorkerPool:
-    """Summarizes documents with so many workers on a cluster, which have these arguments of `WorkerOptions`.
+    """Summarizes documents with a number of workers on a cluster.
 
     Ray counts their threads as CPUs. Workers without room wait, and let an autoscaling cluster grow.
+
+    Args:
+        ray: The module, connected to a cluster.
+        settings: What every worker does; `threads` is a number.
+        workers: How many there are, at least 1.
+        gpus: GPUs of each worker.
     """
 
-    def __init__(self, ray: Any, options: dict[str, Any], workers: int, gpus: int = 0) -> None:
-        self._ray, self._options, self._size = ray, options, workers
-        resources = {"num_cpus": options["threads"], "num_gpus": gpus, "max_concurrency": _MAX_CONCURRENCY}
+    def __init__(self, ray: Any, settings: JobSettings, workers: int, gpus: int = 0) -> None:
+        self._ray, self._settings, self._size = ray, settings, workers
+        resources = {"num_cpus": settings.threads, "num_gpus": gpus, "max_concurrency": _MAX_CONCURRENCY}
         self._make = ray.remote(RayWorker).options(**resources).remote
         self._workers: list[_Worker] = []
         self._calls: dict[Any, _Call] = {}
@@ -170,7 +175,7 @@ class WorkerPool:
             raise error
 
     def _add(self) -> None:
-        worker = _Worker(self._make(self._options))
+        worker = _Worker(self._make(self._settings))
         self._workers.append(worker)
         self._calls[worker.handle.start.remote()] = _Call(worker)
 

@@ -152,7 +152,15 @@ def bin_values(values: Values) -> Bins:
 
 
 def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str) -> Chart:
-    """A point for each document at values `[documents]`, or shaded cells for more than `MAX_POINTS` documents."""
+    """A point for each document, or shaded cells for more than `MAX_POINTS` documents.
+
+    Args:
+        x: Values at the horizontal axis, float64 `[documents]`.
+        y: Values at the vertical axis, float64 `[documents]`.
+        names: Names of the documents, of the first `MAX_POINTS` at least.
+        x_name: What the horizontal axis shows.
+        y_name: What the vertical axis shows.
+    """
     chart = Chart(x=scale_of(x.min(), x.max()), y=scale_of(y.min(), y.max()), x_name=x_name, y_name=y_name)
     if x.size <= MAX_POINTS:
         return replace(chart, points=list(zip(x.tolist(), y.tolist(), names, strict=False)))

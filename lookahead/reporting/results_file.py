@@ -5,16 +5,13 @@ Memory grows by a few numbers per document and by no text.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import stat
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +20,8 @@ import numpy as np
 from lookahead.documents.byte_sources import bounded_lines
 from lookahead.documents.readers import parquet_records
 from lookahead.errors import DocumentError
+from lookahead.jobs.schema import LineT, Record, RejectLine, ResultLine, parse_line
 from lookahead.reporting.charts import Values
-from lookahead.utils.atomic import parse_json
 
 MAX_LISTED_DOCUMENTS = 5  # documents of a list
 MAX_NAMED_DOCUMENTS = 500  # documents whose ids are kept for the scatter plots
@@ -38,17 +35,15 @@ MAX_NUMBER = 1e15  # largest number accepted
 MAX_LINE_BYTES = 64 << 20  # of a line
 MAX_COMPLAINTS = 5
 PATIENCE = 1000  # malformed lines after which a file without a valid one is given up
-_AS_JSON = ("stats", "plain")  # columns that a Parquet file holds as JSON strings
 _LOCATION = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `
 _LENGTH = re.compile("[0-9]{1,9}")
-_OF_LINE = ("document_tokens", "summary_tokens", "speedup")
 _OF_STATS = ("target_forwards", "drafted_tokens", "accepted_tokens", "mean_acceptance_length", "prefill_s", "decode_s")
 _BY_SOURCE = ("drafted", "accepted", "expected")  # draft nodes of a proposer
 _RANKED = ("seconds", "speedup", "mean_acceptance_length")
 
 
 class Result(NamedTuple):
-    """One line of results. A figure that the line lacks, or holds with another type, is NaN."""
+    """What is shown of a line of results. A figure that the line lacks, or holds with another type, is NaN."""
 
     name: str  # the id
     text: str
@@ -82,46 +77,41 @@ class Reading:
         lines = "1 line was" if self.malformed == 1 else f"{self.malformed:,} lines were"
         return f"{self.path.name}: {lines} left out: {'; '.join(self.complaints)}{more}.{torn}"
 
-    def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _records(self) -> Iterator[tuple[int, Record]]:
         """The rows of a Parquet file, or the objects of a file of JSON lines, with their line numbers."""
         if self.path.suffix.lower() == ".parquet":
-            for number, record in enumerate(parquet_records(self.path), start=1):
-                for name in record.keys() & _AS_JSON:
-                    with suppress(ValueError, TypeError):  # it is no string, or holds no JSON
-                        record[name] = parse_json(record[name])
-                yield number, record
+            yield from enumerate(parquet_records(self.path), start=1)
             return
         with open(self.path, "rb") as file:
             for number, (_, line) in enumerate(bounded_lines(file, MAX_LINE_BYTES), start=1):
                 if line is None:
                     self.complain(number, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
                 elif line.strip():
-                    row: Any = None
                     try:
-                        row = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                        wrong = f"is no JSON object but a {type(row).__name__}"
+                        record = parse_line(line + b"\n")  # the last line may still be without its line break
                     except ValueError as error:
-                        wrong = f"is no {'UTF-8 text' if isinstance(error, UnicodeDecodeError) else 'JSON'}: {error}"
-                    if isinstance(row, dict):
-                        yield number, row
-                    else:
                         self.is_torn = not line.endswith(b"\n")
-                        self.complain(number, "is torn, the last one" if self.is_torn else wrong)
+                        self.complain(number, "is torn, the last one" if self.is_torn else str(error))
+                    else:
+                        yield number, record
                 if not self.taken and self.malformed >= PATIENCE:
                     break
 
+    def lines(self, kind: type[LineT]) -> Iterator[LineT]:
+        """The lines of results or of rejects; the others are malformed."""
+        for number, record in self._records():
+            try:
+                line = kind.from_json(record, leaves_gaps=True)
+            except ValueError as error:
+                self.complain(number, str(error))
+            else:
+                self.taken += 1
+                yield line
 
-def read_results(reading: Reading) -> Iterator[dict[str, Any]]:
+
+def read_results(reading: Reading) -> Iterator[ResultLine]:
     """The lines of a results file, JSON or `.parquet`; DocumentError if it holds none, OSError if unreadable."""
-    for number, record in reading.records():
-        if "summary" in record or "stats" in record:
-            reading.taken += 1
-            yield record
-        elif "error" in record:
-            reading.complain(number, "is of a file of rejects")
-        else:
-            keys = ", ".join(map(repr, islice(record, 4))) or "nothing"
-            reading.complain(number, f"has neither summary nor stats, but {keys}")
+    yield from reading.lines(ResultLine)
     if not reading.taken and reading.malformed:
         raise DocumentError(
             f"{reading.path} holds no results of 'lookahead summarize', which have id, summary and stats: "
@@ -135,13 +125,9 @@ class Failures:
     def __init__(self, reading: Reading) -> None:
         self.count: Counter[str] = Counter()
         self.shown: dict[str, tuple[str, list[str]]] = {}  # the first message of each reason, and its first ids
-        for number, record in reading.records():
-            if not isinstance(message := record.get("error"), str):
-                reading.complain(number, "has no error")
-                continue
-            reading.taken += 1
-            name = _as_text(record.get("id"))
-            message = _LOCATION.sub("", message.removeprefix(f"{name}: ")).strip()[:MAX_ID_CHARS]
+        for line in reading.lines(RejectLine):
+            name = str(line.id)
+            message = _LOCATION.sub("", line.error.removeprefix(f"{name}: ")).strip()[:MAX_ID_CHARS]
             reason = re.sub(r"\d+", "#", message.replace(name, "…") if name else message)
             if reason not in self.count and len(self.count) >= MAX_REASONS:
                 reason = message = "other reasons"
@@ -155,7 +141,7 @@ class Failures:
 class Aggregate:
     """Totals, columns and rankings of the lines of a results file."""
 
-    def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, lines: Iterable[ResultLine]) -> None:
         self.documents = 0  # lines
         self.names: list[str] = []  # of the first lines
         self.names_of_different: list[str] = []  # of the first lines with other tokens by plain decoding
@@ -163,9 +149,10 @@ class Aggregate:
         self.sources: dict[str, dict[str, float]] = {}  # draft nodes by proposer
         # The lines with the smallest values of a column, or with sign -1 the largest; the earlier of equal values.
         self.ranked: dict[tuple[str, int], list[Result]] = {(name, sign): [] for name in _RANKED for sign in (1, -1)}
-        self._columns = {name: array("d") for name in _figures({})}
-        for record in records:
-            self._add(record)
+        empty = ResultLine(id="", document="", fingerprint="")
+        self._columns = {name: array("d") for name in _figures(empty)}
+        for line in lines:
+            self._add(line)
 
     def column(self, name: str) -> Values:
         """A value of every line, in the order of the file; NaN if a line has none."""
@@ -196,16 +183,13 @@ class Aggregate:
         ours, plain = ("decoded", "decode_s"), ("plain_decoded", "plain_decode_s")
         return self.ratio(*ours, *plain) / (self.ratio(*plain, *ours) or math.nan)
 
-    def _add(self, record: Mapping[str, Any]) -> None:
-        stats, text, model = _mapping(record, "stats"), record.get("summary"), record.get("model")
-        text = text if isinstance(text, str) else ""
-        result = Result(
-            _as_text(record.get("id"))[:MAX_ID_CHARS],
-            text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS].rstrip() + " […]",
-            _figures(record),
-        )
-        for name, column in self._columns.items():
-            column.append(result.figures[name])
+    def _add(self, line: ResultLine) -> None:
+        text, stats = line.summary or "", line.stats or {}
+        if len(text) > MAX_TEXT_CHARS:
+            text = text[:MAX_TEXT_CHARS].rstrip() + " […]"
+        result = Result(str(line.id)[:MAX_ID_CHARS], text, _figures(line))
+        for name, figure in result.figures.items():
+            self._columns[name].append(figure)
         for (name, sign), ranking in self.ranked.items():
             if math.isfinite(result.figures[name]):
                 ranking.append(result)
@@ -214,37 +198,38 @@ class Aggregate:
         self.documents += 1
         if len(self.names) < MAX_NAMED_DOCUMENTS:
             self.names.append(result.name)
-        if result.figures["identical"] == 0.0 and len(self.names_of_different) < MAX_DIFFERENT_IDS:
+        if result.figures["is_identical"] == 0.0 and len(self.names_of_different) < MAX_DIFFERENT_IDS:
             self.names_of_different.append(result.name)
-        if model is not None:
-            self.models[_kind(_as_text(model), self.models)] += 1
+        if line.model is not None:
+            self.models[_kind(line.model, self.models)] += 1
         for source in _mapping(stats, "drafted_by_source"):
             counts = self.sources.setdefault(_kind(str(source), self.sources), dict.fromkeys(_BY_SOURCE, 0.0))
             for what in _BY_SOURCE:
                 counts[what] += _number(_mapping(stats, f"{what}_by_source").get(source), 0.0)
 
 
-def _figures(record: Mapping[str, Any]) -> dict[str, float]:
+def _figures(line: ResultLine) -> dict[str, float]:
     """Figures of a line: tokens, draft nodes, passes after the prefill, seconds, 1 for yes."""
-    stats, plain = _mapping(record, "stats"), _mapping(record, "plain")
-    figures = {name: _number(record.get(name)) for name in _OF_LINE}
-    figures |= {name: _number(stats.get(name)) for name in _OF_STATS}
+    stats, plain, reason = line.stats or {}, line.plain or {}, line.finish_reason
+    figures = {name: _number(stats.get(name)) for name in _OF_STATS}
     decode_s, plain_decode_s = figures["decode_s"], _number(plain.get("decode_s"))
-    identical, reason = record.get("identical"), record.get("finish_reason")
     decoded = _number(stats.get("tokens_per_s")) * decode_s
     if isinstance(histogram := stats.get("acceptance_histogram"), Mapping):
         lengths = [length for length in histogram if _LENGTH.fullmatch(str(length))]
         decoded = sum(int(length) * _number(histogram[length], 0.0) for length in lengths)
     return figures | {
+        "document_tokens": _number(line.document_tokens),
+        "summary_tokens": _number(line.summary_tokens),
+        "speedup": _number(line.speedup),
         "mean_acceptance_length": figures["mean_acceptance_length"] or math.nan,
         "seconds": figures["prefill_s"] + decode_s,  # until the first token, and after it
         "decoded": decoded,  # tokens after the first
         "tokens_per_s": decoded / decode_s if decoded and decode_s else math.nan,
         "plain_decoded": _number(plain.get("tokens_per_s")) * plain_decode_s,
         "plain_decode_s": plain_decode_s,
-        "identical": float(identical) if isinstance(identical, bool) else math.nan,  # to plain decoding
+        "is_identical": math.nan if line.identical is None else float(line.identical),  # to plain decoding
         "is_cut": float(reason == "length") if reason in ("stop", "length") else math.nan,  # by the token limit
-        "is_copy": float(record.get("copy_of") is not None),  # of an equal document; then there are no statistics
+        "is_copy": float(line.copy_of is not None),  # of an equal document; then there are no statistics
     }
 
 
@@ -258,10 +243,6 @@ def _number(value: Any, missing: float = math.nan) -> float:
 def _mapping(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = record.get(name)
     return value if isinstance(value, Mapping) else {}
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _kind(name: str, known: Mapping[str, Any]) -> str:

@@ -67,7 +67,20 @@ def trace(
     clock: Callable[[], float] = time.perf_counter,
     **generate_kwargs: Any,
 ) -> Trace:
-    """Generate from a text or chat messages as `lookahead.generate` does, recording every step by the clock."""
+    """Generate as `lookahead.generate` does, and record every step.
+
+    Args:
+        model: The model.
+        tokenizer: The tokenizer of `model`.
+        prompt: A text or chat messages.
+        config: How drafts are made.
+        truncate: Which end to cut off a prompt that is too long.
+        clock: Gives the time in seconds.
+        **generate_kwargs: Arguments of `model.generate`.
+
+    Raises:
+        LookaheadError: As of `lookahead.generate`.
+    """
     reader = PromptReader(model, tokenizer, config, truncate=truncate, **generate_kwargs)
     ids = reader.read(prompt, 0)
     engine = reader.plan([ids]).begin()

@@ -90,7 +90,7 @@ class Summary:
         return self.text
 
     def to_dict(self) -> dict[str, Any]:
-        """The summary as a JSON-ready dict."""
+        """The summary as a JSON-ready dict, whose keys are fields of a line of results."""
         names = ("document_tokens", "summary_tokens", "parts", "split", "finish_reason")
         record = {"summary": self.text, **{name: getattr(self, name) for name in names}, "stats": self.stats.to_dict()}
         if self.tree is not None:

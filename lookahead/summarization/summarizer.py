@@ -34,7 +34,15 @@ _ROWS_TOGETHER = 8  # prompts of one document
 def decode_plainly(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], max_new_tokens: int, num_beams: int
 ) -> tuple[list[list[int]], DecodingStats]:
-    """The new tokens of each prompt by `model.generate`, up to its end-of-sequence token, and the counters."""
+    """The new tokens of each prompt by `model.generate`, up to its end-of-sequence token, and the counters.
+
+    Args:
+        model: The model.
+        tokenizer: The tokenizer of `model`.
+        prompts: Token ids, decoded together with padding.
+        max_new_tokens: Most new tokens of each, at least 1.
+        num_beams: Beams of the search, 1 for greedy decoding.
+    """
     pad, has_encoder = pad_token_of(tokenizer), model.config.is_encoder_decoder
     ids, mask = pad_prompts(prompts, pad, on_the_right=has_encoder)
     ticks: list[float] = []  # when each token was there; the first ends the prefill
@@ -69,8 +77,18 @@ def decode_plainly(
 class Summarizer:
     """Summarizes documents with one model.
 
-    Beside the arguments of `lookahead.summarize` it takes `compare`, whether every document is decoded plainly too, and
-    in place of `overlap` and `refine` a `request`. ConfigError if no document would fit, or the model cannot follow it.
+    Args:
+        model: Any causal language model, or an encoder-decoder.
+        tokenizer: The tokenizer of `model`.
+        max_new_tokens: Most tokens of a summary, at least 1.
+        num_beams: Beams of the search, at least 1; `None` means the model's own number.
+        config: How drafts are made.
+        compare: Whether every document is decoded plainly too.
+        request: What the model is asked for; `None` is a summary in two sentences.
+        keep_parts: Whether a summary has a `tree`.
+
+    Raises:
+        ConfigError: A number is out of its range, no document would fit, or the model cannot follow the request.
     """
 
     def __init__(

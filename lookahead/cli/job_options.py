@@ -1,8 +1,4 @@
-"""The options of the commands, each declared once, and job files, which hold those of `lookahead summarize` in TOML.
-
-The command line flags, the keys of a job file, the arguments of a Ray worker and the identity of a job are all read
-from these dataclasses. A field without a help text is not a flag.
-"""
+"""The options of `lookahead summarize`, and job files, which hold them in TOML."""
 
 from __future__ import annotations
 
@@ -10,27 +6,34 @@ import json
 import math
 import os
 import sys
-from dataclasses import MISSING, Field, dataclass, field, fields
-from inspect import get_annotations
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lookahead.config import LookaheadConfig, refuse_removed
+from lookahead.cli.options import (
+    INPUTS,
+    DocumentOptions,
+    DraftingOptions,
+    ModelOptions,
+    new_tokens_option,
+    option,
+    options_of,
+)
+from lookahead.config import refuse_removed
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError
 from lookahead.hf.loading import DEFAULT_MODEL, locate_model
 from lookahead.utils.atomic import read_regular
 
+if TYPE_CHECKING:
+    from lookahead.jobs.job_settings import JobSettings
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-INPUTS = (
-    "Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
-    "kind fsspec knows (https:// s3:// hf:// ...), - for stdin."
-)
 FORMATS = ("auto", "text", "json")
 # How errors name the type of an option, and the TOML types it accepts. Click converts a number to a string: window = 7.
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -43,144 +46,24 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 }
 
 
-def option(default: Any = MISSING, help: str = "", *flags: str, identifies: bool = False, **details: Any) -> Any:
-    """A field that is an option; without a default it is required.
-
-    The flags are its names on the command line, none for `--name`. One that `identifies` is part of the identity of a
-    job. The details are those of `typer.Option` (`min`, `max`, `metavar`, ...), with `argument=True` those of an
-    argument.
-    """
-    return field(default=default, metadata={"help": help, "flags": flags, "identifies": identifies, **details})
-
-
-def new_tokens_option(default: int, help: str = "Most tokens to write.", *, min: int = 1, **details: Any) -> Any:
-    """The option that limits new tokens, under its two names."""
-    return option(default, help, "--max-new-tokens", "--max-tokens", min=min, **details)
-
-
-def options_of(kind: type) -> list[tuple[Field[Any], type]]:
-    """The options of a dataclass with the classes that declare them; a class comes before its bases."""
-    classes = kind.__mro__
-    owners = {name: i for i, owner in enumerate(classes) for name in get_annotations(owner)}
-    ordered = sorted(fields(kind), key=lambda each: owners[each.name])
-    return [(each, classes[owners[each.name]]) for each in ordered if each.metadata.get("help")]
-
-
 @dataclass(frozen=True, kw_only=True)
-class DeviceOptions:
-    panel: ClassVar[str] = "Model"
-
-    dtype: str = option(
-        "auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU, bf16 with --quantize."
-    )
-    quantize: str | None = option(
-        None, "Linear layers with weights of 8 bits (int8) or 4 (int4), on a CPU.", metavar="int8|int4"
-    )
-    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-    threads: int | None = option(None, "CPU threads. (default: as PyTorch chooses)", min=1, max=1024)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(DeviceOptions):
-    panel: ClassVar[str] = "Model"
-
-    model: str = option(DEFAULT_MODEL, "Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftingOptions:
-    panel: ClassVar[str] = "Drafting"
-
-    proposers: str = option(
-        ",".join(map(str, LookaheadConfig().proposers)),
-        "Sources of drafts: any of prompt, outputs, corpus, recycled, jacobi; or none.",
-    )
-    pool: str | None = option(None, "Draft from a corpus too, made by 'lookahead pool build'.", metavar="FILE")
-    memory: str | None = option(
-        None,
-        "Start from what the model taught earlier commands, and keep what it teaches this one.",
-        metavar="FILE.lkm",
-    )
-    heads: str | None = option(None, "Draft with heads too: from 'lookahead train', or native.", metavar="DIR")
-    max_nodes: int | None = option(None, "Most draft tokens a step verifies. (default: by the proposers)")
-    window: str | None = option(None, "Draft from a Jacobi window of W columns too; auto: of 7, only while it pays.")
-    ngram_size: int | None = option(None, "N, length of the window's n-grams. (default: 5)")
-    guesses: int | None = option(None, "G, most n-grams of the window that a step verifies. (default: 7)")
-    exactness: str = option("auto", "auto, or fast: quicker drafts in bf16, whose rounding may change a token.")
-    cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
-
-    def config(self) -> LookaheadConfig | None:
-        """The configuration, checked; `None` for defaults alone, with which any model is decoded, if only plainly."""
-        sources: list[Any] = [] if self.proposers == "none" else [name.strip() for name in self.proposers.split(",")]
-        if self.heads is not None:
-            if (quantize := getattr(self, "quantize", None)) is not None:
-                raise ConfigError(f"heads draft for a model that is not quantized, got --quantize {quantize}")
-            from lookahead.proposers.heads import Heads
-
-            sources.append(Heads(self.heads))
-        columns: Any = int(self.window) if self.window is not None and self.window.isdecimal() else self.window
-        config = LookaheadConfig(
-            proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
-            guesses=self.guesses, exactness=cast(Any, self.exactness),
-            cuda_graphs=self.cuda_graphs, memory="shared" if self.memory is None else self.memory,
-        )  # fmt: skip
-        return None if config == LookaheadConfig() else config
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions(DraftingOptions, ModelOptions):
-    """Everything a worker process needs to summarize documents, as numbers and strings."""
-
+class SummaryOptions(DraftingOptions, ModelOptions):
     panel: ClassVar[str] = "Summaries"
 
-    location: str | None = None  # where workers load the model from; `None` is `model`
-    max_new_tokens: int = new_tokens_option(200, identifies=True)
+    max_new_tokens: int = new_tokens_option(200)
     num_beams: int | None = option(
         None, "Beams of the search for a summary. (default: the model's own, or 1)", min=1, max=64
     )
-    prompt: str | None = field(default=None, metadata={"identifies": True})  # the text of the prompt file
-    style: str | None = option(
-        None, "bullets, paragraph or headline, by a model that follows instructions.", identifies=True
-    )
-    overlap: int = option(0, "Tokens that each part of a long document repeats of the part before.", identifies=True)
-    refine: bool = option(
-        False, "Read parts in turn, each with the summary so far; takes an instruction model.", identifies=True
-    )
-    keep_parts: bool = option(False, "Write the summaries of parts too, level by level.", identifies=True)
+    style: str | None = option(None, "bullets, paragraph or headline, by a model that follows instructions.")
+    overlap: int = option(0, "Tokens that each part of a long document repeats of the part before.")
+    refine: bool = option(False, "Read parts in turn, each with the summary so far; takes an instruction model.")
+    keep_parts: bool = option(False, "Write the summaries of parts too, level by level.")
     compare: bool = option(False, "Decode plainly too: show both speeds, and whether the tokens are identical.")
     rows: int | None = option(None, "Most documents decoded together. (default: 16, on a GPU 32)", min=1, max=1024)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The options that are part of the identity of the job."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("identifies")}
-
-    def summarizer_settings(self) -> dict[str, Any]:
-        """The keyword arguments of `Summarizer`, checked; ConfigError if an option is out of its range."""
-        from lookahead.summarization.prompting import SummaryRequest
-
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "num_beams": self.num_beams,
-            "request": SummaryRequest(prompt=self.prompt, style=self.style, overlap=self.overlap, refine=self.refine),
-            "keep_parts": self.keep_parts,
-            "config": self.config(),
-            "compare": self.compare,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
-class DocumentOptions:
-    panel: ClassVar[str] = "Documents"
-
-    field: str | None = option(
-        None, "Field or column with the document; makes - JSON lines. (default: text)", "--field", "--text-field"
-    )
-    max_document_mb: float = option(64.0, "Longest document, in megabytes.", min=0.001, max=1_000_000)
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions(DocumentOptions, WorkerOptions):
+class JobOptions(DocumentOptions, SummaryOptions):
     """A job of `lookahead summarize`: what a job file can set."""
 
     panel: ClassVar[str] = "Job"
@@ -221,7 +104,6 @@ class JobOptions(DocumentOptions, WorkerOptions):
 
     def check(self) -> None:
         """Refuse options that exclude each other with a ConfigError, before any work is done."""
-        self.summarizer_settings()
         for name, other in (("pool", self.pool), ("memory", self.memory), ("prompt_file", self.prompt_file)):
             for path in (self.output, self.rejects):
                 if other is not None and path is not None and os.path.realpath(other) == os.path.realpath(path):
@@ -241,22 +123,29 @@ class JobOptions(DocumentOptions, WorkerOptions):
         if self.output is not None and self.format != "auto":
             raise ConfigError("format is that of stdout; with --output the summaries go to that file as JSON lines")
 
-    def read_prompt_file(self) -> str | None:
-        """The text of the prompt file, if one is given."""
-        path = self.prompt_file
-        return None if path is None else decode_bytes(read_bounded(str(path), MEGABYTE), str(path))
+    def settings(self) -> JobSettings:
+        """What these options ask the job for; ConfigError if one of them is out of its range."""
+        from lookahead.jobs.job_settings import JobSettings
+        from lookahead.summarization.prompting import SummaryRequest
 
-    def for_workers(self) -> dict[str, Any]:
-        """The arguments of `WorkerOptions`, with absolute paths."""
+        path = self.prompt_file
+        prompt = None if path is None else decode_bytes(read_bounded(str(path), MEGABYTE), str(path))
+        request = SummaryRequest(prompt=prompt, style=self.style, overlap=self.overlap, refine=self.refine)
+        own = {each.name for each in fields(self)}
+        shared = {each.name: getattr(self, each.name) for each in fields(JobSettings) if each.name in own}
+        return JobSettings(**shared, request=request, config=self.config())
+
+    def for_workers(self, settings: JobSettings) -> JobSettings:
+        """These settings for processes in other folders, on this machine or others: with absolute paths."""
         location, is_local = locate_model(self.model)
-        sent = {each.name: getattr(self, each.name) for each in fields(WorkerOptions)}
         # Other machines may have the package, and with it the default model, in another folder.
         is_absolute = is_local and self.model != DEFAULT_MODEL
-        sent["location"] = str(Path(location).absolute()) if is_absolute else self.model
+        location = str(Path(location).absolute()) if is_absolute else self.model
+        paths: dict[str, Any] = {}
         for name in ("pool", "memory", "heads"):
-            if sent[name] is not None and (path := Path(sent[name]).expanduser()).exists():
-                sent[name] = str(path.absolute())
-        return sent
+            if (file := getattr(self, name)) is not None and (path := Path(file).expanduser()).exists():
+                paths[name] = str(path.absolute())
+        return replace(settings, location=location, config=replace(self, **paths).config())
 
 
 def read_job_file(path: Path) -> dict[str, Any]:

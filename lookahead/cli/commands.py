@@ -1,0 +1,132 @@
+"""Typer commands from functions of one options dataclass."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from lookahead.cli.options import options_of
+from lookahead.cli.terminal import usage_errors
+from lookahead.config import refuse_removed
+from lookahead.errors import ConfigError
+
+_LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set counts
+_FILES = (
+    "FILE",
+    "FILE.lkm",
+    "FILES...",
+    "DIR",
+    "INPUTS...",
+)  # what options of files and folders take that are no `Path`
+
+
+def _parameters_of(options: type) -> list[inspect.Parameter]:
+    hints, parameters = get_type_hints(options), []
+    for each, owner in options_of(options):
+        details = dict(each.metadata)
+        flags = details.pop("flags")
+        if hints[each.name] is bool and not flags:
+            flags = (f"--{each.name.replace('_', '-')}",)  # without --no-...
+        if details.pop("argument", False):
+            shown: Any = typer.Argument(**details)
+        else:
+            shown = typer.Option(*flags, rich_help_panel=vars(owner).get("panel"), **details)
+        default = inspect.Parameter.empty if each.default is MISSING else each.default
+        kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[hints[each.name], shown]
+        parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=annotation))
+    return parameters
+
+
+def _check_texts(options: type, values: Mapping[str, Any]) -> None:
+    """Refuse a text that the locale could not decode with a ConfigError, and so the name of a model.
+
+    Names of files may hold any bytes, and are let through.
+    """
+    hints = get_type_hints(options)
+    for each, _ in options_of(options):
+        shown, hint, value = each.metadata.get("metavar"), hints[each.name], values[each.name]
+        if not isinstance(value, str) or shown in _FILES or Path in (hint, *get_args(hint)):
+            continue
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            flag = next(iter(each.metadata["flags"]), f"--{each.name.replace('_', '-')}")
+            name = shown if each.metadata.get("argument") else flag
+            raise ConfigError(f"argument {name} {_describe_locale(value, error.start)}") from error
+
+
+def _describe_locale(text: str, place: int) -> str:
+    """Why a character, which stands for a byte, is none."""
+    encoding = sys.getfilesystemencoding()
+    setting = next((f"{name}={value}, " for name in _LOCALE if (value := os.environ.get(name))), "")
+    remedy = "pass UTF-8" if encoding == "utf-8" else "set a UTF-8 locale such as C.UTF-8"
+    byte = os.fsencode(text[place])[0]
+    return (
+        f"is not valid text in the locale's encoding ({setting}{encoding}): got byte 0x{byte:02x} as character "
+        f"{place}; {remedy}"
+    )
+
+
+class _Plain:
+    """Shows flags without a type in the help, since they take no value, and wrong values in the errors."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # a mixin
+        for parameter in parameters:
+            if getattr(parameter, "is_bool_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        given = (each[2:].partition("=")[0] for each in takewhile("--".__ne__, args) if each.startswith("--"))
+        with usage_errors():
+            refuse_removed(name.replace("-", "_") for name in given)
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]
+        except typer.BadParameter as error:
+            for found in getattr(error.__cause__, "errors", list)()[:1]:  # of pydantic, which newer versions use
+                got = repr(found["input"])
+                error.message += "" if got in error.message else f", got {got}"
+            raise
+
+
+class _Command(_Plain, TyperCommand):
+    pass
+
+
+class _Group(_Plain, TyperGroup):
+    pass
+
+
+class App(typer.Typer):
+    """A Typer application whose commands take one options dataclass and print an error as one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=_Group, no_args_is_help=True, **settings)
+
+    def add(self, function: Callable[[Any], None], name: str | None = None) -> None:
+        """Add a command: a function whose only parameter is its options dataclass."""
+        (options,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+        arguments = {each.name for each in fields(options) if each.metadata.get("argument")}
+
+        def run(ctx: typer.Context, **values: Any) -> None:
+            job_file = ctx.default_map or {}  # click takes options from it, but not arguments
+            values.update({name: job_file[name] for name in arguments & {*job_file} if not values[name]})
+            with usage_errors(truncates="truncate" in values):
+                _check_texts(options, values)
+                function(options(**values))
+
+        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        run.__signature__ = inspect.Signature([context, *_parameters_of(options)])  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        run.__doc__ = function.__doc__
+        self.command(name or function.__name__.replace("_", "-"), cls=_Command)(run)
