@@ -6,7 +6,6 @@ import os
 import subprocess
 from fnmatch import fnmatch
 from itertools import combinations, product
-from pathlib import Path
 
 import pytest
 
