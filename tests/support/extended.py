@@ -7,7 +7,7 @@ those that the change since the main branch touches; `make test-changed` runs th
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def _git(root: Path, *arguments: str) -> str | None:
     return run.stdout.strip() if run.returncode == 0 else None
 
 
-def touched_tests(changes: Iterable[str] | None) -> list[str]:
+def touched_tests(changes: Collection[str] | None) -> list[str]:
     """The extended tests that changed themselves or have a changed file in a room; all of them for `None`.
 
     Args:
