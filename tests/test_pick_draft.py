@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from bench import proposers as bench
 from lookahead import DecodingStats, DraftModel, LookaheadConfig
 from lookahead.backend.calibration import pass_seconds
 from lookahead.cli.app import app
@@ -185,32 +184,3 @@ def test_a_draft_model_larger_than_its_target_is_told_of_in_one_line(folders: di
 
 def test_there_are_prompts_for_those_who_bring_none() -> None:
     assert len(set(PROMPTS)) == len(PROMPTS) > 3
-
-
-def test_the_benchmark_measures_every_way_and_checks_its_outputs(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "prompts.txt").write_text("abcab\nxyz\n")
-    places = ["--model", str(folders["target"]), "--draft", str(folders["draft"]), "--output", str(tmp_path / "r.json")]
-    sizes = [
-        "--layers",
-        "1",
-        "--prompts",
-        "2",
-        "--tokens",
-        "8",
-        "--nodes",
-        "12",
-        "--file",
-        str(tmp_path / "prompts.txt"),
-    ]
-    assert bench.main([*places, *sizes]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result == json.loads((tmp_path / "r.json").read_text())
-    assert set(result["proposers"]) == {"plain", "names", "draft_model", "specinfer", "hybrid"}
-    for name, figures in result["proposers"].items():
-        for one in (figures, figures["temperature_1"], figures["auto"]):
-            assert one["identical"] == one["prompts"] == 2
-            assert "divergence" not in one
-        assert ("typical" in figures) == (name != "plain")
-        assert ("rejection" in figures) == (name in bench.DRAWING)

@@ -244,8 +244,9 @@ def test_a_folder_of_heads_is_written_by_one_run(tiny_llama: Any, tiny_tokenizer
     assert not list(output.iterdir())
 
 
-@pytest.mark.parametrize("folder", ["gone", "a/b"])
-def test_the_lock_of_a_file_in_no_folder_makes_none(folder: str) -> None:
-    with pytest.raises(FileNotFoundError), locked(Path(folder, "file")):
+@pytest.mark.parametrize("folder", ["gone", "a/b", *[path for path in ("/proc", "/proc/self") if Path(path).is_dir()]])
+def test_a_folder_that_is_missing_or_takes_no_files_has_no_locks_and_nobody_waits_for_one(folder: str) -> None:
+    before = Path(folder).exists()
+    with pytest.raises(FileNotFoundError), locked(Path(folder, "file"), timeout_s=2):
         pass
-    assert not Path(folder).exists()
+    assert Path(folder).exists() == before

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +29,14 @@ def locked(path: Path, timeout_s: float = _LOCK_S) -> Iterator[None]:
 
     Raises:
         TimeoutError: Another process held the lock all the time.
-        OSError: The lock cannot be made, since the folder cannot be written to.
+        OSError: The lock cannot be made, since the folder takes no files.
     """
     path = Path(os.path.realpath(path))
-    if not os.access(path.parent, os.W_OK):  # filelock would make it, or wait for it
-        number = errno.EACCES if path.parent.is_dir() else errno.ENOENT
-        raise OSError(number, os.strerror(number), str(path.parent))
+    try:  # without this, filelock makes a folder that is missing, and waits where a folder takes no files
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path.parent)) from error
     rights: dict[str, Any] = {}
     if path.is_file():
         rights["mode"] = stat.S_IMODE(path.stat().st_mode) & 0o666 | 0o600
@@ -41,8 +44,6 @@ def locked(path: Path, timeout_s: float = _LOCK_S) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        if not os.path.exists(lock.lock_file):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent)) from error
         what = f"another process has been writing it{f' for {timeout_s:.0f} s' if timeout_s else ''}"
         raise TimeoutError(errno.ETIMEDOUT, what, str(path)) from error
     except NotImplementedError:  # a file system without locks

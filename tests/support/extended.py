@@ -1,0 +1,86 @@
+"""Which test files are extended tests, which rooms of the source they belong to, and which of them a change touches.
+
+pytest leaves extended tests out of a folder, and runs those that are named. `python -m tests.support.extended` prints
+those that the change since the main branch touches; `make test-changed` runs them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Collection
+from fnmatch import fnmatch
+from pathlib import Path
+
+# Test files, and the rooms that they belong to, as patterns of paths: an asterisk matches any number of folders.
+EXTENDED = {
+    "tests/test_docs.py": ("README.md", "docs/*.md", "examples/*", "lookahead/__init__.py", "lookahead/cli/*"),
+    # Benchmarks
+    "tests/test_bench_kernel.py": ("bench/*", "kernels/*"),
+    "tests/test_gpu_decode.py": ("bench/*", "lookahead/*/cuda_graphs.py"),
+    "tests/test_llm_bench.py": ("bench/*",),
+    "tests/test_peers.py": ("bench/*", "lookahead/drafting/*"),
+    "tests/test_tables.py": ("bench/*",),
+    # Training
+    "tests/test_head_training.py": ("lookahead/training/*", "lookahead/heads/*"),
+    "tests/test_kept_states.py": ("lookahead/training/*", "lookahead/heads/*"),
+    "tests/test_train_cli.py": ("lookahead/training/*", "lookahead/heads/*", "lookahead/cli/*"),
+    "tests/test_training.py": ("tools/*",),
+    # CUDA graphs on a CPU, and kernels that are interpreted or compiled ahead of time
+    "tests/test_graphs.py": ("lookahead/*/cuda_graphs.py", "lookahead/*/tree_pass.py"),
+    "tests/test_recording.py": ("lookahead/*/cuda_graphs.py",),
+    "tests/test_kernels.py": ("kernels/*", "tests/interpreted_kernels.py"),
+    "tests/test_kernel_self_test.py": ("kernels/*", "lookahead/*/kernel_trial.py"),
+    # Processes and workers
+    "tests/test_changed_results.py": ("lookahead/jobs/*",),
+    "tests/test_cli_process.py": ("lookahead/cli/*", "lookahead/documents/*", "lookahead/jobs/*"),
+    "tests/test_packaging.py": ("MANIFEST.in", "kernels/*", "lookahead/*/__init__.py", "lookahead/__*.py", "ngram/*"),
+    "tests/test_ray*.py": ("lookahead/jobs/*", "lookahead/summarization/*"),
+    "tests/test_shared_files.py": ("lookahead/jobs/*", "lookahead/utils/*", "lookahead/proposers/file_memory.py"),
+    "tests/test_tensor_parallel.py": ("lookahead/*/tensor_parallel.py", "lookahead/*/linears.py"),
+}
+# What every test belongs to.
+SHARED = (".ci/*", "Makefile", "constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/support/*")
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def changed_files(root: Path) -> list[str] | None:
+    """The files that differ from where the branch left the main branch, or on it from the commit before.
+
+    Args:
+        root: The root of a repository.
+
+    Returns:
+        Paths from the root; None where the history does not reach back that far, or there is none.
+    """
+    head = _git(root, "rev-parse", "HEAD")
+    bases = [_git(root, "merge-base", "HEAD", branch) for branch in ("origin/main", "main")]
+    base = next((base for base in bases if base not in (None, head)), "HEAD~1")
+    changes = _git(root, "diff", "--name-only", "--no-renames", "-z", base)
+    return None if changes is None else [path for path in changes.split("\0") if path]
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, encoding="utf-8")
+    except FileNotFoundError:  # no git
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None
+
+
+def touched_tests(changes: Collection[str] | None) -> list[str]:
+    """The extended tests that changed themselves or have a changed file in a room; all of them for `None`.
+
+    Args:
+        changes: Paths from the root.
+    """
+    return sorted(
+        test
+        for pattern, rooms in EXTENDED.items()
+        for test in (str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+        if changes is None or any(fnmatch(path, room) for path in changes for room in (test, *rooms, *SHARED))
+    )
+
+
+if __name__ == "__main__":
+    print(*touched_tests(changed_files(ROOT)))
