@@ -15,7 +15,7 @@ import torch
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.backend import support, torch_backend
-from lookahead.backend.cpu import layer_jobs
+from lookahead.backend.cpu import whole_pass
 from lookahead.kernels import layer_ops
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES, PLACES, Switched, patched
@@ -107,8 +107,8 @@ def test_a_hook_that_is_registered_anew_around_every_call_is_not_compared_anew(m
 
 
 def test_kernels_that_compute_something_else_serve_no_pass_and_the_log_says_so(monkeypatch, caplog):
-    run = layer_jobs.LayerTable.run
-    monkeypatch.setattr(layer_jobs.LayerTable, "run", lambda *arguments: run(*arguments).neg())
+    run = whole_pass.PassTable.run
+    monkeypatch.setattr(whole_pass.PassTable, "run", lambda *arguments: run(*arguments).neg())
     for dtype in (HALF, SINGLE):
         model = made("llama", dtype, **WIDE)
         assert ours(model) == tokens(model)

@@ -17,8 +17,10 @@ from torch.nn.functional import linear
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backend import chain_backend
 from lookahead.backend.choice import backend_for
-from lookahead.backend.cpu import cpu_backend, linears, product_bits, product_choice
+from lookahead.backend.cpu import cpu_backend, cpu_pass, linears, product_bits, product_choice
+from lookahead.backend.cpu.cpu_pass import CpuPass
 from lookahead.backend.cpu.product_bits import Layout, Packed
 from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
@@ -77,17 +79,28 @@ def test_a_pass_that_packs_weights_is_no_measure_of_later_ones() -> None:
     assert cold == [True, False]
 
 
-@pytest.mark.parametrize(("inputs", "policy"), [(ONE, BitPolicy.SOLO), (BATCH, BitPolicy.BATCH)], ids=["one", "batch"])
+@pytest.mark.parametrize(
+    ("inputs", "policy", "fewest"),
+    [(ONE, BitPolicy.SOLO, 1), (ONE, BitPolicy.SOLO, 1 << 16), (BATCH, BitPolicy.BATCH, 1)],
+    ids=["one", "one, rows of small layers one by one", "batch"],
+)
 def test_passes_without_drafts_have_the_bits_of_generate_in_half_precision(
-    inputs: dict[str, torch.Tensor], policy: BitPolicy, monkeypatch: pytest.MonkeyPatch
+    inputs: dict[str, torch.Tensor], policy: BitPolicy, fewest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, run = [], cpu_backend.running
-    monkeypatch.setattr(cpu_backend, "running", lambda each: seen.append((each.policy, each.is_prompt)) or run(each))
+    seen: list[tuple[BitPolicy, bool]] = []
+
+    def recorded(each: CpuPass, **options: bool) -> Any:
+        seen.append((each.policy, each.is_prompt))
+        return cpu_pass.running(each, **options)
+
+    for module in (cpu_backend, chain_backend):
+        monkeypatch.setattr(module, "running", recorded)
+    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", fewest)
     model = build(ENCODER_DECODERS["Bart"]).to(torch.bfloat16)
     wanted = {**WANDERING, "return_dict_in_generate": True, "output_logits": True}
     expected: Any = generate(model, inputs, **wanted)
     support_of(model, shortest=1, max_length=NEW_TOKENS)
-    if policy is BitPolicy.SOLO and not keeps_solo_bits(model):
+    if policy is BitPolicy.SOLO and fewest == 1 and not keeps_solo_bits(model):
         policy = BitPolicy.ROUNDED  # so few numbers a row are multiplied in another order on this CPU
     seen.clear()
     config = LookaheadConfig(proposers=())

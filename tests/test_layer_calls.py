@@ -18,7 +18,7 @@ from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers, linears, product_bits
 from lookahead.backend.cpu.exact_attention import takes_rows
-from lookahead.backend.cpu.layer_jobs import LayerTable
+from lookahead.backend.cpu.whole_pass import PassTable
 from lookahead.backend.protocol import BitPolicy
 from lookahead.kernels import packed_product
 from tests.support.small_layers import HALF, MODELS, SINGLE, fused, logits_of, made, own_code, serving, trees_of
@@ -52,13 +52,13 @@ def calls(monkeypatch) -> list[int]:
 def tables(monkeypatch) -> list[int]:
     """The tokens of passes whose layers were one call."""
     tokens: list[int] = []
-    own = LayerTable.run
+    own = PassTable.run
 
-    def counted(self: LayerTable, hidden: Any, *rest: Any) -> Any:
+    def counted(self: PassTable, hidden: Any, *rest: Any) -> Any:
         tokens.append(hidden.shape[1])
         return own(self, hidden, *rest)
 
-    monkeypatch.setattr(LayerTable, "run", counted)
+    monkeypatch.setattr(PassTable, "run", counted)
     return tokens
 
 
@@ -174,7 +174,7 @@ def test_norms_and_biases_that_are_replaced_between_passes_are_read_anew(name, f
         after = target.score(trees_of(1, 5, 0), BitPolicy.SOLO)
     with target.serving():
         assert torch.equal(target.score(trees_of(1, 5, 0), BitPolicy.SOLO), after)
-        target.cache.table = None
+        target.cache.tables.clear()
         assert torch.equal(target.score(trees_of(1, 5, 0), BitPolicy.SOLO), after)
     assert not torch.equal(before, after)
 
@@ -212,7 +212,7 @@ def test_a_model_that_is_told_to_run_fewer_layers_runs_fewer(fused, calls):
 @on_x86
 def test_hidden_states_of_every_layer_are_its_own(fused, calls, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_backend, "find_fused", lambda model: fused_layers.FusedLayers([], []))
+        patch.setattr(cpu_backend, "find_fused", lambda model: fused_layers.FusedLayers([], [], []))
         expected = hidden_states(made(**WIDE))
     assert all(map(torch.equal, hidden_states(made(**WIDE)), expected))
 
@@ -260,6 +260,6 @@ def test_the_call_of_a_cache_is_prepared_once_whatever_blocks_its_passes_run_in(
     for nodes in (1, 5, 9, 1):
         with target.serving():
             target.score(trees_of(1, nodes, 0), BitPolicy.SOLO)
-        prepared.append(target.cache.table)
+        prepared.append(next(iter(target.cache.tables.values()), None))
     assert all(table is prepared[0] for table in prepared)
     assert tables == [1, 5, 9, 1] or not takes_rows(target._model.config)

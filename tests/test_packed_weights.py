@@ -104,18 +104,20 @@ def test_products_agree_with_those_in_float64_whatever_their_shape(shape, packs,
     assert len(multiplied) == (packs or x.numel() // 24 >= 32)
 
 
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("backends", [(), ("onednn",), ("packed", "onednn")], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_of_half_precision_have_the_bits_that_the_policy_of_the_pass_names(shape, has_bias, packs, packs_by_both):
+def test_rows_of_half_precision_have_the_bits_that_the_policy_of_the_pass_names(shape, has_bias, backends, tmp_path):
     torch.manual_seed(0)
     model, x = half_model(shape, bias=has_bias), cancelling_rows(75, shape[1])
-    scope, alone = LinearScope(model, packs=packs), torch.cat([model(row) for row in x.split(1)])
-    for rows in (1, 2, 5, 20, 32, 75):
-        part, together = x[None, :rows], model(x[None, :rows])
-        assert torch.equal(run(scope, model, part, BitPolicy.SOLO)[0], alone[:rows])
-        assert torch.equal(run(scope, model, part, BitPolicy.BATCH), together)
-        assert torch.equal(run(scope, model, part, BitPolicy.BATCH, is_prompt=True), together)
+    alone = torch.cat([model(row) for row in x.split(1)])
+    with kept_choice(tmp_path, *backends):
+        scope = LinearScope(model)
+        for rows in (1, 2, 5, 20, 32, 75):
+            part, together = x[None, :rows], model(x[None, :rows])
+            assert torch.equal(run(scope, model, part, BitPolicy.SOLO)[0], alone[:rows])
+            assert torch.equal(run(scope, model, part, BitPolicy.BATCH), together)
+            assert torch.equal(run(scope, model, part, BitPolicy.BATCH, is_prompt=True), together)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -136,6 +138,9 @@ def test_a_weight_is_packed_once_in_each_layout_that_keeps_the_bits_of_a_policy(
         best_layout(model[0].weight, model[0].bias, policy, ("packed", "onednn"))
         for policy in (BitPolicy.SOLO, BitPolicy.BATCH)
     ]
+    for policy in (BitPolicy.SOLO, BitPolicy.ROUNDED):
+        run(LinearScope(model), model, x, policy)
+    assert len(laid_out) <= 1, "where no bits are named, what is packed for others serves"
     for policy in (*BitPolicy, *BitPolicy):
         run(LinearScope(model), model, x, policy)
     assert sorted(layout for _, layout in laid_out) == sorted({layout for layout, most in best if most})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.backend.cpu import exact_attention
 from lookahead.backend.cpu.exact_attention import PerNodeAttention, attend_per_node, has_bits_of_sdpa, takes_rows
@@ -104,7 +105,7 @@ def test_rows_of_any_length_and_tree_have_the_bits_that_each_has_alone(heads, kv
     query = query.view(4, width, heads, 32).transpose(1, 2)
     capacity = keys.view(4, slots, kv_heads, 32), values.view(4, slots, kv_heads, 32)
     key, value = (each[:, : BLOCK + 20].transpose(1, 2) for each in capacity)  # as the cache shows its first slots
-    shared: dict[str, Any] = {"window": None, "crops": False, "own": exact_attention.sdpa_attention_forward}
+    shared: dict[str, Any] = {"window": None, "crops": False, "own": sdpa_attention_forward}
     per_node = PerNodeAttention(trees, starts, [0] * 4)
     together = attend_per_node(Layer(), query, key, value, per_node, **shared, options={})
     for row, (tree, start) in enumerate(zip(trees, starts, strict=True)):
@@ -180,7 +181,7 @@ def attend(tree: TokenTree, scored: int, window: int | None, dtype: torch.dtype)
     got = attend_per_node(
         Layer(), query.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
         PerNodeAttention([tree], [40 - len(tree)], [scored]), window=window, crops=False,
-        own=exact_attention.sdpa_attention_forward, options={},
+        own=sdpa_attention_forward, options={},
     )  # fmt: skip
     return got[0], one_by_one(query, keys, values, tree, 40 - len(tree), scored)
 

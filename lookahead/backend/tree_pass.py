@@ -61,11 +61,10 @@ class TreePass:
         prompt: Sequence[NDArray[np.int64]] = (),
         windows: Sequence[int | None] | None = None,
     ) -> None:
-        self._slots, self._trees, self._scored = slots, trees, scored
-        self._firsts = [0] * len(trees) if scored is None else scored.tolist()  # nodes that are in the pass
+        self._slots, self.trees, self._scored = slots, trees, scored
+        self.firsts = [0] * len(trees) if scored is None else scored.tolist()  # nodes that are in the pass
         self.windows = windows
         self.is_prefill = bool(prompt)
-        self.has_trees = bool(trees)
         self.attends_per_node = windows is not None and not prompt
         self.scores_trees = scored is None and not prompt  # whole, as the kernels do
         self.is_causal = self.is_prefill and slots.is_even  # chains behind equally many committed tokens
@@ -86,7 +85,7 @@ class TreePass:
             arrays = prompt[0], positions, (starts[:, None] + positions).reshape(-1), prompt[1]
         else:
             arrays = _arrays(slots.active, slots.width, slots.width if scored is None else max(map(len, trees)))
-            for row, (tree, first) in enumerate(zip(trees, self._firsts, strict=True)):
+            for row, (tree, first) in enumerate(zip(trees, self.firsts, strict=True)):
                 _fill_row(arrays, row, tree.tokens, tree.parents, tree.depths, lengths[row], first, slots.capacity)
         tensors = [torch.from_numpy(each).to(device, non_blocking=True) for each in arrays]
         self.tokens, self.positions, index, *others = tensors
@@ -164,7 +163,7 @@ class TreePass:
     @cached_property
     def per_node(self) -> PerNodeAttention:
         """How the nodes of the rows attend one by one."""
-        return PerNodeAttention(self._trees, self._slots.lengths[: len(self._trees)].tolist(), self._firsts)
+        return PerNodeAttention(self.trees, self._slots.lengths[: len(self.trees)].tolist(), self.firsts)
 
 
 def padded_rows(active: int, rows: int) -> int:
@@ -187,7 +186,7 @@ class FixedShapePass(TreePass):
         # On a CPU they share the memory of the arrays.
         self._buffers = [torch.from_numpy(each).to(device) for each in self._arrays]
         self.tokens, self.positions, self.index, *tensors = self._buffers
-        self.trees = TreeTensors(*tensors)
+        self._filled = TreeTensors(*tensors)
 
     def fill(self, trees: Sequence[TokenTree]) -> None:
         """Take the trees of a step, one per active row, none larger than the width."""
@@ -201,7 +200,7 @@ class FixedShapePass(TreePass):
 
     def tensors(self, device: torch.device) -> TreeTensors:
         """The trees on `device`, as the newest step left them."""
-        return TreeTensors(*(each.to(device) for each in self.trees))
+        return TreeTensors(*(each.to(device) for each in self._filled))
 
     def forget(self) -> None:
         """Let the next pass make new masks, and choose its kernels anew."""

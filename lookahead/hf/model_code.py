@@ -122,19 +122,6 @@ def changed_cache(cache: Any) -> str:
     return next(iter((*own, *(str(getattr(each, "__qualname__", each)) for each in foreign))), "")
 
 
-def is_intercepted() -> bool:
-    """Whether a mode of torch on this thread sees, and may change, every call of an operator.
-
-    The number of modes is private to torch (since 2.0 under these names). A default device is a mode that changes no
-    number.
-    """
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    count = torch._C._len_torch_function_stack()
-    modes = [torch._C._get_function_stack_at(at) for at in range(count)]
-    return any(type(mode).__name__ != "DeviceContext" for mode in modes)
-
-
 def arithmetic_flags() -> tuple[Any, ...]:
     """Torch's global settings that change the sums of products and of attention on a CPU."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9

@@ -115,7 +115,7 @@ def own_code(monkeypatch) -> Any:
 
     def logits(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_backend, "find_fused", lambda model: fused_layers.FusedLayers([], []))
+            patch.setattr(cpu_backend, "find_fused", lambda model: fused_layers.FusedLayers([], [], []))
             return logits_of(*args, **kwargs)
 
     return logits

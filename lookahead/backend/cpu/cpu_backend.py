@@ -44,7 +44,7 @@ class CpuBackend(TorchBackend):
             self._why_apart = "it is spread over several processes"
         self._served: nn.Module = nn.Identity() if self._why_apart else model
         self._linears = LinearScope(self._served, packs=packs)
-        self._fused = FusedLayers([], [])
+        self._fused = FusedLayers([], [], [])
         self._whole: WholePass | str = "it was not in service yet"
         # A single node need not attend by torch either.
         is_bf16 = self._scope is not None and model.dtype == torch.bfloat16
@@ -53,7 +53,7 @@ class CpuBackend(TorchBackend):
     @contextmanager
     def _patched(self) -> Iterator[None]:
         self._fused = find_fused(self._served)
-        self._whole = whole_pass(self._served, self._fused.layers)
+        self._whole = whole_pass(self._served, self._fused)
         with patched_attribute("forward", [*self._fused.forwards, *self._linears.forwards()]), super()._patched():
             yield
 
@@ -73,12 +73,13 @@ class CpuBackend(TorchBackend):
         if self._rows > 1 and policy is BitPolicy.ROUNDED:
             policy = BitPolicy.BATCH  # the passes that `model.generate` would run too have its bits
         linears = self._linears
-        mode = CpuPass(policy, not tree_pass.has_trees, linears.packs, linears.fewest)
+        is_prompt = not tree_pass.trees
+        mode = CpuPass(policy, is_prompt, linears.packs, linears.fewest)
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
-        with running(mode):
+        with running(mode) as seen:
             logits = None
-            if isinstance(self._whole, WholePass) and tree_pass.has_trees and not keeps_hidden:
-                logits = self._whole(tree_pass, self.cache)
+            if isinstance(self._whole, WholePass) and seen is not None and not (is_prompt or keeps_hidden):
+                logits = self._whole(tree_pass, self.cache, seen)
             if logits is None:
                 logits = super()._forward(tree_pass, policy)
             else:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from lookahead.backend.protocol import BitPolicy
-from lookahead.hf.model_code import is_intercepted
 from lookahead.hf.model_state import pass_local
 
 _MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that fused layers take
@@ -36,9 +35,22 @@ def running_pass() -> CpuPass | None:
     return running
 
 
+def is_intercepted() -> bool:
+    """Whether a mode of torch on this thread sees, and may change, every call of an operator.
+
+    The number of modes is private to torch (since 2.0 under these names). A default device is a mode that changes no
+    number.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    count = torch._C._len_torch_function_stack()
+    modes = [torch._C._get_function_stack_at(at) for at in range(count)]
+    return any(type(mode).__name__ != "DeviceContext" for mode in modes)
+
+
 @contextmanager
-def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[None]:
-    """Run a pass on this thread until the block ends.
+def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None]:
+    """Run a pass on this thread until the block ends; yields it as the layers see it.
 
     Under autocast, which chooses the type of products, and under a mode of torch that sees every operator, the model's
     own code runs. With `fuses` False layers are not fused.
@@ -50,6 +62,6 @@ def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[None]:
         cpu_pass = cpu_pass._replace(most_elements=most)
     thread.running = None if is_left else cpu_pass
     try:
-        yield
+        yield thread.running
     finally:
         thread.running = outer

@@ -146,17 +146,29 @@ def attends_by_kernel(
     keys: Tensor,
     values: Tensor,
     heads: int,
+    nodes: int,
+    slots: int,
     window: int | None,
-    per_node: PerNodeAttention,
     *,
     is_exact: bool,
 ) -> bool:
-    """Whether nodes attend to slots `[rows, slots, kv_heads, dim]` by `kernels.row_attention`."""
+    """Whether nodes attend by `kernels.row_attention`.
+
+    Args:
+        own: The attention function of the layers.
+        keys: `[rows, slots, kv_heads, dim]`, as the cache holds them.
+        values: Likewise.
+        heads: Heads of the queries.
+        nodes: Nodes of all rows together.
+        slots: Slots up to the deepest node of a row.
+        window: How far back a query may look, itself included; None for no limit.
+        is_exact: Whether the bits must be those of SDPA.
+    """
     kv_heads, dim = keys.shape[2:]
-    if not row_attention.is_supported(keys, keys, values) or (window is not None and per_node.deepest + 1 >= window):
+    if not row_attention.is_supported(keys, keys, values) or (window is not None and slots >= window):
         return False
     if not is_exact:
-        return heads * dim * sum(map(len, per_node.trees)) * (per_node.deepest + 1) <= _MAX_KERNEL_PRODUCTS
+        return heads * dim * nodes * slots <= _MAX_KERNEL_PRODUCTS
     # For a single head torch would share the sums of a product among its threads.
     return is_sdpa(own) and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads, arithmetic_flags())
 
@@ -186,7 +198,8 @@ def attend_per_node(
     nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
     is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
     is_whole = is_whole and "position_bias" not in options
-    if is_whole and attends_by_kernel(own, keys, values, heads, window, per_node, is_exact=True):
+    sizes = heads, sum(map(len, per_node.trees)), per_node.deepest + 1
+    if is_whole and attends_by_kernel(own, keys, values, *sizes, window, is_exact=True):
         scale = options.get("scaling", dim**-0.5)
         return row_attention.row_attention(nodes, keys, values, **per_node.tensors, scale=scale)
     out = query.new_zeros(rows, width, heads, value.shape[3])

@@ -64,6 +64,7 @@ class FusedLayers(NamedTuple):
 
     forwards: list[tuple[nn.Module, None, Callable[..., Any]]]  # for `patched_attribute`
     layers: list[LayerParts]  # the fused decoder layers
+    norms: list[Any]  # fused norms outside of these
     total: int = 0  # decoder layers of a class that can be fused
     reason: str = ""  # why some or all are not fused
 
@@ -85,14 +86,14 @@ def find_fused(model: nn.Module) -> FusedLayers:
     elif is_called_otherwise or "forward" in model.__dict__:
         reason = "hooks for all modules, a forward of its own or a compiled module stand around them"
     if reason:
-        return FusedLayers([], [], len(found), reason)
+        return FusedLayers([], [], [], len(found), reason)
     layers = [_parts_of(each) for each in found]
     kinds = {type(part) for parts in layers if parts is not None for part in parts.reimplemented}
     kinds |= {type(each) for each in modules if name_of(each) in _NORMS}
     code = code_of(frozenset(kinds))
     # A function of another package may have taken the place of one that the kernels stand for.
     if code.foreign or not multiplies_as_shipped():
-        return FusedLayers([], [], len(found), "code that they stand for is not as shipped")
+        return FusedLayers([], [], [], len(found), "code that they stand for is not as shipped")
     right = [parts for parts in layers if parts is not None and _is_right(parts, code.number)]
     # The last norm of a model, and those of layers that have something else in them.
     inside = {norm for parts in right for norm in parts.norms}
@@ -102,8 +103,8 @@ def find_fused(model: nn.Module) -> FusedLayers:
         *((parts.layer, None, partial(_layer_forward, parts)) for parts in right),
         *((norm, None, partial(_norm_forward, norm)) for norm in norms),
     ]
-    is_whole = len(right) == len(found)
-    return FusedLayers(forwards, right, len(found), "" if is_whole else "parts of others are not plain, or differ")
+    reason = "" if len(right) == len(found) else "parts of others are not plain, or differ"
+    return FusedLayers(forwards, right, norms, len(found), reason)
 
 
 def name_of(module: nn.Module) -> tuple[str, str]:

@@ -1,81 +1,228 @@
-"""Passes over one token tree that run all layers of a model as one call of the kernels."""
+"""Passes over one token tree as one call of the kernels: all layers, the last norm and the head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lookahead.backend.cpu.cpu_pass import CpuPass
 from lookahead.backend.cpu.exact_attention import attends_by_kernel
-from lookahead.backend.cpu.fused_layers import FAMILIES, is_bare, name_of, takes
-from lookahead.backend.cpu.layer_jobs import FEWEST_SLOTS, MAX_TABLE_NODES, LayerParts, LayerTable
+from lookahead.backend.cpu.fused_layers import FAMILIES, FusedLayers, is_bare, name_of
+from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Space, jobs_after, jobs_before, norm_of
 from lookahead.backend.cpu.linears import packed_weights
 from lookahead.backend.pass_attention import span_of
 from lookahead.backend.tree_pass import TreePass
+from lookahead.drafting.sizes import DEFAULT_NODES
+from lookahead.drafting.tree import TokenTree
 from lookahead.hf.attention import real_config
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
-from lookahead.hf.model_code import code_of
+from lookahead.hf.model_code import code_of, is_set_by_user, user_hooks_of
+from lookahead.kernels import row_attention
+from lookahead.kernels.jobs import Job, run_table, table_of
+from lookahead.kernels.packed_product import PackedWeight, product
+from lookahead.utils.addresses import KeepsAddresses
+
+MAX_TABLE_NODES = DEFAULT_NODES + 1  # of the tree of a pass that a table is made for, its root included
+_FEWEST_SLOTS = 16  # of a cache, to see how numbers change with the slot
+
+
+class PassParts(NamedTuple):
+    """The modules of a model whose passes are one call."""
+
+    layers: list[LayerParts]
+    norm: Any  # behind the last layer
+    head: Any  # the output layer; None where it is called as a module
+
+
+class PassTable(KeepsAddresses):
+    """A pass over one row whose nodes attend alone, as one call.
+
+    Its numbers are addresses and sizes. Each is affine in the tokens of the pass, the slot of the first, and the
+    address of what it writes, so that those of a pass take few operations. They are for certain weights, and for the
+    buffers that a cache has now.
+
+    Args:
+        parts: The modules.
+        weights: Those of the linear layers, packed.
+        of_head: That of the head likewise; none without one.
+        cache: The cache; it holds the table.
+        hidden: Hidden states of any pass, `[1, tokens, size]`.
+        dim: Numbers of a head.
+    """
+
+    def __init__(
+        self,
+        parts: PassParts,
+        weights: Sequence[PackedWeight],
+        of_head: Sequence[PackedWeight],
+        cache: TreeCache,
+        hidden: Tensor,
+        dim: int,
+    ) -> None:
+        self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
+        self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # numbers of a node that it writes
+        most, size = MAX_TABLE_NODES, hidden.shape[2]
+        self._hidden = hidden.new_empty(1, most, size)
+        self._space = Space.of(hidden, [*weights[: len(LINEARS)], *of_head], most)
+        self._positions = hidden.new_empty(1, most, dim), hidden.new_empty(1, most, dim)
+        self._nodes, self._tree = (np.zeros(shape, np.int64) for shape in ((1, 2, most), (1, 3)))
+        self._threads = torch.get_num_threads()
+        for at in range(len(parts.layers)):
+            cache.places(at)  # which allocates what the slots of a pass need
+        self._buffers, self._addresses = (cache.slots.capacity, cache.slots.allocations), list(self._newest_addresses())
+        written = hidden.new_empty(2)  # two places, to see which numbers are the address of what is written
+        step = written[1:].data_ptr() - written.data_ptr()
+        one, two, later, moved = (
+            self._numbers(cache, tokens, slot, written[place:])
+            for tokens, slot, place in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))
+        )
+        self._by_token, self._by_slot, self._by_address = two - one, later - one, (moved - one) // step
+        self._base = one - self._by_token - written.data_ptr() * self._by_address
+        self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of(3, 5, written[1:])).all())
+
+    def serves(self, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
+        """Whether the table is for these weights, and nothing has moved since."""
+        return (
+            _are_same(weights, self._weights)
+            and _are_same(of_head, self._of_head)
+            and self._threads == torch.get_num_threads()
+            and self._buffers == (self._slots.capacity, self._slots.allocations)
+            and self._addresses == list(self._newest_addresses())
+        )
+
+    def run(self, hidden: Tensor, positions: Positions, tree: TokenTree, start: int, scored: int) -> Tensor:
+        """Do a pass.
+
+        Args:
+            hidden: Embedded tokens, `[1, tokens, size]`, at most `MAX_TABLE_NODES`.
+            positions: Cosines and sines, `[1, tokens, dim]`.
+            tree: The tree.
+            start: The slot of its root.
+            scored: Its first nodes that are not in the pass.
+
+        Returns:
+            The logits, `[1, tokens, vocab]`; without a head the normed hidden states.
+        """
+        tokens = hidden.shape[1]
+        self._hidden[:, :tokens] = hidden
+        for held, each in zip(self._positions, positions, strict=True):
+            held[:, :tokens] = each
+        self._nodes[0, :, : len(tree.tokens)] = tree.parents, tree.depths
+        self._tree[0] = start, len(tree.tokens), scored
+        written = hidden.new_empty(1, tokens, self.outputs)
+        numbers = self._of(tokens, self._slots.start, written)  # they live until the call has ended
+        run_table(numbers.ctypes.data, self._threads)
+        return written
+
+    def _newest_addresses(self) -> Iterator[int]:
+        """Where the norms and biases are, which may be replaced."""
+        for parts in self._parts.layers:
+            for norm in parts.norms:
+                yield norm._parameters["weight"].data_ptr()
+            for linear in parts.linears:
+                bias = linear._parameters["bias"]
+                yield 0 if bias is None else bias.data_ptr()
+        yield self._parts.norm._parameters["weight"].data_ptr()
+        if self._parts.head and (bias := self._parts.head._parameters["bias"]) is not None:
+            yield bias.data_ptr()
+
+    def _of(self, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
+        """The numbers of a pass of some tokens, the first of which goes to a slot."""
+        of_pass: NDArray[np.int64] = self._base + tokens * self._by_token + slot * self._by_slot
+        of_pass += written.data_ptr() * self._by_address
+        return of_pass
+
+    def _numbers(self, cache: TreeCache, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
+        """Those numbers, read off the jobs."""
+        space, own = self._space.first(tokens), self._hidden[:, :tokens]
+        cos, sin = (each[:, :tokens] for each in self._positions)
+        tree = {"nodes": torch.from_numpy(self._nodes), "trees": torch.from_numpy(self._tree)}
+        jobs, count, added = list[Job](), len(LINEARS), {"delta": space.change, "total": own}
+        for at, parts in enumerate(self._parts.layers):
+            weights, layer = self._weights[count * at : count * (at + 1)], cache.layers[at]
+            key, value = (each.narrow(1, slot, tokens) for each in (layer.keys, layer.values))
+            first = norm_of(parts.norms[0], space.total if at else own, space.normed, **(added if at else {}))
+            jobs += jobs_before(parts, weights, first, space, key, value, (cos, sin))
+            query, attended = (each.view(1, tokens, -1, cos.shape[-1]) for each in (space.query, space.attended))
+            scale = parts.options["scaling"]
+            jobs.append(row_attention.attention(query, layer.keys, layer.values, attended, **tree, scale=scale))
+            jobs += jobs_after(parts, weights, own, space)
+        norm, head = self._parts.norm, self._parts.head
+        jobs.append(norm_of(norm, space.total, space.normed if head else written, **added))
+        if head:
+            jobs += product(self._of_head, space.normed, [head._parameters["bias"]], (written,), space.prepared)
+        return np.array(table_of(jobs, self._threads))
+
+
+def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
+    return weights is others or all(each.packed is other.packed for each, other in zip(weights, others, strict=True))
 
 
 class WholePass:
     """The passes of a model whose decoder layers are alike, and which runs them by the code that transformers ships.
 
-    The embedding, the rotary positions, the last norm and the head are called as modules: hooks of these run.
+    The embedding and the rotary positions are called as modules, and the head where hooks stand around it.
     """
 
-    def __init__(self, model: Any, layers: Sequence[LayerParts]) -> None:
-        self._model, self._decoder, self._layers = model, model.model, list(layers)
-        self._linears = [each for parts in layers for each in parts.linears]
-        spans = [(each.options.get("sliding_window", span_of(each.attention, {}).window), each) for each in layers]
-        self._by_window = {  # the attention of layers, by how far they look back
-            window: own_attention(each.attention, real_config(each.attention.config)) for window, each in spans
+    def __init__(self, model: Any, parts: PassParts) -> None:
+        self._model, self._decoder, self._parts = model, model.model, parts
+        self._linears = [each for of_layer in parts.layers for each in of_layer.linears]
+        self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
+        self._windows = {  # the attention of layers, by how far they look back
+            each.options.get("sliding_window", span_of(each.attention, {}).window): own_attention(
+                each.attention, real_config(each.attention.config)
+            )
+            for each in parts.layers
         }
-        self._known: dict[Any, Any] = {}  # of `packed_weights`
 
-    def __call__(self, tree_pass: TreePass, cache: TreeCache) -> Tensor | None:
+    def __call__(self, tree_pass: TreePass, cache: TreeCache, mode: CpuPass) -> Tensor | None:
         """The logits of all nodes, `[1, nodes, vocab]`; None for a pass that the kernels do not serve.
 
         The pass runs within `cpu_pass.running`.
         """
-        if (
-            len(tree_pass.tokens) > 1
-            or cache.slots.capacity < FEWEST_SLOTS
-            or len(cache.layers) != len(self._layers)
-            or self._decoder.config.num_hidden_layers != len(self._layers)
-            or cache.places(0) is None
-        ):
+        slots, layers, config = cache.slots, self._parts.layers, self._decoder.config
+        is_small = len(tree_pass.trees) == 1 and len(tree_pass.trees[0].tokens) <= MAX_TABLE_NODES
+        if not is_small or slots.capacity < _FEWEST_SLOTS or config.num_hidden_layers != len(layers):
+            return None
+        if len(cache.layers) != len(layers) or cache.places(0) is None:
             return None
         hidden = self._decoder.embed_tokens(tree_pass.tokens)
-        weights = packed_weights(self._linears, hidden, self._known)
-        is_served = weights and takes(hidden, self._layers[0].norms[0])
-        if not is_served or not self._attends(tree_pass, cache, weights[0].outputs):
+        parts, weights = self._parts, packed_weights(self._linears, hidden, self._known[0])
+        if not weights or hidden.dtype != layers[0].norms[0].weight.dtype or hidden.numel() > mode.most_elements:
+            return None
+        tree, start, scored = tree_pass.trees[0], int(slots.lengths[0]), tree_pass.firsts[0]
+        if not self._attends(tree, start, cache, weights[0].outputs, is_exact=tree_pass.attends_per_node):
             return None
         positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
-        table: Any = cache.table
-        if table is None or not table.serves(weights):
-            table = cache.table = LayerTable(self._layers, weights, cache, hidden, positions[0].shape[-1])
+        of_head = packed_weights([parts.head], hidden, self._known[1]) if parts.head else ()
+        if not of_head:
+            parts = parts._replace(head=None)
+        table = cache.tables.get(len(of_head))
+        if table is None or not table.serves(weights, of_head):
+            dim = positions[0].shape[-1]
+            table = cache.tables[len(of_head)] = PassTable(parts, weights, of_head, cache, hidden, dim)
         if not table.is_right:
             return None
-        hidden = table.run(hidden, positions, tree_pass.per_node)
-        logits: Tensor = self._model.lm_head(self._decoder.norm(hidden))
-        return logits
+        written: Tensor = table.run(hidden, positions, tree, start, scored)
+        return written if of_head else self._model.lm_head(written)
 
-    def _attends(self, tree_pass: TreePass, cache: TreeCache, outputs: int) -> bool:
+    def _attends(self, tree: TokenTree, start: int, cache: TreeCache, outputs: int, *, is_exact: bool) -> bool:
         """Whether the kernel attends in all layers, whose queries have so many numbers."""
-        layer, per_node = cache.layers[0], tree_pass.per_node
-        heads = outputs // layer.keys.shape[3]
-        slots, is_exact = (layer.keys, layer.values), tree_pass.attends_per_node
-        return len(per_node.trees[0]) <= MAX_TABLE_NODES and all(
-            attends_by_kernel(own, *slots, heads, window, per_node, is_exact=is_exact)
-            for window, own in self._by_window.items()
-        )
+        layer, end = cache.layers[0], start + int(tree.depths.max()) + 1
+        given = (layer.keys, layer.values, outputs // layer.keys.shape[3], len(tree.tokens), end)
+        return all(attends_by_kernel(own, *given, window, is_exact=is_exact) for window, own in self._windows.items())
 
 
-def whole_pass(model: nn.Module, layers: Sequence[LayerParts]) -> WholePass | str:
+def whole_pass(model: Any, fused: FusedLayers) -> WholePass | str:
     """The passes of a model with these fused layers, or why they are not one call."""
+    layers = fused.layers
     if not layers:
         return "no layer is fused"
     kinds = {(type(parts.layer), *(each.weight.shape for each in parts.linears)) for parts in layers}
@@ -85,7 +232,7 @@ def whole_pass(model: nn.Module, layers: Sequence[LayerParts]) -> WholePass | st
     decoder, names = getattr(model, "model", None), (f"{family}ForCausalLM", f"{family}Model")
     if decoder is None or [name_of(model), name_of(decoder)] != [(file, name) for name in names]:
         return f"it is no {names[0]} of transformers"
-    held = decoder._modules.get("layers")
+    held, norm, head = decoder._modules.get("layers"), decoder._modules.get("norm"), model._modules.get("lm_head")
     if type(held) is not nn.ModuleList or len(held) != len(layers):
         return "some of its layers are not fused"
     if not all(map(is_, held, (parts.layer for parts in layers))):
@@ -93,4 +240,7 @@ def whole_pass(model: nn.Module, layers: Sequence[LayerParts]) -> WholePass | st
     owners = (model, decoder, held)
     if code_of(frozenset(map(type, owners))).foreign or not (is_bare(model) and is_bare(decoder)):
         return "hooks or code of a user's stand around its layers"
-    return WholePass(model, layers)
+    if norm is None or norm not in fused.norms:
+        return "its last norm is not fused"
+    is_plain = head is not None and not (is_set_by_user(head) or user_hooks_of(head))
+    return WholePass(model, PassParts(layers, norm, head if is_plain and "weight" in head._parameters else None))
