@@ -110,8 +110,9 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, new: int) -> tuple[list[
 
 def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Output:
     """Decode to the end; every step ends with its tokens on the host, so the clock on the wall times it."""
-    target = engine._target
-    replays = Replays(target, device, by_hand=by_hand) if target._graphs is not None else None
+    backend: Any = engine._backend
+    graphs = getattr(backend, "_graphs", None)
+    replays = Replays(backend, device, by_hand=by_hand) if graphs is not None else None
     tokens: list[int] = []
     steps: list[Step] = []
     loop = engine.run()
@@ -125,7 +126,7 @@ def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Outpu
             if step_outputs is None:
                 return Output(tokens, steps, replays.alone_s() if replays and replays.count else None)
             new = step_outputs[0].tokens.tolist()
-            steps.append(Step(seconds, len(new), replays is not None and replays.count > before, target.is_cold))
+            steps.append(Step(seconds, len(new), replays is not None and replays.count > before, backend.is_cold))
             tokens += new
 
 

@@ -18,7 +18,11 @@ Every message names the field or file, the allowed range where there is one, and
 """
 
 import re
+import sys
 import traceback
+import warnings
+
+_INNER = ("lookahead", "torch", "transformers")
 
 
 class LookaheadError(Exception):
@@ -120,3 +124,11 @@ def count(number: int, one: str, many: str | None = None) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error tells of a lack of memory; torch raises it as a RuntimeError on a CPU."""
     return isinstance(error, MemoryError) or bool(re.search("(out of|enough|allocate) memory", str(error)))
+
+
+def warn(message: str) -> None:
+    """Warn in the name of the line that called this package, transformers or torch between them left out."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

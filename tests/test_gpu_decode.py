@@ -17,12 +17,19 @@ from bench.decoding_rates import PLAIN, Output, Trace, dictating, run
 from bench.gpu_steps import BACK_TO_BACK
 from bench.targets import GPU_DECODE, KERNEL
 from lookahead import LookaheadConfig
+from lookahead.backend.gpu import cuda_graphs
 from tests.support.pass_recorder import Recording
 
 SUMMARIZER = Path(__file__).resolve().parent / "models" / "summarizer"
 CPU = torch.device("cpu")
 TEXT = "The old house stood on the hill above the town. Nobody had lived in it for many years. "
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "fp32", "--context", "60", "--trials", "2", "--rounds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are recorded on a CPU, where they are run by hand."""
+    monkeypatch.setattr(cuda_graphs, "graphs_unsupported_reason", lambda *_: None)
 
 
 @pytest.fixture
@@ -185,7 +192,7 @@ def test_a_graph_is_timed_in_replays_that_change_no_token(monkeypatch: pytest.Mo
     model = gpu_decode.make_model("tiny", "fp32", CPU, 0)
     ids = torch.arange(40, 70)[None]
     engine = make_engine(model, ids, PLAIN, max_new_tokens=12)
-    engine._target._graphs._capture = record
+    engine._backend._graphs._capture = record
     output = run(engine, torch.device("cuda"))
     assert output.tokens == model.generate(ids, max_new_tokens=12, do_sample=False)[0, 30:].tolist()
     assert [step.is_replayed for step in output.steps] == [False] * 3 + [True] * 8

@@ -81,10 +81,10 @@ def test_a_cache_that_outgrows_its_slots_is_recorded_anew(
     options = {"max_new_tokens": 70, "do_sample": False}
     expected = tiny_llama.generate(ids, **options)
     engine = engine_of(tiny_llama, ids, **options, lookahead_config=CONFIG)
-    engine._target.cache.slots.capacity = 256  # as if the output had turned out long
+    engine._backend.cache.slots.capacity = 256  # as if the output had turned out long
     tokens = [token for step in engine.run() for token in step[0].tokens.tolist()]
     assert tokens == expected[0, 230:].tolist()
-    assert engine._target.cache.slots.capacity == 384, "half as many more, as without graphs"
+    assert engine._backend.cache.slots.capacity == 384, "half as many more, as without graphs"
     assert len(recordings) > 1
 
 

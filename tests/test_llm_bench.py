@@ -129,12 +129,12 @@ def test_where_an_output_parts_is_told_with_the_gap_of_the_likeliest_logits() ->
 
 def test_no_speed_is_reported_of_outputs_that_part_where_bits_were_promised() -> None:
     greedy = [run_of([1, 2, 3], 1.0, 2), run_of([1, 2, 3], 1.0, 2)]
-    ours = [replace(run_of([1, 2, 3], 1.0, 2)), run_of([1, 7, 3], 1.0, 2)]
+    ours = [replace(run_of([1, 2, 3], 1.0, 2), is_bitwise=True), run_of([1, 7, 3], 1.0, 2)]
     check_lossless(ours, greedy, "bf16", "ours")
     with pytest.raises(SystemExit, match=r"not lossless: ours differs .*'prompt': 1"):
         check_lossless(ours, greedy, "fp32", "ours")
     with pytest.raises(SystemExit, match="not lossless"):
-        check_lossless([ours[0], replace(ours[1])], greedy, "bf16", "ours")
+        check_lossless([ours[0], replace(ours[1], is_bitwise=True)], greedy, "bf16", "ours")
 
 
 def test_too_few_prompts_and_unknown_methods_are_refused_by_name(given: list[str]) -> None:

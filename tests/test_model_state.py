@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backend.cpu import fused_layers
 from lookahead.hf.model_state import LearnedState, state_of, use_learned
+from tests.support.small_layers import serving
 
 
 class Source:
@@ -105,7 +105,7 @@ def test_a_verdict_stands_while_another_thread_decodes(tiny_llama: PreTrainedMod
         return 1
 
     state.probed("a probe", model, probe)
-    with fused_layers.serving(model):
+    with serving(model):
         state.probed("a probe", model, probe)
     assert probes == [1]
     model.model.layers[0].mlp.forward = lambda x: x

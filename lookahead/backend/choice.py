@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lookahead.backend.cpu.cpu_backend import CpuBackend
-from lookahead.backend.gpu.cuda_graphs import graphs_unsupported_reason
+from lookahead.backend.gpu import cuda_graphs
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.hf.facts import input_device
@@ -28,7 +28,7 @@ def backend_for(model: PreTrainedModel, **options: Any) -> TorchBackend:
     device = input_device(model)
     kind = _KINDS.get(device.type, TorchBackend)
     if options.get("captures"):
-        if problem := graphs_unsupported_reason(model, device):
+        if problem := cuda_graphs.graphs_unsupported_reason(model, device):
             state_of(model).note_problem(f"{type(model).__name__} is decoded without CUDA graphs", problem)
         else:
             kind = GpuBackend

@@ -190,8 +190,7 @@ def span_of(module: Any, spans: Spans) -> AttentionSpan:
 
     They are read once in a block of `serving`: configurations take microseconds to answer.
     """
-    is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and (known := spans.get(id(module))) is not None:
+    if (known := spans.get(id(module))) is not None:
         return known
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(module, "sliding_window", None)
@@ -203,6 +202,6 @@ def span_of(module: Any, spans: Spans) -> AttentionSpan:
     if chunk is not None and config.layer_types[module.layer_idx] != "chunked_attention":
         chunk = None
     span = AttentionSpan(window, chunk)
-    if not is_compiling:
+    if not torch.compiler.is_compiling():
         spans[id(module)] = span
     return span

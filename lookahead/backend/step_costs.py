@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import platform
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 from lookahead.backend import calibration
 from lookahead.config import refuses_removed
 from lookahead.drafting.cost_model import StepCost
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, warn
 from lookahead.hf.facts import context_limit, validate_causal_lm
 from lookahead.hf.model_state import state_of
 from lookahead.utils.atomic import read_json, write_atomically
@@ -81,7 +80,7 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
         return False
     except _UNREADABLE as error:
         reason = " ".join(str(error).split())
-        warnings.warn(f"the step costs in {path} are ignored, they will be measured: {reason}", stacklevel=2)
+        warn(f"the step costs in {path} are ignored, they will be measured: {reason}")
         return False
     return True
 

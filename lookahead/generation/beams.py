@@ -7,7 +7,6 @@ Here the beams of a prompt are nodes of one tree behind one copy of the prompt, 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
@@ -31,7 +30,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
-from lookahead.errors import PromptError, UnsupportedModelError, with_place
+from lookahead.errors import PromptError, UnsupportedModelError, warn, with_place
 from lookahead.generation import validation
 from lookahead.generation.hf_outputs import append_states, copy_prefix_from
 from lookahead.hf.beam_tree import DEAD_NODES, BeamModel, BeamTree
@@ -187,7 +186,7 @@ class BeamLoop(PlainLoop):
             reason = f"the beams of {type(model).__name__} are no token tree: {reason}"
             if self._is_refused:
                 raise UnsupportedModelError(f"{reason}; leave out the configuration to search as transformers does")
-            warnings.warn(f"{reason}; they are searched as transformers does", stacklevel=2)
+            warn(f"{reason}; they are searched as transformers does")
             return search(model, **options)
         return self._search_trees(search)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager
 from functools import partial
 from threading import RLock
@@ -14,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import UnsupportedModelError, warn
 from lookahead.generation.decode import decode
 from lookahead.generation.validation import check_config, resolved, serve_stop_strings
 from lookahead.hf.calls import own_loop
@@ -121,7 +120,7 @@ class Generate:
         except UnsupportedModelError as error:
             if streamer is not None and streamer.shown:
                 raise
-            warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
+            warn(f"decoded by transformers alone: {error}")
             return self.original(*args, **kwargs)
 
 
@@ -162,7 +161,7 @@ def _decode_or_hand_over(
         is_sampling = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         if loop is None or (streamer is not None and (not is_sampling or streamer.shown > 1)):
             raise
-        warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
+        warn(f"decoded by transformers alone: {error}")
     if streamer is not None and not streamer.shown:
         streamer.put(input_ids.cpu())
     if is_sampling:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -19,7 +18,7 @@ from lookahead.drafting.proposal import IntArray
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import UnsupportedModelError, warn
 from lookahead.generation import validation
 from lookahead.generation.assembly import assemble
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
@@ -134,7 +133,7 @@ class RequestPlan:
             raise UnsupportedModelError(f"{self.reason}; leave out the configuration to decode it plainly")
         if self.shape == "none":
             if self.reason:
-                warnings.warn(self.reason, stacklevel=3)
+                warn(self.reason)
             loop = outside_passes()(own_sample(call))
             return PlainLoop(loop, call.input_ids, self.lengths, call.stopping_criteria, self.context)
         encoded, rows = self.encoded(), self.rows()

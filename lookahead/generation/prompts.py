@@ -91,7 +91,7 @@ class PromptReader:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        validation.check_pair(model, tokenizer, stacklevel=4)
+        validation.check_pair(model, tokenizer)
         validation.check_options(model, tokenizer, config, generation_config, options, seed)
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")

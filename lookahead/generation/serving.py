@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -18,7 +17,7 @@ from transformers.cli.serving.utils import GenerationState
 
 from lookahead.backend.step_costs import prepare_costs
 from lookahead.config import LookaheadConfig
-from lookahead.errors import ConfigError, UnsupportedModelError, first_line
+from lookahead.errors import ConfigError, UnsupportedModelError, first_line, warn
 from lookahead.generation.enable import Generate, enable
 from lookahead.hf.checkpoints import load_weights
 from lookahead.hf.loading import locate_model, resolve_device, resolve_dtype, to_safetensors
@@ -95,9 +94,9 @@ class EnabledModels(ModelManager):
             enable(model, self._config)
             prepare_costs(model)
         except UnsupportedModelError as error:
-            warnings.warn(f"{args[0]} is decoded by transformers alone: {error}", stacklevel=2)
+            warn(f"{args[0]} is decoded by transformers alone: {error}")
         except OSError as error:
-            warnings.warn(f"what steps cost is not kept for the next time: {error}", stacklevel=2)
+            warn(f"what steps cost is not kept for the next time: {error}")
         return model
 
     @staticmethod

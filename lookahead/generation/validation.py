@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from math import inf
@@ -19,7 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from lookahead.config import LookaheadConfig, check_whole, refuse_removed
-from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, with_place
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, warn, with_place
 from lookahead.hf.cache import CACHE, cache_in, may_be_callers
 from lookahead.hf.calls import mask_length
 from lookahead.hf.facts import (
@@ -67,7 +66,7 @@ _MODE_OPTIONS = (
 _NO_BEAMS = ("num_beams", 1), ("num_beam_groups", 1)
 
 
-def check_pair(model: Any, tokenizer: object, *, stacklevel: int = 3) -> None:
+def check_pair(model: Any, tokenizer: object) -> None:
     """Refuse what is no model or no tokenizer by ConfigError; warn once of the tokenizer of another model."""
     if isinstance(model, PreTrainedTokenizerBase) and isinstance(tokenizer, nn.Module):
         raise ConfigError("model and tokenizer are swapped: pass the model first, then its tokenizer")
@@ -96,7 +95,7 @@ def check_pair(model: Any, tokenizer: object, *, stacklevel: int = 3) -> None:
     if differences:
         names = f"{tokenizer.name_or_path!r}", f"{model.config.name_or_path or type(model).__name__!r}"
         told = f"the tokenizer {names[0]} may be that of another model than {names[1]}: {'; '.join(differences)}"
-        warnings.warn(told, stacklevel=stacklevel)
+        warn(told)
 
 
 def check_options(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from lookahead.backend.support import support_of
 from lookahead.config import check_whole
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
-from lookahead.errors import ConfigError, ProposerError
+from lookahead.errors import ConfigError, ProposerError, warn
 from lookahead.hf.facts import (
     decoder_vocabulary,
     side_positions,
@@ -147,11 +146,10 @@ def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
     if own > others and not (draft.config.is_encoder_decoder or target.config.is_encoder_decoder):
         with torch.inference_mode():
             pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
-        warnings.warn(
+        warn(
             f"the draft model has {own:,} parameters and the target {others:,}: a pass of it takes "
             f"{1e3 * pass_s:.2f} ms, {pass_s / target_s:.1f} times one of the target, so that drafting with it will "
-            "hardly pay",
-            stacklevel=3,
+            "hardly pay"
         )
     return DraftModelState()
 

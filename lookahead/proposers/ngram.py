@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
+from lookahead.errors import warn
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex, Chains
 from lookahead.ngram.pool_file import Pool
@@ -95,7 +95,7 @@ class NgramProposer(Proposer):
         if max_nodes < 1:
             return None
         if self._pool is not None and not self._pool.is_intact:
-            warnings.warn(f"{self._pool.path}: changed while it was in use; no more is drafted from it", stacklevel=2)
+            warn(f"{self._pool.path}: changed while it was in use; no more is drafted from it")
             self._pool = None
         state = self._rows[row]
         context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
