@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lookahead.generation.decode import decode as decode
     from lookahead.generation.enable import enable as enable
     from lookahead.generation.model_memory import save_memory as save_memory
+    from lookahead.generation.plan import backend_report as backend_report
     from lookahead.generation.scheduler import Completion as Completion
     from lookahead.hf.loading import LoadedModel as LoadedModel
     from lookahead.hf.loading import load as load
@@ -59,6 +60,7 @@ _NAMES_BY_MODULE = {
     "generation.enable": ["enable"],
     "generation.decode": ["decode"],
     "generation.model_memory": ["save_memory"],
+    "generation.plan": ["backend_report"],
     "generation.scheduler": ["Completion"],
     "backend.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
     "hf.loading": ["LoadedModel", "load"],

@@ -36,7 +36,8 @@ _DEFAULT_SIZE = BranchSize(7, 5, 7)
 class LookaheadConfig:
     """How drafts are made and how many nodes a step may verify.
 
-    Every setting but `acceptance` changes the speed and never a token.
+    Only `acceptance` changes the distribution; `exactness` and `pack` may change rounding where two tokens are nearly
+    tied.
 
     Attributes:
         proposers: Names of the proposers: `"prompt"` (n-grams of the prompt and the output so far), `"outputs"`

@@ -110,10 +110,17 @@ class TreePass:
     def mask(
         self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device, start: int = 0
     ) -> Tensor:
-        """Additive mask `[active, 1, width * groups, kv - start]` for `groups` query heads packed into query rows.
+        """Additive mask `[active, 1, width * groups, slots - start]`.
 
-        It is for the slots from `start` on, which must not exceed `prefix`. Node t has the rows t * groups … t * groups
-        + groups - 1. It is made by tensor operations alone, which can be compiled and captured.
+        Node t has the rows t * groups … t * groups + groups - 1. It is made by tensor operations alone, which can be
+        compiled and captured.
+
+        Args:
+            groups: Query heads that are packed into query rows.
+            span: How far back a query may look.
+            dtype: Of the mask.
+            device: Likewise.
+            start: The first slot that it is for, at most `prefix`.
         """
         key, is_kept = (groups, span, dtype, device, start), not torch.compiler.is_compiling()
         if is_kept and key in self._masks:

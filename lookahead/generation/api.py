@@ -114,11 +114,26 @@ def stream(
 ) -> TextStream:
     """Generate from one prompt, yielding text as soon as its tokens are verified.
 
-    The arguments are those of `generate`, for one prompt. They are checked at once, before the first piece is asked
-    for.
+    The arguments are checked at once, before the first piece is asked for.
+
+    Args:
+        model: As for `generate`, as are the others.
+        tokenizer: Its tokenizer.
+        prompt: One prompt.
+        config: How to draft.
+        generation_config: As for `model.generate`.
+        seed: Seeds torch's random numbers first.
+        add_special_tokens: Whether the tokenizer adds its special tokens to text.
+        truncate: What a prompt loses that is too long, `"left"` or `"right"`.
+        chat_template_kwargs: Further arguments of the chat template.
+        on_prefill: Called as the prompt is read.
+        **generate_kwargs: Options of `model.generate`.
 
     Returns:
         An iterator over the pieces of the text, which tells its `token_ids`, `stats` and `finish_reason`.
+
+    Raises:
+        PromptError: There is not one prompt, or what `generate` says; its other errors too.
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
@@ -150,15 +165,27 @@ def stream_many(
     The tokens are those that `generate` gives for every prompt alone. A prompt that cannot be served is yielded with
     its `error`. Where `prompts` itself raises, what is being decoded is finished and yielded first.
 
-    The arguments are those of `generate`; processors and criteria must be of transformers' own kinds that keep no
-    state. `rows`, 1 to 1024, is how many prompts are decoded together; None decides: 16 on a CPU, 32 on a GPU. They are
-    decoded one after the other where nothing else is exact: where tokens are sampled, with processors or criteria that
-    you give, or sources of drafts of your own, and with models that score no trees; inputs of encoder-decoder models
-    that verify chains, or are on a GPU, are decoded in batches: the next is taken when the one before has ended.
+    Prompts are decoded one after the other where nothing else is exact: where tokens are sampled, with processors or
+    criteria that you give, or sources of drafts of your own, and with models that score no trees; inputs of
+    encoder-decoder models that verify chains, or are on a GPU, are decoded in batches: the next is taken when the one
+    before has ended.
 
-    `cache_tokens` is how many tokens the cache has room for, all rows together; when None 2048 a row on a CPU and 4096
-    on a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there is room
-    for it, the input of an encoder included, and its output; one that needs more than all of it is decoded alone.
+    Args:
+        model: As for `generate`, as are the others.
+        tokenizer: Its tokenizer.
+        prompts: Any number of prompts.
+        rows: Prompts that are decoded together, 1 to 1024. None decides: 16 on a CPU, 32 on a GPU.
+        config: How to draft.
+        generation_config: As for `model.generate`.
+        add_special_tokens: Whether the tokenizer adds its special tokens to text.
+        truncate: What a prompt loses that is too long, `"left"` or `"right"`.
+        chat_template_kwargs: Further arguments of the chat template.
+        cache_tokens: Tokens that the cache has room for, all rows together. None decides: 2048 a row on a CPU and 4096
+            on a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there
+            is room for it, the input of an encoder included, and its output; one that needs more than all of it is
+            decoded alone.
+        **generate_kwargs: Options of `model.generate`; processors and criteria must be of transformers' own kinds that
+            keep no state.
 
     Example:
         >>> for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=128):  # doctest: +SKIP

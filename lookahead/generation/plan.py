@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from lookahead.backend import self_check, support
-from lookahead.backend.protocol import Shape
+from lookahead.backend.choice import backend_for
+from lookahead.backend.protocol import BackendReport, PathReport, Shape
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import IntArray
 from lookahead.engine.engine import Engine
@@ -31,6 +32,7 @@ from lookahead.hf.facts import (
     decoder_vocabulary,
     empty_cache,
     input_device,
+    validate_model,
     vocabulary_size,
 )
 from lookahead.hf.model_code import changed_cache, edits_inputs, version_of
@@ -288,3 +290,39 @@ def joins_alone(model: PreTrainedModel, config: LookaheadConfig) -> bool:
     """
     shape, _ = shape_of(model, support.support_of(model, shortest=1, max_length=1), config)
     return shape == "trees" and calls_registered_attention(model) and input_device(model).type == "cpu"
+
+
+def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None) -> BackendReport:
+    """Which path serves a prompt of a model, and why not a faster one.
+
+    The first call for a model probes it, as its first `generate` does.
+
+    Example:
+        >>> print(lookahead.backend_report(model))  # doctest: +SKIP
+        LlamaForCausalLM is served by CpuBackend
+          tree attention: yes
+          packed weights: yes, 211 of 211 linear layers
+
+    Args:
+        model: The model.
+        config: How to draft; the defaults when None.
+
+    Raises:
+        ConfigError: The model or the configuration has the wrong type.
+        UnsupportedModelError: No request to the model can be served.
+    """
+    validate_model(model)
+    validation.check_config("config", config)
+    config = config if config is not None else LookaheadConfig()
+    shape, reason = shape_of(model, support.support_of(model, shortest=1, max_length=1), config)
+    if shape == "none" or model.config.is_encoder_decoder:
+        paths = (PathReport("drafts", shape != "none", reason or f"its decoder verifies {shape}"),)
+        name = "transformers' own loop" if shape == "none" else "a backend behind its encoder"
+        return BackendReport(name, type(model).__name__, paths)
+    packs = config.pack == "auto"
+    has_kernels = self_check.kernels_agree(model, shape, packs=packs)
+    captures = config.cuda_graphs
+    options = {"rows": 1, "capacity": 1, "packs": packs, "has_kernels": has_kernels, "captures": captures}
+    backend = backend_for(model, shape=shape, **options)
+    with backend.serving():
+        return backend.report()

@@ -133,10 +133,6 @@ class MtpHeads(nn.Module):
         return made.to(lm_head(model).weight.device)
 
     def guess(self, model: PreTrainedModel, head: int, states: Tensor, at: Tensor, kept: Tensor) -> Tensor:
-        """Logits `[n, vocab]` of one head at some positions.
-
-        Args: As for `MedusaHeads.guess`.
-        """
         layer, index = self.head(head), torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
         out, _ = layer(*layer.enter(states), self.rotation, index, index[:, None] <= at[..., None], at)
         return unembed(model, out[kept])

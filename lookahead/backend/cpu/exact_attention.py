@@ -187,12 +187,19 @@ def attend_per_node(
 ) -> Tensor:
     """Attention of the nodes of all rows, each as if it were the only token of its pass.
 
-    Takes queries `[rows, heads, width, dim]`, of the nodes of each tree that were not scored before, and padding; and
-    keys and values `[rows, kv_heads, kv, …]`, views of the cache. `window` is how far back a query may look, itself
-    included, None for no limit; `crops` whether the model's own cache drops what is outside of it, else a mask hides
-    it. `own` is the model's attention function, and `options` are what the model passes to it, `scaling` among them.
+    Args:
+        module: The attention layer.
+        query: `[rows, heads, width, dim]`, of the nodes of each tree that were not scored before, and padding.
+        key: `[rows, kv_heads, slots, dim]`, a view of the cache.
+        value: `[rows, kv_heads, slots, value_dim]`, likewise.
+        per_node: The trees, and where they stand.
+        window: How far back a query may look, itself included; None for no limit.
+        crops: Whether the model's own cache drops what is outside of the window; else a mask hides it.
+        own: The model's attention function.
+        options: What the model passes to it, `scaling` among them.
 
-    Returns `[rows, width, heads, value_dim]`; zeros for padding.
+    Returns:
+        `[rows, width, heads, value_dim]`; zeros for padding.
     """
     rows, heads, width, dim = query.shape
     nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them

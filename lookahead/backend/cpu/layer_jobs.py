@@ -90,7 +90,17 @@ def jobs_before(
     value: Tensor,
     positions: Positions,
 ) -> list[Job]:
-    """From the first norm of a layer to rotated queries and keys; keys and values go where they are told."""
+    """From the first norm of a layer to rotated queries and keys.
+
+    Args:
+        parts: The layer.
+        weights: Its packed weights, in the order of `LINEARS`.
+        first: The job of its first norm.
+        space: What the jobs write.
+        key: Where the keys go, `[rows, tokens, kv_heads * dim]`.
+        value: Where the values go, likewise.
+        positions: Cosines and sines.
+    """
     outs = space.query, key, value
     products = product(weights[:3], space.normed, parts.biases[:3], outs, space.prepared)
     return [first, *products, *jobs_of_heads(parts, space.query, key, positions)]

@@ -160,6 +160,13 @@ class KeptGraphs:
 
         Slots are rounded up, so that a somewhat longer call can use them too. The first replay of a call is compared
         with its pass again.
+
+        Args:
+            model: The model.
+            kind: What else must be the same as when they were made.
+            rows: Rows of the cache.
+            capacity: Slots of a row, at least.
+            windows: Positions that each layer of the model's own cache keeps; None for all.
         """
         kept: KeptGraphs | None = vars(state_of(model)).pop("graphs", None)  # at once: another thread may take them
         kind, version = (kind, _settings_of(model)), version_of(model)

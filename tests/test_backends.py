@@ -1,0 +1,142 @@
+"""Backends: each gives the logits of the model, and says which path serves and why not a faster one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.backend.choice import backend_for
+from lookahead.backend.cpu.cpu_backend import CpuBackend
+from lookahead.backend.gpu.gpu_backend import GpuBackend
+from lookahead.backend.protocol import Backend, BitPolicy
+from lookahead.backend.torch_backend import TorchBackend
+from lookahead.drafting.tree import TokenTree
+from lookahead.generation.plan import RequestPlan, plan_request
+from lookahead.hf.calls import resolve_call
+from tests.support.engines import engine_of
+from tests.support.families import FAMILIES, build
+
+PROMPT = np.array([5, 9, 31, 77, 5, 9], np.int32)
+TREE = TokenTree.from_parents([9, 31, 5, 77, 2], [0, 0, 1, 0, 3])
+PATHS = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4]]
+IDS = torch.tensor([[5, 9, 31, 77] * 4])
+
+
+def logits_of(backend: Backend) -> torch.Tensor:
+    """The logits after all nodes of a tree, `[nodes, vocab]`."""
+    with backend.serving():
+        backend.read([PROMPT])
+        return backend.score([TREE], BitPolicy.ROUNDED)[0]
+
+
+@pytest.mark.parametrize("kind", [TorchBackend, CpuBackend, GpuBackend])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma2"])
+def test_every_backend_gives_the_logits_of_the_model_after_every_node(kind: Any, name: str) -> None:
+    model = build(FAMILIES[name])
+    got = logits_of(kind(model, rows=1, capacity=64))
+    for node, path in enumerate(PATHS):
+        ids = torch.from_numpy(np.concatenate([PROMPT[:-1], TREE.tokens[path]]).astype(np.int64))[None]
+        ids[0, len(PROMPT) - 1] = int(TREE.tokens[0])
+        with torch.inference_mode():
+            expected = model(ids).logits[0, -1]
+        torch.testing.assert_close(got[node], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_log_tells_once_which_paths_serve_and_why_not_a_faster_one(
+    tiny_llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lookahead")
+    for _ in range(2):
+        tiny_llama.generate(IDS, max_new_tokens=8, custom_generate=lookahead.decode)
+    told = [each for each in caplog.messages if "is served by" in each]
+    assert len(told) == 1
+    assert told[0].startswith("LlamaForCausalLM is served by CpuBackend")
+    assert "fused layers: yes, 2 of 2 layers" in told[0]
+
+
+def reasons_of(model: Any, **options: Any) -> dict[str, tuple[bool, str]]:
+    """What a report says, by its paths."""
+    backend = backend_for(model, rows=1, capacity=64, **options)
+    logits_of(backend)
+    return {each.path: (each.serves, each.reason) for each in backend.report().paths}
+
+
+def test_a_report_says_why_a_path_does_not_serve(tiny_llama: Any) -> None:
+    assert reasons_of(build(FAMILIES["GPT2"]))["fused layers"] == (
+        False,
+        "0 of 0 layers; they are for Llama, Mistral, Qwen2, Qwen3",
+    )
+    assert reasons_of(tiny_llama, packs=False)["packed weights"][1] in ("the options say so", "no layer is plain")
+    assert reasons_of(tiny_llama, has_kernels=False)["passes as one call"] == (
+        False,
+        "its kernels compute otherwise than the model's own code",
+    )
+    told = "hooks or code of a user's stand around its layers"
+    handle = tiny_llama.model.register_forward_hook(lambda *_: None)
+    try:
+        assert reasons_of(tiny_llama)["passes as one call"] == (False, told)
+    finally:
+        handle.remove()
+
+
+def test_graphs_that_a_device_cannot_record_are_left_out_and_the_log_says_so(
+    tiny_llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = backend_for(tiny_llama, rows=1, capacity=64, captures=True)
+    assert isinstance(backend, CpuBackend)
+    assert "LlamaForCausalLM is decoded without CUDA graphs: it is on cpu" in caplog.messages
+
+
+def test_an_engine_reports_what_its_backend_does(tiny_llama: Any) -> None:
+    engine = engine_of(tiny_llama, IDS, max_new_tokens=8)
+    assert engine.report().model == "LlamaForCausalLM"
+    assert str(engine.report()).splitlines()[0] == "LlamaForCausalLM is served by CpuBackend"
+
+
+def plan_of(model: Any, config: LookaheadConfig | None = None, **options: Any) -> RequestPlan:
+    """The plan of a call."""
+    return plan_request(resolve_call(model, IDS, **options), config)
+
+
+def test_a_plan_tells_what_is_verified_and_generates_nothing(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(tiny_llama, max_new_tokens=8)
+    assert (plan.shape, plan.reason, plan.is_sampled, plan.keeps_cache) == ("trees", "", False, False)
+    assert plan.stopping.max_length == IDS.shape[1] + 8 and plan.lengths.tolist() == [IDS.shape[1]]
+    assert plan_of(tiny_llama, max_new_tokens=8, do_sample=True).is_sampled
+    assert plan_of(tiny_llama, max_new_tokens=8, return_dict_in_generate=True).keeps_cache
+
+
+def test_a_plan_for_a_single_token_is_the_loop_of_transformers_but_may_join_others(tiny_llama: Any) -> None:
+    plan = plan_of(tiny_llama, max_new_tokens=1)
+    assert (plan.shape, plan.reason, plan.can_join) == ("none", "", True)
+    assert not plan_of(tiny_llama, max_new_tokens=1, do_sample=True).can_join
+
+
+def test_a_plan_says_why_transformers_serves_and_whether_that_is_an_error() -> None:
+    model = build(FAMILIES["Mamba"])
+    plan = plan_of(model, max_new_tokens=8)
+    assert plan.shape == "none" and "cannot be decoded speculatively: its state is sequential" in plan.reason
+    assert not plan.is_refused and not plan.can_join
+    with pytest.warns(UserWarning, match="its state is sequential"):
+        plan.begin()
+    asked = plan_of(model, LookaheadConfig(), max_new_tokens=8)
+    with pytest.raises(lookahead.UnsupportedModelError, match="leave out the configuration to decode it plainly"):
+        asked.begin()
+
+
+def test_the_report_of_a_model_needs_no_call_of_it(tiny_llama: Any) -> None:
+    report = lookahead.backend_report(tiny_llama)
+    assert report.backend == "CpuBackend" and report.paths[0].path == "tree attention"
+    assert "passes as one call" in [each.path for each in report.paths]
+    none = lookahead.backend_report(build(FAMILIES["Mamba"]))
+    assert str(none).startswith(
+        "MambaForCausalLM is served by transformers' own loop\n  drafts: no, MambaForCausalLM cannot"
+    )
+    with pytest.raises(lookahead.ConfigError, match="model must be a PreTrainedModel"):
+        lookahead.backend_report("a name")  # type: ignore[arg-type]
