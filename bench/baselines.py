@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from lookahead.drafting.proposal import Feedback, Proposal
-from lookahead.ngram.recycled import TOP
+from lookahead.ngram.successors import TOP
 
 IntArray = NDArray[np.int32]
 Draft = Callable[[IntArray], IntArray]

@@ -32,7 +32,7 @@ from bench.baselines import ChainRule, IntArray, first_occurrence, longest_suffi
 from bench.command import parser_of, publish
 from lookahead.drafting.proposal import Feedback, Proposer
 from lookahead.ngram.acceptance import HitRates
-from lookahead.proposers.ngram import Memory, NgramProposer
+from lookahead.proposers.ngram import NgramProposer, OutputStore
 
 Pair = tuple[IntArray, IntArray]
 LEARNED = 2_000  # tokens after which drafts must know what they promise
@@ -56,8 +56,8 @@ def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 def ours(sources: Sequence[str], *, shared: bool) -> Callable[[], Proposer]:
     """What makes our proposer for every pair."""
-    rates, memory = HitRates(), Memory()
-    return lambda: NgramProposer(sources, memory if shared else Memory(), rates)
+    rates, memory = HitRates(), OutputStore()
+    return lambda: NgramProposer(sources, memory if shared else OutputStore(), rates)
 
 
 def replay(make: Callable[[], Proposer], pairs: Sequence[Pair], budget: int = 64) -> Counter[str]:

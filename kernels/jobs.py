@@ -36,11 +36,11 @@ def run(*jobs: Job) -> None:
     """
     threads = min(torch.get_num_threads(), max((job[1] for job in jobs), default=1))
     held = array("q", table_of(jobs, threads))
-    run_table(held.buffer_info()[0], threads)
+    launcher(threads)(held.buffer_info()[0])
 
 
 def table_of(jobs: Sequence[Job], threads: int) -> list[int]:
-    """The numbers of jobs as int64, for one call of `run_table`."""
+    """The numbers of jobs as int64, for one call of a `launcher`."""
     team = _launcher() if threads > 1 else None
     table, passed = [len(jobs), team[1] if team else 0], list[int]()
     for function, parts, numbers, _ in jobs:
@@ -49,13 +49,12 @@ def table_of(jobs: Sequence[Job], threads: int) -> list[int]:
     return table + passed
 
 
-def run_table(address: int, threads: int) -> None:
-    """Do the jobs of a table, which counts their parts."""
-    team = _launcher() if threads > 1 else None
-    if team:
-        team[0](_compile(_in_turn).address, address, threads, 0)
-    else:
-        _compile(_in_turn).ctypes(address)
+def launcher(threads: int) -> Callable[[int], object]:
+    """What does the jobs of a table at an address, which counts their parts, on so many threads."""
+    in_turn, team = _compile(_in_turn), _launcher() if threads > 1 else None
+    if team is None:
+        return in_turn.ctypes  # type: ignore[no-any-return]
+    return lambda address: team[0](in_turn.address, address, threads, 0)
 
 
 def _in_turn(address: Any) -> None:

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from lookahead.generation.api import stream_many as stream_many
     from lookahead.generation.decode import decode as decode
     from lookahead.generation.enable import enable as enable
-    from lookahead.generation.model_memory import save_memory as save_memory
     from lookahead.generation.plan import backend_report as backend_report
     from lookahead.generation.scheduler import Completion as Completion
+    from lookahead.generation.successor_building import save_memory as save_memory
     from lookahead.hf.loading import LoadedModel as LoadedModel
     from lookahead.hf.loading import load as load
     from lookahead.proposers.draft_model import DraftModel as DraftModel
@@ -59,7 +59,7 @@ _NAMES_BY_MODULE = {
     "generation.api": ["GenerationResult", "generate", "stream", "stream_many"],
     "generation.enable": ["enable"],
     "generation.decode": ["decode"],
-    "generation.model_memory": ["save_memory"],
+    "generation.successor_building": ["save_memory"],
     "generation.plan": ["backend_report"],
     "generation.scheduler": ["Completion"],
     "backend.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],

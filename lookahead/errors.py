@@ -17,8 +17,8 @@
 Every message names the field or file, the allowed range where there is one, and what was received.
 """
 
+import inspect
 import re
-import sys
 import traceback
 import warnings
 
@@ -128,7 +128,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def warn(message: str) -> None:
     """Warn in the name of the line that called this package, transformers or torch between them left out."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)

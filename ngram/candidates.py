@@ -19,7 +19,7 @@ from lookahead.ngram.features import (
     support_of,
 )
 from lookahead.ngram.inlining import jit_inline
-from lookahead.ngram.recycled import TOP, UNIT, find_context
+from lookahead.ngram.successors import TOP, UNIT, find_context
 
 MAX_OPTIONS = RANKS + max(TOP, FREQUENT)
 _MAX_FOREIGN_OPTIONS = RANKS // 2  # options found first in other texts; the rest is for the row's own text
@@ -125,7 +125,7 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
         options: `NODE` `[MAX_OPTIONS]`, as `split` filled it; changed.
         matches: How many options `split` found.
         longest: Tokens of the longest match, 0 if there is none.
-        memory: Entries of a `RecycledTable`, the bit of its source, and the time up to which they are foreign.
+        memory: Entries of a `SuccessorTable`, the bit of its source, and the time up to which they are foreign.
         hashes: uint64 `[ORDERS]`, the keys of the contexts that end at the node.
         orders: How many keys there are; 0 without a recycled table.
         rates: Hit rates and frequent tokens, as from `lookahead.ngram.acceptance.rates_at`.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.inlining import jit_inline
-from lookahead.ngram.recycled import ORDERS
+from lookahead.ngram.successors import ORDERS
 
 FloatArray = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
 from lookahead.ngram.candidates import MAX_OPTIONS, NODE, OCCURRENCE, score, split
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, add, chains_at, find_matches
 from lookahead.ngram.inlining import jit_inline
-from lookahead.ngram.recycled import ENTRY, ORDERS, TOP, WAYS, RecycledTable, hash_context, store_tree
+from lookahead.ngram.successors import ENTRY, ORDERS, TOP, WAYS, SuccessorTable, hash_context, store_tree
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
 from lookahead.utils.jit import njit
 
@@ -24,7 +24,7 @@ TEXT, RATES, _ENTRIES, _GROUPS, _SOURCE, _SINCE, _SHORTEST, _LONGEST, _WALKED = 
 _SHORTEST_FOREIGN = 3  # tokens of a match in another text than the row's own, beside recycled tokens
 
 _NO_TEXT = ChainIndex()
-_NO_MEMORY = RecycledTable(contexts=4)
+_NO_MEMORY = SuccessorTable(contexts=4)
 
 
 class Trie(NamedTuple):
@@ -72,7 +72,7 @@ class Search(KeepsAddresses):
     __slots__ = ("_learned", "_texts", "record")
 
     def __init__(
-        self, texts: Sequence[Chains], rates: HitRates, memory: RecycledTable | None, bounds: tuple[int, int, int]
+        self, texts: Sequence[Chains], rates: HitRates, memory: SuccessorTable | None, bounds: tuple[int, int, int]
     ) -> None:
         self._texts = *texts, *(_NO_TEXT,) * (_MAX_TEXTS - len(texts))
         memory = memory if memory is not None else _NO_MEMORY

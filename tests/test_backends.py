@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,9 @@ def test_the_log_tells_once_which_paths_serve_and_why_not_a_faster_one(
     tiny_llama: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "lookahead")
+    model = deepcopy(tiny_llama)
     for _ in range(2):
-        tiny_llama.generate(IDS, max_new_tokens=8, custom_generate=lookahead.decode)
+        model.generate(IDS, max_new_tokens=8, custom_generate=lookahead.decode)
     told = [each for each in caplog.messages if "is served by" in each]
     assert len(told) == 1
     assert told[0].startswith("LlamaForCausalLM is served by CpuBackend")

@@ -20,7 +20,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError, PoolError
 from lookahead.hf.loading import load
 from lookahead.hf.model_state import state_of
-from lookahead.jobs import job, journal, output_memory, result_lines
+from lookahead.jobs import job, journal, output_file, result_lines
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
@@ -224,10 +224,10 @@ def test_a_model_read_anew_is_the_same_job(dtype: str, model_folder: Path) -> No
 def test_a_memory_that_cannot_be_saved_on_the_way_does_not_end_the_job(
     tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_memory, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(output_file, "SAVE_EVERY_S", 0.0)
     model = deepcopy(tiny_llama)
     state_of(model).learned.of(ProposerState, ProposerState).memory.outputs.append([50, 51, 52])
-    memory = output_memory.OutputMemory(tmp_path / "gone" / "memory.lkp", model, tiny_tokenizer)
+    memory = output_file.OutputFile(tmp_path / "gone" / "memory.lkp", model, tiny_tokenizer)
     assert list(memory.save_while("ab")) == ["a", "b"]
     with pytest.raises(PoolError, match=r"memory\.lkp: "):
         memory.save()

@@ -14,7 +14,7 @@ import lookahead
 from lookahead.config import LookaheadConfig
 from lookahead.hf.model_state import state_of
 from lookahead.jobs.job import MAX_TIMED_PARTS
-from lookahead.jobs.output_memory import OutputMemory
+from lookahead.jobs.output_file import OutputFile
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.proposers import ProposerState
@@ -315,7 +315,7 @@ def test_a_pool_that_is_not_there_is_made_of_the_outputs_and_drafted_from_later(
 def test_what_a_memory_holds_is_drafted_from(summarize, docs, cli_folder, tiny_llama, tiny_tokenizer):
     summarize(docs, "-o", "one.jsonl", "--pool", "memory.lkp", "--max-new-tokens", "40")
     model = copy.deepcopy(tiny_llama)  # which knows nothing yet
-    memory = OutputMemory(cli_folder / "memory.lkp", model, tiny_tokenizer)
+    memory = OutputFile(cli_folder / "memory.lkp", model, tiny_tokenizer)
     assert memory.loaded > 100
     fixed = LookaheadConfig(proposers=["outputs"], draft="fixed")
     text = records("one.jsonl")[0]["summary"]
@@ -327,10 +327,10 @@ def test_no_match_spans_what_was_known_and_what_a_memory_holds(cli_folder, tiny_
     known, loaded = (copy.deepcopy(tiny_llama) for _ in range(2))
     earlier, later = ([20 + i for i in range(12)], [50 + i for i in range(12)])
     state_of(known).learned.of(ProposerState, ProposerState).memory.outputs.append(later)
-    OutputMemory(cli_folder / "memory.lkp", known, tiny_tokenizer).save()
+    OutputFile(cli_folder / "memory.lkp", known, tiny_tokenizer).save()
     outputs = state_of(loaded).learned.of(ProposerState, ProposerState).memory.outputs
     outputs.append(earlier)
-    OutputMemory(cli_folder / "memory.lkp", loaded, tiny_tokenizer)
+    OutputFile(cli_folder / "memory.lkp", loaded, tiny_tokenizer)
     assert [*outputs.tokens[1:]] == [*earlier, SEPARATOR, *later]
 
 

@@ -385,9 +385,8 @@ def test_a_layer_like_one_before_chooses_nothing_and_allocates_its_output_alone(
             sys.setprofile(None)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.ATTENTION_NAME, counted)
-    meta = torch.device("meta")
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": 5})
-    target = GpuBackend(LlamaForCausalLM(config).to(meta).eval(), rows=1, capacity=2000)
+    target = GpuBackend(LlamaForCausalLM(config).to(torch.device("meta")).eval(), rows=1, capacity=2000)
     with target.serving():
         target.read([np.zeros(1000, np.int32)])
         for _ in range(3):

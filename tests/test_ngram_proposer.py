@@ -13,7 +13,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import Limits
-from lookahead.proposers.ngram import Memory, NgramProposer
+from lookahead.proposers.ngram import NgramProposer, OutputStore
 from tests.support.index_queries import find_recycled, grow_trie
 
 NOTHING = np.zeros(0, np.int32)
@@ -184,7 +184,7 @@ def test_a_finished_row_leaves_its_number_free():
 
 
 def test_what_a_finished_row_wrote_serves_the_next_where_memory_is_shared():
-    memory = Memory()
+    memory = OutputStore()
     first = NgramProposer(["outputs"], memory)
     first.start(0, ids(1, 2))
     first.observe(0, Feedback(ids(3, 4, 5), ids(0), NOTHING), NOTHING)
@@ -207,7 +207,7 @@ def test_what_the_target_thought_along_the_draft_is_offered():
 
 
 def test_each_node_tells_which_sources_offered_it():
-    memory = Memory()
+    memory = OutputStore()
     memory.outputs.append(ids(1, 2, 3, 4))
     proposer = NgramProposer(["prompt", "outputs"], memory)
     proposer.start(0, ids(1, 2, 3, 9, 1, 2))
@@ -241,7 +241,7 @@ def test_what_other_texts_offer_leaves_the_promise_of_the_rows_own_text_alone():
 
 
 def test_another_text_that_the_rows_own_contradicts_after_as_long_a_match_is_hardly_believed_however_long_it_is():
-    shared, memory = list(range(10, 40)), Memory()
+    shared, memory = list(range(10, 40)), OutputStore()
     memory.outputs.append(ids(*shared, 7, 8, 9))
     own = NgramProposer(["prompt", "outputs"], memory)
     own.start(0, ids(*shared, 5, 6, 3, *shared))
@@ -258,7 +258,7 @@ def test_another_text_that_the_rows_own_contradicts_after_as_long_a_match_is_har
 
 
 def test_what_the_target_copies_from_the_rows_own_text_is_not_kept_for_other_texts():
-    text, memory = list(range(10, 40)), Memory()
+    text, memory = list(range(10, 40)), OutputStore()
     proposer = NgramProposer(["prompt", "recycled"], memory)
     proposer.start(0, ids(*text, 3, *text[:10]))
     proposal = proposer.propose(0, 4)

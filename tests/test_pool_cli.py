@@ -14,7 +14,7 @@ import lookahead
 from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
 from lookahead.ngram.chains import SEPARATOR
-from lookahead.ngram.pool_file import Pool, read_header
+from lookahead.ngram.corpus_file import Corpus, read_header
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from tests.support import forked
 
@@ -44,7 +44,7 @@ def pool(folder, model_folder):
 
 def texts_of(path, tokenizer):
     """The documents of a pool, as text."""
-    documents, tokens = [], Pool.open(path).tokens.tolist()
+    documents, tokens = [], Corpus.open(path).tokens.tolist()
     for token in tokens:
         documents = [*documents, []] if token == SEPARATOR else [*documents[:-1], [*documents[-1], token]]
     return [tokenizer.decode(document) for document in documents]

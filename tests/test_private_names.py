@@ -33,7 +33,7 @@ ELSEWHERE = {
     "training.heads_trainer": {"_prepare_inputs", "transformers.trainer_pt_utils"},
     "generation.serving": {"transformers.cli.serving"},
     "heads.native_mtp": {"transformers.modeling_layers"},
-    "ngram.pool_file": {"_version"},  # its own
+    "ngram.corpus_file": {"_version"},  # its own
 }
 # Modules whose names the documentation of transformers promises, and those of models.
 PUBLIC = {

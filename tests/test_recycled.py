@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.memory_file import MemoryHeader, Records, aged, read_memory, records_of, table_of
-from lookahead.ngram.recycled import RecycledTable, store_tree
-from lookahead.proposers.file_memory import EMPTY, merge_into
-from lookahead.proposers.ngram import Memory, NgramProposer
+from lookahead.ngram.successor_file import Records, SuccessorHeader, aged, read_successors, records_of, table_of
+from lookahead.ngram.successors import SuccessorTable, store_tree
+from lookahead.proposers.ngram import NgramProposer, OutputStore
+from lookahead.proposers.store_files import EMPTY, merge_into
 from tests.support.index_queries import find_recycled, grow_trie
 from tests.support.naive_index import RecycledByDict
 
@@ -32,7 +32,7 @@ def lessons(draw):
     return before, parents, tokens, top, chances
 
 
-def teach(table: RecycledTable, lesson) -> None:
+def teach(table: SuccessorTable, lesson) -> None:
     before, parents, tokens, top, chances = lesson
     arrays = [np.array(part, np.int32) for part in (before, parents, tokens, top)]
     table.store(*arrays, np.array(chances, np.float32))
@@ -40,7 +40,7 @@ def teach(table: RecycledTable, lesson) -> None:
 
 @given(st.lists(lessons(), max_size=6), st.lists(token, max_size=6))
 def test_the_longest_known_context_gives_what_was_stored_last(taught, context):
-    table, everything = RecycledTable(contexts=1 << 14), RecycledByDict()
+    table, everything = SuccessorTable(contexts=1 << 14), RecycledByDict()
     for lesson in taught:
         teach(table, lesson)
         everything.store(*lesson)
@@ -52,7 +52,7 @@ def test_the_longest_known_context_gives_what_was_stored_last(taught, context):
 
 @given(st.lists(lessons(), min_size=1, max_size=8), st.lists(token, max_size=6))
 def test_a_full_table_forgets_but_never_mixes_contexts(taught, context):
-    table, everything = RecycledTable(contexts=8), RecycledByDict()
+    table, everything = SuccessorTable(contexts=8), RecycledByDict()
     size = table.nbytes
     for lesson in taught:
         teach(table, lesson)
@@ -64,20 +64,20 @@ def test_a_full_table_forgets_but_never_mixes_contexts(taught, context):
         assert tokens == list(everything.successors[tuple(context[len(context) - order :])][0])
 
 
-def chain(table: RecycledTable, context: list[int], top: list[int], chances: list[float]) -> None:
+def chain(table: SuccessorTable, context: list[int], top: list[int], chances: list[float]) -> None:
     """Teach what follows one context."""
     teach(table, (context, [0], context[-1:], [top], [chances]))
 
 
 def test_the_oldest_context_of_a_set_gives_way():
-    table = RecycledTable(contexts=4)
+    table = SuccessorTable(contexts=4)
     for context in ([1], [2], [3], [4], [1], [5]):
         chain(table, context, list(range(10, 18)), [0.1] * 8)
     assert [find_recycled(table, [each])[0] for each in (1, 2, 3, 4, 5)] == [1, 0, 1, 1, 1]
 
 
 def test_nothing_is_kept_after_nodes_that_are_skipped():
-    table, tokens = RecycledTable(contexts=64), np.array([1, 2, 3], np.int32)
+    table, tokens = SuccessorTable(contexts=64), np.array([1, 2, 3], np.int32)
     top, chances = np.tile(np.arange(8, dtype=np.int32), (3, 1)), np.full((3, 8), 0.1, np.float32)
     skipped = np.array([False, True, False])
     parents = np.array([0, 0, 1], np.int32)
@@ -86,7 +86,7 @@ def test_nothing_is_kept_after_nodes_that_are_skipped():
 
 
 def test_a_tree_grows_from_what_the_target_thought_likely():
-    table = RecycledTable(contexts=64)
+    table = SuccessorTable(contexts=64)
     chain(table, [7], [8, 9, 1, 2, 3, 4, 5, 6], [0.8, 0.1, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01])
     chain(table, [7, 8], [9, 7, 1, 2, 3, 4, 5, 6], [0.9, 0.05, 0.01, 0.01, 0.01, 0.01, 0.0, 0.0])
     grown = grow_trie([], HitRates(), 2, memory=table, context=[7])
@@ -96,7 +96,7 @@ def test_a_tree_grows_from_what_the_target_thought_likely():
 
 
 def test_what_text_and_memory_both_offer_is_one_node_likelier_than_either():
-    table, text = RecycledTable(contexts=64), ChainIndex()
+    table, text = SuccessorTable(contexts=64), ChainIndex()
     text.append([6, 2, 3, 4, 5, 1, 2])
     chain(table, [1, 2], [3, 9, 10, 11, 12, 13, 14, 15], [0.8, 0.1, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01])
     both = grow_trie([text], HitRates(), 1, memory=table)
@@ -108,7 +108,7 @@ def test_what_text_and_memory_both_offer_is_one_node_likelier_than_either():
 
 
 def test_a_vocabulary_of_fewer_tokens_leaves_places_empty():
-    table = RecycledTable(contexts=64)
+    table = SuccessorTable(contexts=64)
     chain(table, [0], [1, 0, -1, -1, -1, -1, -1, -1], [0.7, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     grown = grow_trie([], HitRates(), 20, memory=table, context=[0])
     assert set(grown.tokens.tolist()) == {0, 1}
@@ -117,12 +117,12 @@ def test_a_vocabulary_of_fewer_tokens_leaves_places_empty():
 @pytest.mark.parametrize("contexts", [0, 2, 13, -4])
 def test_a_number_of_contexts_that_does_not_fill_sets_is_refused(contexts):
     with pytest.raises(ValueError, match="a multiple of 4"):
-        RecycledTable(contexts=contexts)
+        SuccessorTable(contexts=contexts)
 
 
 def test_successors_that_do_not_fit_the_tree_are_refused():
     with pytest.raises(ValueError, match="8 successors each"):
-        teach(RecycledTable(contexts=64), ([1], [0], [1], [[1, 2, 3]], [[0.5, 0.3, 0.2]]))
+        teach(SuccessorTable(contexts=64), ([1], [0], [1], [[1, 2, 3]], [[0.5, 0.3, 0.2]]))
 
 
 def records_after(*context: int) -> Records:
@@ -141,15 +141,15 @@ def test_a_context_that_is_never_met_again_stays_what_it_was_however_many_merges
 
 
 def test_a_full_file_forgets_what_was_learned_longest_ago(tmp_path):
-    path, header = str(tmp_path / "small.lkm"), MemoryHeader(77, 101, 0, max_contexts=4)
+    path, header = str(tmp_path / "small.lkm"), SuccessorHeader(77, 101, 0, max_contexts=4)
     for token in range(5, 25):
         merge_into(path, header, records_after(token))
-    table = table_of(read_memory(path)[1])
+    table = table_of(read_successors(path)[1])
     assert [token for token in range(5, 25) if find_recycled(table, [token])[0]] == [21, 22, 23, 24]
 
 
 def test_what_this_request_taught_goes_before_a_longer_context_that_another_taught():
-    memory, root, probs = Memory(), np.zeros(1, np.int32), np.full((1, 8), 0.1, np.float32)
+    memory, root, probs = OutputStore(), np.zeros(1, np.int32), np.full((1, 8), 0.1, np.float32)
 
     def teach_after(context: list[int], first: int) -> None:
         before = np.array(context, np.int32)
@@ -166,7 +166,7 @@ def test_what_this_request_taught_goes_before_a_longer_context_that_another_taug
 
 
 def test_short_matches_in_other_texts_are_left_to_the_recycled_tokens():
-    memory = Memory()
+    memory = OutputStore()
     memory.outputs.append([7, 8, 9, 20])
     for sources, offers in ((["prompt", "outputs"], True), (["prompt", "outputs", "recycled"], False)):
         proposer = NgramProposer(sources, memory)

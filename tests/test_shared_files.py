@@ -23,14 +23,14 @@ from lookahead.cli.app import app
 from lookahead.errors import PoolError, TrainingError
 from lookahead.hf.loading import LoadedModel
 from lookahead.hf.model_state import LearnedState, state_of, use_learned
-from lookahead.jobs.output_memory import OutputMemory
+from lookahead.jobs.output_file import OutputFile
 from lookahead.kernels.dispatch import Verdict
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
-from lookahead.ngram.memory_file import read_memory
-from lookahead.ngram.pool_file import Pool, read_header, write_pool
+from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
+from lookahead.ngram.successor_file import read_successors
 from lookahead.proposers import ProposerState
-from lookahead.proposers.file_memory import merge_into
 from lookahead.proposers.ngram import OUTPUT_TOKENS
+from lookahead.proposers.store_files import merge_into
 from lookahead.training.train_heads import Settings, train_heads
 from lookahead.utils.locks import locked
 from tests.support.forked import Forked, command
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, workplace: None) -> Path:
 
 def documents_of(path: str) -> list[tuple[int, ...]]:
     """The documents of a pool, in the order of the file."""
-    tokens = Pool.open(path).tokens
+    tokens = Corpus.open(path).tokens
     return [tuple(part[part != SEPARATOR].tolist()) for part in np.split(tokens, np.flatnonzero(tokens < 0))[1:]]
 
 
@@ -105,12 +105,12 @@ def test_outputs_of_jobs_that_run_at_once_are_all_in_their_memory(
 
 
 @pytest.fixture
-def memory_of(tiny_llama: Any, tiny_tokenizer: Any) -> Callable[..., OutputMemory]:
+def memory_of(tiny_llama: Any, tiny_tokenizer: Any) -> Callable[..., OutputFile]:
     """Makes the memory of a new job that wrote some outputs."""
 
-    def make(*outputs: list[int]) -> OutputMemory:
+    def make(*outputs: list[int]) -> OutputFile:
         model = copy.deepcopy(tiny_llama)
-        memory = OutputMemory(Path("memory.lkp"), model, tiny_tokenizer)
+        memory = OutputFile(Path("memory.lkp"), model, tiny_tokenizer)
         index = state_of(model).learned.of(ProposerState, ProposerState).memory.outputs
         for output in outputs:
             index.end_document()
@@ -120,7 +120,7 @@ def memory_of(tiny_llama: Any, tiny_tokenizer: Any) -> Callable[..., OutputMemor
     return make
 
 
-def test_a_job_adds_each_of_its_outputs_once_however_often_it_saves(memory_of: Callable[..., OutputMemory]) -> None:
+def test_a_job_adds_each_of_its_outputs_once_however_often_it_saves(memory_of: Callable[..., OutputFile]) -> None:
     memory_of([1, 2], [3]).save()
     one, other = memory_of([4], [3]), memory_of([5, 6])
     for memory in (one, other, one, other):
@@ -129,7 +129,7 @@ def test_a_job_adds_each_of_its_outputs_once_however_often_it_saves(memory_of: C
 
 
 def test_a_memory_that_was_removed_while_a_job_ran_is_made_anew_of_all_it_knows(
-    memory_of: Callable[..., OutputMemory],
+    memory_of: Callable[..., OutputFile],
 ) -> None:
     memory_of([1, 2]).save()
     memory = memory_of([3])
@@ -139,18 +139,18 @@ def test_a_memory_that_was_removed_while_a_job_ran_is_made_anew_of_all_it_knows(
 
 
 def test_a_corpus_that_took_the_place_of_a_memory_while_a_job_ran_is_left_alone(
-    memory_of: Callable[..., OutputMemory],
+    memory_of: Callable[..., OutputFile],
 ) -> None:
     memory = memory_of([3])
     memory.save()
-    write_pool("memory.lkp", np.array([7, 8], np.int32), read_header("memory.lkp").fingerprint)
+    write_corpus("memory.lkp", np.array([7, 8], np.int32), read_header("memory.lkp").fingerprint)
     with pytest.raises(PoolError, match=r"memory\.lkp: replaced by a corpus while the job ran"):
         memory.save()
     assert documents_of("memory.lkp") == [(7, 8)]
 
 
 def test_documents_can_be_added_to_a_memory_while_a_job_adds_its_outputs(
-    memory_of: Callable[..., OutputMemory], model_folder: Path
+    memory_of: Callable[..., OutputFile], model_folder: Path
 ) -> None:
     memory_of([1]).save()
     memory = memory_of([2])
@@ -163,7 +163,7 @@ def test_documents_can_be_added_to_a_memory_while_a_job_adds_its_outputs(
 
 
 def test_the_newest_half_of_a_memory_stays_when_it_is_full_and_can_be_read(
-    memory_of: Callable[..., OutputMemory],
+    memory_of: Callable[..., OutputFile],
 ) -> None:
     half = OUTPUT_TOKENS // 2
     memory_of([1] * (half - 2)).save()
@@ -214,7 +214,7 @@ def add_context(i: int) -> None:
         pytest.param(add_costs, costs, id="step costs"),
         pytest.param(
             lambda i: merge_into("m.lkm", MODEL, learned([i + 1])),
-            lambda: read_memory("m.lkm")[0].contexts,
+            lambda: read_successors("m.lkm")[0].contexts,
             id="memory",
         ),
     ],

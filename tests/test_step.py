@@ -1,9 +1,10 @@
-"""A decode step stays small: how much of this package one step of one prompt runs."""
+"""A decode step stays small: how much of this package one step of one prompt runs, and what a call enters before it."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from types import FrameType
@@ -15,48 +16,89 @@ import torch
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.kernels import packed_product
 from tests.support.engines import engine_of
+from tests.support.products import kept_choice
 from tests.support.simulated_devices import on_device
+from tests.support.small_layers import SINGLE, made
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / name) for name in ("lookahead", "ngram", "kernels"))
-# 14 of the functions, in 5 of the files, are fused layers of a CPU, which the model calls.
-MAX_FUNCTIONS, MAX_FILES = 60, 18
-# Where measured costs decide there are also the controller, the budget, the cost model, and the size of a tree.
-MAX_DECIDING_FUNCTIONS, MAX_DECIDING_FILES = 23, 4
+# Functions and files of a step whose pass is one call of the kernels, and of one by fused layers and attention.
+ONE_CALL, BY_LAYERS = (45, 14), (69, 23)
+DECIDING = 25, 5  # what comes on top where measured costs decide: controller, budget, cost model, sizes of trees
+ENTERED = 50  # files from the call of `stream` to its first text, that step included
+IDS = [5, 9, 31, 77] * 10
 
 
-@pytest.mark.parametrize("draft", ["fixed", "auto"])
-def test_a_step_runs_few_functions_of_few_files(tiny_llama, draft) -> None:
-    ids = torch.tensor([[5, 9, 31, 77] * 10])
-    config, decides = LookaheadConfig(draft=draft), draft == "auto"
-    options = {"max_new_tokens": 80, "do_sample": False, "lookahead_config": config}
-    deepcopy(tiny_llama).generate(ids, custom_generate=lookahead.decode, **options)  # compiles what steps call
-    ran: set[tuple[str, str]] = set()
+@contextmanager
+def noting(ran: set[tuple[str, str]]) -> Iterator[None]:
+    """Note the functions of this package that run in a block, by file and name."""
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(FOLDERS) and not code.co_name.startswith("<"):
             ran.add((code.co_filename, code.co_name))
 
-    most: set[tuple[str, str]] = set()
-    drafted = 0
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def packable() -> Any:
+    """A small model whose weights are large enough to be packed."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 4}
+    return made(dtype=SINGLE, **sizes, head_dim=32, vocab_size=256)
+
+
+@pytest.fixture(params=["one call", "by layers"])
+def model_of(request: Any, tiny_llama: Any, own_cache_folder: Path) -> Iterator[tuple[Any, tuple[int, int]]]:
+    """A model, and the functions and files that a step of it may run."""
+    if request.param == "by layers":
+        yield tiny_llama, BY_LAYERS
+        return
+    if not packed_product.is_supported(torch.zeros(2, 64)):
+        pytest.skip("there is no kernel for products on this CPU")
+    with kept_choice(own_cache_folder, "packed"):
+        yield packable(), ONE_CALL
+
+
+@pytest.mark.parametrize("draft", ["fixed", "auto"])
+def test_a_step_runs_few_functions_of_few_files(model_of: tuple[Any, tuple[int, int]], draft: Any) -> None:
+    model, (functions, files) = model_of
+    config, decides = LookaheadConfig(draft=draft), draft == "auto"
+    options = {"max_new_tokens": 80, "do_sample": False, "lookahead_config": config}
+    ids = torch.tensor([IDS])
+    deepcopy(model).generate(ids, custom_generate=lookahead.decode, **options)  # compiles what steps call
+    ran, most, drafted = set[tuple[str, str]](), set[tuple[str, str]](), 0
     device = on_device(lambda nodes: 1.0 + 0.01 * nodes) if decides else nullcontext()  # where drafts pay
-    with device, use_learned(tiny_llama, LearnedState()):
-        engine = engine_of(tiny_llama, ids, **options)
+    with device, use_learned(model, LearnedState()):
+        engine = engine_of(model, ids, **options)
         with engine.serving():
             steps = engine.run()
             for _ in range(3):  # the prefill, and what steps do once
                 next(steps)
             for _ in range(20):
                 ran.clear()
-                sys.setprofile(note)
-                try:
+                with noting(ran):
                     outputs = engine.step()
-                finally:
-                    sys.setprofile(None)
-                drafted = max(drafted, len(outputs[0].draft.tree))
+                drafted = max(drafted, len(outputs[0].draft.tree.tokens))
                 most = max(most, ran, key=len).copy()
     assert drafted > 1
-    assert len(most) <= MAX_FUNCTIONS + decides * MAX_DECIDING_FUNCTIONS, sorted(most)
-    assert len({file for file, _ in most}) <= MAX_FILES + decides * MAX_DECIDING_FILES
+    assert len(most) <= functions + decides * DECIDING[0], sorted(most)
+    entered = {file for file, _ in most}
+    assert len(entered) <= files + decides * DECIDING[1], sorted(entered)
+
+
+def test_a_call_enters_few_files_before_its_first_text(tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    stream: Callable[[list[int]], Iterator[str]] = lambda ids: lookahead.stream(  # noqa: E731
+        tiny_llama, tiny_tokenizer, ids, max_new_tokens=80, do_sample=False
+    )
+    list(stream(IDS))  # probes the model
+    ran = set[tuple[str, str]]()
+    with noting(ran):
+        next(stream([*IDS, *IDS[:4]]))
+    entered = {file.removeprefix(str(ROOT)) for file, _ in ran}
+    assert len(entered) <= ENTERED, sorted(entered)

@@ -19,7 +19,7 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import Backend, BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
-from lookahead.drafting.cost_model import NODE_COST, StepCost
+from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.hf.facts import input_device, position_limit
@@ -35,9 +35,6 @@ _QUICK_ROUNDS = 3
 QUICK_S = 3.0  # aim of a quick sweep; a slow model takes longer, with one round after a warm-up
 LONGEST_QUICK_S = 30.0
 _STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in plain steps
-
-# Bytes read over products: 0.0034 by the data sheet of an H100 SXM, 0.0065 by that of an A100, 0.0061 of an RTX 4090.
-_GPU_NODE_COST = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,17 +227,6 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return max(perf_counter() - start, 1e-9)
-
-
-def node_cost(model: PreTrainedModel) -> float:
-    """First guess of the cost of one more node of a tree, as a share of a step of one node.
-
-    A GPU multiplies in half precision some two hundred times while it reads a number. Mixtures of experts, whose nodes
-    read experts of their own, and packed weights, which are unpacked first, cost more.
-    """
-    is_half = model.dtype in (torch.bfloat16, torch.float16) and not getattr(model, "is_quantized", False)
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    return _GPU_NODE_COST if input_device(model).type == "cuda" and is_half and not has_experts else NODE_COST
 
 
 def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:

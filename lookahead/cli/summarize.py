@@ -38,7 +38,7 @@ from lookahead.jobs.result_lines import print_line
 if TYPE_CHECKING:
     from lookahead.jobs.job import SummarizeAll
     from lookahead.jobs.job_settings import JobSettings
-    from lookahead.jobs.output_memory import OutputMemory
+    from lookahead.jobs.output_file import OutputFile
     from lookahead.jobs.worker_pool import WorkerPool
     from lookahead.summarization.summarizer import Summarizer
 
@@ -110,14 +110,14 @@ def summarize(options: SummarizeOptions) -> None:
             identity, notes = pool.wait_ready(), pool.notes
         else:
             loaded = load(options)
-            from lookahead.jobs.output_memory import OutputMemory
+            from lookahead.jobs.output_file import OutputFile
 
             if not options.dry_run:
                 stack.enter_context(memory_file_saved_at_exit(options, loaded.model))
             summarizer = settings.summarizer(loaded)
             summarize_all = partial(summarizer.summarize_all, rows=settings.rows)
             identity, notes = JobIdentity.of(settings, *loaded), list[str]()
-            memory = None if file is None else OutputMemory(file, *loaded)
+            memory = None if file is None else OutputFile(file, *loaded)
             with console(sys.stderr).status("warming up"):
                 summarizer.warm_up()
             if options.dry_run:
@@ -145,7 +145,7 @@ def _find_memory(options: JobOptions) -> Path | None:
     """The pool, if it is a memory of outputs and not a corpus, and can be one in this job."""
     if options.pool is None:
         return None  # before torch is imported
-    from lookahead.jobs.output_memory import is_memory
+    from lookahead.jobs.output_file import is_memory
     from lookahead.pools.pool_files import check_folder
 
     if not is_memory(options.pool):
@@ -196,7 +196,7 @@ def _run(
     run: Callable[..., None],
     options: JobOptions,
     totals: JobTotals,
-    memory: OutputMemory | None,
+    memory: OutputFile | None,
     display: JobDisplay,
     *,
     is_exact: bool,
@@ -227,7 +227,7 @@ def _run(
     return 1 if totals.rejected or (totals.different and is_exact) or not is_saved else 0
 
 
-def _save(memory: OutputMemory | None) -> bool:
+def _save(memory: OutputFile | None) -> bool:
     """Save the memory, if there is one; returns False on an error, which is printed."""
     try:
         if memory is not None:

@@ -155,7 +155,7 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     location, _ = loading.locate_model(name)
     if (memory := getattr(options, "memory", None)) is not None:
         # Refuse a file that is no memory, or that could not be written at the end.
-        from lookahead.ngram.memory_file import read_memory_header
+        from lookahead.ngram.successor_file import read_memory_header
         from lookahead.pools.pool_files import check_folder, pool_errors
 
         check_folder(memory)
@@ -192,7 +192,7 @@ def prepare(options: DeviceOptions, location: str) -> None:
 def memory_file_saved_at_exit(options: DraftingOptions, model: Any) -> Iterator[None]:
     """Open the memory file of a command, if it has one, and save it at the end, an early end included."""
     if options.memory is not None:
-        from lookahead.generation.model_memory import open_memory
+        from lookahead.generation.successor_building import open_memory
 
         open_memory(model, options.memory)
     try:

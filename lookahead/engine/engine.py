@@ -17,6 +17,7 @@ from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.hf.cache import RowStates
+from lookahead.hf.facts import processes_of
 from lookahead.hf.model_state import state_of
 from lookahead.hf.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
@@ -59,7 +60,9 @@ class Engine:
         self._policy = policy
         self._on_prefill: OnPrefill | None = None
         self._config, self._call = config, call
-        self._tp_group = tensor_parallel_group(call.model)  # only the leading process has proposers and a controller
+        self._tp_group = (
+            tensor_parallel_group(call.model) if processes_of(call.model) > 1 else None
+        )  # only the leading process has proposers and a controller
         # Proposers and controller may learn together with other engines on other threads. Passes and verification run
         # without the lock, so that threads that share a model decode side by side.
         self._learning = state_of(call.model).learned.lock
@@ -132,7 +135,7 @@ class Engine:
         joining = next((row.encoded for row in rows if row.encoded is not None), None)
         texts = [row.text for row in rows]
         logits = self._backend.read(texts, first, encoded=joining, on_prefill=self._on_prefill)
-        state_of(self._call.model).note_report(str(self._backend.report()))
+        state_of(self._call.model).log_once(self._call.is_chain, self._backend.report)
         for row in rows:
             row.encoded = None
             row.policy = self._policy if self._backend.is_read_whole else BitPolicy.ROUNDED

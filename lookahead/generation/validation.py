@@ -123,7 +123,7 @@ def check_options(
     """
     validate_model(model)
     check_config("config", config)
-    if config is not None:
+    if config is not None and config.pool is not None:
         pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         hint = "; pass its entries as keyword arguments" if isinstance(generation_config, Mapping) else ""

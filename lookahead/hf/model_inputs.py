@@ -64,13 +64,10 @@ class ModelInputs:
             tokens: int64 `[rows, width]`.
             positions: int64 `[rows, width]`.
         """
-        return nullcontext(self._named(tokens, positions))
-
-    def _named(self, tokens: Tensor, positions: Tensor) -> dict[str, Any]:
         options = {CACHE: self.cache, f"{self.prefix}input_ids": tokens}
         if self.takes_positions:
             options[f"{self.prefix}position_ids"] = positions
-        return options
+        return nullcontext(options)
 
 
 class EncoderInputs(ModelInputs):
@@ -124,8 +121,9 @@ class EncoderInputs(ModelInputs):
         """As for `ModelInputs`."""
         encoded, self.cross = self._rows.of_pass()
         # Passes run in inference mode. A cache that is returned must be usable outside of it.
-        with torch.inference_mode(not self._is_returned), torch.no_grad(), self._placed(positions) as found:
-            yield {**self._named(tokens, positions), **encoded}
+        is_inner, given = not self._is_returned, super().of_pass(tokens, positions)
+        with torch.inference_mode(is_inner), torch.no_grad(), self._placed(positions) as found, given as options:
+            yield {**options, **encoded}
         if not (found or self.takes_positions or self._biases):
             raise UnsupportedModelError(f"{type(self.model).__name__} takes no positions for the nodes of a tree")
 

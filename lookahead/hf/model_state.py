@@ -54,7 +54,7 @@ class ModelState:
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
         self.problems: dict[str, str] = {}  # what turned a faster path off, by path
-        self._reports: set[str] = set()
+        self._reported: set[Hashable] = set()
         self._probed: defaultdict[str, dict[int, tuple[Version, Any]]] = defaultdict(dict)  # by name and version
         self.newest: Version | None = None  # of the last verdict that was asked for
         self._probing = RLock()  # a signal handler may decode while its thread probes
@@ -65,11 +65,12 @@ class ModelState:
             self.problems[path] = problem
             _log.warning("%s: %s", path, problem)
 
-    def note_report(self, report: str) -> None:
-        """Log once which paths serve the model."""
-        if report not in self._reports:
-            self._reports.add(report)
-            _log.info("%s", report)
+    def log_once(self, kind: Hashable, report: Callable[[], object]) -> None:
+        """Log what a report says of the model's code as it is, once for a kind."""
+        kind = kind, None if self.newest is None else self.newest.number
+        if kind not in self._reported:
+            self._reported.add(kind)
+            _log.info("%s", report())
 
     def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
         """The result of a probe for the weights and the code of a pass as they are; other threads wait for it.

@@ -9,7 +9,7 @@ from lookahead.errors import ResultsError, count
 
 if TYPE_CHECKING:
     from lookahead.jobs.job import Estimate, JobTotals
-    from lookahead.jobs.output_memory import OutputMemory
+    from lookahead.jobs.output_file import OutputFile
     from lookahead.stats import DecodingStats
     from lookahead.summarization.summarizer import PlainFigures, Summary
 
@@ -96,7 +96,7 @@ def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
     return [(name, figure) for name, figure in rows if figure != "0"]
 
 
-def describe_memory(memory: OutputMemory, totals: JobTotals) -> str:
+def describe_memory(memory: OutputFile, totals: JobTotals) -> str:
     """How much of a job was drafted from earlier outputs, in a line."""
     emitted, accepted = totals.stats.emitted_tokens, totals.stats.accepted_by_source["outputs"]
     share = f" ({accepted / emitted:.0%})" if emitted else ""

@@ -18,7 +18,7 @@ from lookahead.documents.inputs import Input
 from lookahead.documents.readers import read_documents
 from lookahead.errors import PoolError, count, one_line
 from lookahead.ngram.chains import SEPARATOR, IntArray
-from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
+from lookahead.ngram.corpus_file import Corpus, CorpusHeader, write_corpus
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.utils.locks import locked
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool:
+def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Corpus:
     """Open a pool to draft from. An open pool is reused unless its file was replaced.
 
     It is checked against the fingerprint of the tokenizer, or the number of token ids of the model, where given.
@@ -49,14 +49,14 @@ def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | No
     return pool
 
 
-def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool | None:
+def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Corpus | None:
     """The pool that a configuration names, opened as by `open_pool`; `None` if it names none."""
     if config.pool is None:
         return None
     return open_pool(os.fspath(config.pool), fingerprint=fingerprint, vocabulary=vocabulary)
 
 
-def describe_pool(path: str, header: PoolHeader) -> str:
+def describe_pool(path: str, header: CorpusHeader) -> str:
     """The size of a pool in one line."""
     return f"{path}: {header.tokens:,} tokens in {count(header.documents, 'document')}"
 
@@ -146,7 +146,7 @@ class TokenSource:
         self.observer(totals, None)
 
 
-def build_pool(path: str, source: TokenSource, *, add: bool = False) -> PoolHeader:
+def build_pool(path: str, source: TokenSource, *, add: bool = False) -> CorpusHeader:
     """Make a pool of documents. An existing file is replaced when the new one is complete.
 
     With `add` it is read again under its lock, with what other processes added meanwhile. PoolError if no document
@@ -155,16 +155,16 @@ def build_pool(path: str, source: TokenSource, *, add: bool = False) -> PoolHead
     fingerprint = tokenizer_fingerprint(source.tokenizer)
     with pool_errors(path):
         if add:  # refuse a file that cannot be used before the documents are read
-            Pool.open(path, fingerprint)
+            Corpus.open(path, fingerprint)
     documents = list(source)
     if not documents:
         what = f"no document to {'add' if add else 'make it of'}"
         raise PoolError(f"{path}: {what}, {source.totals.rejected} could not be used")
     with changing(path):
-        pool = Pool.open(path, fingerprint) if add else None
+        pool = Corpus.open(path, fingerprint) if add else None
         before = [] if pool is None else [np.array(pool.tokens[1:])]
         is_learned = pool is not None and pool.header.learned == 1  # it stays a memory, to which jobs add
-        return write_pool(path, join_documents(before + documents), fingerprint, is_learned=is_learned)
+        return write_corpus(path, join_documents(before + documents), fingerprint, is_learned=is_learned)
 
 
 def join_documents(documents: Sequence[IntArray]) -> IntArray:
@@ -185,5 +185,5 @@ def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArr
 
 
 @lru_cache(maxsize=8)
-def _open(path: str, version: tuple[int, ...]) -> Pool:
-    return Pool.open(path)  # the cache tells versions of the file apart
+def _open(path: str, version: tuple[int, ...]) -> Corpus:
+    return Corpus.open(path)  # the cache tells versions of the file apart

@@ -14,10 +14,10 @@ from lookahead.drafting.budget import Budget
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
-from lookahead.ngram.pool_file import Pool
-from lookahead.proposers.file_memory import FileMemory, open_file_memory
+from lookahead.ngram.corpus_file import Corpus
 from lookahead.proposers.jacobi import JacobiProposer
-from lookahead.proposers.ngram import SOURCES, Memory, NgramProposer
+from lookahead.proposers.ngram import SOURCES, NgramProposer, OutputStore
+from lookahead.proposers.store_files import StoreFile, open_store_file
 from lookahead.proposers.validated import ValidatedProposer
 
 _MAX_SOURCES = 31  # bits of a node for its sources
@@ -29,13 +29,13 @@ class ProposerState:
 
     ngram: HitRates = field(default_factory=HitRates)
     jacobi: HitRates = field(default_factory=HitRates)  # of the lookahead branch
-    memory: Memory = field(default_factory=Memory)
-    files: dict[str, FileMemory] = field(default_factory=dict)  # of requests with a memory file, by its path
+    memory: OutputStore = field(default_factory=OutputStore)
+    files: dict[str, StoreFile] = field(default_factory=dict)  # of requests with a memory file, by its path
     budgets: WeakKeyDictionary[Any, Budget] = field(default_factory=WeakKeyDictionary)  # by users' factories
 
 
 def make_proposers(
-    config: LookaheadConfig, learned: ProposerState, pool: Pool | None, call: Call, branch: LookaheadBranch
+    config: LookaheadConfig, learned: ProposerState, pool: Corpus | None, call: Call, branch: LookaheadBranch
 ) -> list[Proposer]:
     """The proposers of a configuration: first those with a name, then those of its factories.
 
@@ -54,9 +54,9 @@ def make_proposers(
     mixed = [name for name in config.proposers if name in SOURCES]
     if mixed:
         bounds = {"min_ngram": config.min_ngram, "max_ngram": config.max_ngram}
-        memory = learned.memory if config.memory == "shared" else Memory()
+        memory = learned.memory if config.memory == "shared" else OutputStore()
         if config.memory not in ("shared", "request"):
-            memory = open_file_memory(os.fspath(config.memory), call.model, learned.files)
+            memory = open_store_file(os.fspath(config.memory), call.model, learned.files)
         least = config.min_probability
         made.append(NgramProposer(mixed, memory, learned.ngram, pool, min_probability=least, **bounds))
     if config.branch_size is not None:

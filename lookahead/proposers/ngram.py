@@ -9,9 +9,9 @@ from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import warn
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex, Chains
-from lookahead.ngram.pool_file import Pool
-from lookahead.ngram.recycled import RecycledTable
+from lookahead.ngram.corpus_file import Corpus
 from lookahead.ngram.search import NO_CANDIDATES, NOT_VERIFIED, Search, Trie
+from lookahead.ngram.successors import SuccessorTable
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
 _MAX_LINKS = 32  # walked in each text
@@ -19,10 +19,10 @@ OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten when
 
 
 @dataclass(slots=True)
-class Memory:
+class OutputStore:
     """Texts of finished requests, and the target's likeliest tokens after 262,144 contexts (16 MiB) by default."""
 
-    recycled: RecycledTable = field(default_factory=RecycledTable)
+    recycled: SuccessorTable = field(default_factory=SuccessorTable)
     outputs: ChainIndex = field(default_factory=lambda: ChainIndex(OUTPUT_TOKENS))
 
 
@@ -58,9 +58,9 @@ class NgramProposer(Proposer):
     def __init__(
         self,
         sources: Sequence[str] = ("prompt", "outputs", "recycled"),
-        memory: Memory | None = None,
+        memory: OutputStore | None = None,
         rates: HitRates | None = None,
-        pool: Pool | None = None,
+        pool: Corpus | None = None,
         *,
         min_ngram: int = 1,
         max_ngram: int = 16,
@@ -73,7 +73,7 @@ class NgramProposer(Proposer):
         self.max_ngram = max_ngram
         self.min_probability = min_probability
         self._pool = pool if "corpus" in sources else None
-        self._memory = memory if memory is not None else Memory()
+        self._memory = memory if memory is not None else OutputStore()
         self._recycled = self._memory.recycled if self.needs_top else None
         self._rates = rates if rates is not None else HitRates()
         self._rows: dict[int, _NgramRow] = {}

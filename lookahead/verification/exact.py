@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.kernels import topk_cpu
-from lookahead.ngram.recycled import TOP
+from lookahead.ngram.successors import TOP
 
 Walked = tuple[IntArray, IntArray]
 """The accepted nodes from the root, which are kept, and the target's choice after each of them; int32 `[a]` both."""

@@ -9,8 +9,8 @@ from numba import njit
 
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import MAX_CONTEXT, Chains, IntArray, as_tokens, find_matches
-from lookahead.ngram.recycled import ORDERS, UNIT, RecycledTable, find_context, hash_context
 from lookahead.ngram.search import Search, Trie
+from lookahead.ngram.successors import ORDERS, UNIT, SuccessorTable, find_context, hash_context
 
 
 def find(
@@ -33,7 +33,7 @@ def grow_trie(
     rates: HitRates,
     max_nodes: int,
     *,
-    memory: RecycledTable | None = None,
+    memory: SuccessorTable | None = None,
     context: Sequence[int] | IntArray | None = None,
     bounds: tuple[int, int, int] = (1, 16, 32),
     min_probability: float = 0.0,
@@ -44,7 +44,7 @@ def grow_trie(
     return trie if len(trie.tokens) > 1 else None
 
 
-def find_recycled(table: RecycledTable, context: Sequence[int] | IntArray) -> tuple[int, list[int], list[float]]:
+def find_recycled(table: SuccessorTable, context: Sequence[int] | IntArray) -> tuple[int, list[int], list[float]]:
     """How many tokens at the end of a context are known, and its successors with their probabilities."""
     tail, hashes = np.asarray(context, np.int32), np.empty(ORDERS, np.uint64)
     order, group, way, _ = _look_up(table.entries, -1, tail, hashes)

@@ -7,15 +7,15 @@ import struct
 import numpy as np
 import xxhash
 
-from lookahead.ngram.memory_file import MemoryHeader, Records, records_of, table_of
-from lookahead.ngram.recycled import RecycledTable
-from lookahead.proposers.file_memory import EMPTY
+from lookahead.ngram.successor_file import Records, SuccessorHeader, records_of, table_of
+from lookahead.ngram.successors import SuccessorTable
+from lookahead.proposers.store_files import EMPTY
 
 HEADER = 128
-MODEL = MemoryHeader(fingerprint=77, vocabulary=101, contexts=0, max_contexts=64)
+MODEL = SuccessorHeader(fingerprint=77, vocabulary=101, contexts=0, max_contexts=64)
 
 
-def taught(*contexts: list[int], first: int = 10) -> RecycledTable:
+def taught(*contexts: list[int], first: int = 10) -> SuccessorTable:
     """A table that expects the tokens `first`, `first` + 1, ... after each context."""
     table = table_of(EMPTY, 256)
     top = np.arange(first, first + 8, dtype=np.int32)[None]

@@ -66,7 +66,7 @@ def continuation(stream: Sequence[int], position: int, depth: int, *, is_open: b
 
 
 class RecycledByDict:
-    """What `RecycledTable` remembers where it forgets nothing: successors by context, the newest."""
+    """What `SuccessorTable` remembers where it forgets nothing: successors by context, the newest."""
 
     def __init__(self) -> None:
         self.successors: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
@@ -79,7 +79,7 @@ class RecycledByDict:
         top: Sequence[list[int]],
         chances: Sequence[list[float]],
     ) -> None:
-        """As `RecycledTable.store`."""
+        """As `SuccessorTable.store`."""
         for node in range(len(tokens)):
             path: list[int] = []
             up = node

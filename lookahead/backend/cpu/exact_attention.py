@@ -28,7 +28,7 @@ and into the slots behind it."""
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
 # Numbers of the queries times slots up to which the kernel for rows, in one call with all layers, takes less time than
 # masked attention in calls of its own; where bits do not matter.
-_MAX_KERNEL_PRODUCTS = 7 << 20
+MAX_KERNEL_PRODUCTS = 7 << 20
 _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows is compared with SDPA
 
 
@@ -141,34 +141,8 @@ def takes_rows(config: PretrainedConfig) -> bool:
     return has_bits_of_sdpa(dim, groups, arithmetic_flags())
 
 
-def attends_by_kernel(
-    own: Attention,
-    keys: Tensor,
-    values: Tensor,
-    heads: int,
-    nodes: int,
-    slots: int,
-    window: int | None,
-    *,
-    is_exact: bool,
-) -> bool:
-    """Whether nodes attend by `kernels.row_attention`.
-
-    Args:
-        own: The attention function of the layers.
-        keys: `[rows, slots, kv_heads, dim]`, as the cache holds them.
-        values: Likewise.
-        heads: Heads of the queries.
-        nodes: Nodes of all rows together.
-        slots: Slots up to the deepest node of a row.
-        window: How far back a query may look, itself included; None for no limit.
-        is_exact: Whether the bits must be those of SDPA.
-    """
-    kv_heads, dim = keys.shape[2:]
-    if not row_attention.is_supported(keys, keys, values) or (window is not None and slots >= window):
-        return False
-    if not is_exact:
-        return heads * dim * nodes * slots <= _MAX_KERNEL_PRODUCTS
+def has_bits(own: Attention, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether `kernels.row_attention` has the bits of a model's attention function for so many heads of `dim`."""
     # For a single head torch would share the sums of a product among its threads.
     return is_sdpa(own) and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads, arithmetic_flags())
 
@@ -204,9 +178,9 @@ def attend_per_node(
     rows, heads, width, dim = query.shape
     nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
     is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
-    is_whole = is_whole and "position_bias" not in options
-    sizes = heads, sum(map(len, per_node.trees)), per_node.deepest + 1
-    if is_whole and attends_by_kernel(own, keys, values, *sizes, window, is_exact=True):
+    is_whole = is_whole and "position_bias" not in options and (window is None or per_node.deepest + 1 < window)
+    is_whole = is_whole and row_attention.is_supported(keys, keys, values)
+    if is_whole and has_bits(own, heads, keys.shape[2], dim):
         scale = options.get("scaling", dim**-0.5)
         return row_attention.row_attention(nodes, keys, values, **per_node.tensors, scale=scale)
     out = query.new_zeros(rows, width, heads, value.shape[3])

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lookahead.backend.cpu import exact_attention
 from lookahead.backend.cpu.cpu_pass import CpuPass
-from lookahead.backend.cpu.exact_attention import attends_by_kernel
+from lookahead.backend.cpu.exact_attention import has_bits
 from lookahead.backend.cpu.fused_layers import FAMILIES, FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Space, jobs_after, jobs_before, norm_of
 from lookahead.backend.cpu.linears import packed_weights
@@ -25,7 +26,7 @@ from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
 from lookahead.hf.model_code import code_of, is_set_by_user, user_hooks_of
 from lookahead.kernels import row_attention
-from lookahead.kernels.jobs import Job, run_table, table_of
+from lookahead.kernels.jobs import Job, launcher, table_of
 from lookahead.kernels.packed_product import PackedWeight, product
 from lookahead.utils.addresses import KeepsAddresses
 
@@ -67,6 +68,8 @@ class PassTable(KeepsAddresses):
         dim: int,
     ) -> None:
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
+        self.query_size = weights[0].outputs  # numbers of the queries of a node
+        self._launch = launcher(torch.get_num_threads())
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # numbers of a node that it writes
         most, size = MAX_TABLE_NODES, hidden.shape[2]
         self._hidden = hidden.new_empty(1, most, size)
@@ -90,8 +93,8 @@ class PassTable(KeepsAddresses):
     def serves(self, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
         """Whether the table is for these weights, and nothing has moved since."""
         return (
-            _are_same(weights, self._weights)
-            and _are_same(of_head, self._of_head)
+            (weights is self._weights or _are_same(weights, self._weights))
+            and (of_head is self._of_head or _are_same(of_head, self._of_head))
             and self._threads == torch.get_num_threads()
             and self._buffers == (self._slots.capacity, self._slots.allocations)
             and self._addresses == list(self._newest_addresses())
@@ -118,7 +121,7 @@ class PassTable(KeepsAddresses):
         self._tree[0] = start, len(tree.tokens), scored
         written = hidden.new_empty(1, tokens, self.outputs)
         numbers = self._of(tokens, self._slots.start, written)  # they live until the call has ended
-        run_table(numbers.ctypes.data, self._threads)
+        self._launch(numbers.ctypes.data)
         return written
 
     def _newest_addresses(self) -> Iterator[int]:
@@ -162,7 +165,7 @@ class PassTable(KeepsAddresses):
 
 
 def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
-    return weights is others or all(each.packed is other.packed for each, other in zip(weights, others, strict=True))
+    return all(each.packed is other.packed for each, other in zip(weights, others, strict=True))
 
 
 class WholePass:
@@ -175,12 +178,14 @@ class WholePass:
         self._model, self._decoder, self._parts = model, model.model, parts
         self._linears = [each for of_layer in parts.layers for each in of_layer.linears]
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
-        self._windows = {  # the attention of layers, by how far they look back
-            each.options.get("sliding_window", span_of(each.attention, {}).window): own_attention(
-                each.attention, real_config(each.attention.config)
-            )
-            for each in parts.layers
-        }
+        layers = [each.attention for each in parts.layers]
+        limits = [each.options.get("sliding_window", span_of(each.attention, {}).window) for each in parts.layers]
+        self._windows = set(limits)  # how far the layers look back
+        heads, kv_heads = (parts.layers[0].linears[at].out_features // layers[0].head_dim for at in (0, 1))
+        is_half = parts.norm.weight.dtype == torch.bfloat16  # in float32 no bits are promised
+        self._has_bits = is_half and all(
+            has_bits(own_attention(each, real_config(each.config)), heads, kv_heads, each.head_dim) for each in layers
+        )
 
     def __call__(self, tree_pass: TreePass, cache: TreeCache, mode: CpuPass) -> Tensor | None:
         """The logits of all nodes, `[1, nodes, vocab]`; None for a pass that the kernels do not serve.
@@ -197,27 +202,32 @@ class WholePass:
         parts, weights = self._parts, packed_weights(self._linears, hidden, self._known[0])
         if not weights or hidden.dtype != layers[0].norms[0].weight.dtype or hidden.numel() > mode.most_elements:
             return None
-        tree, start, scored = tree_pass.trees[0], int(slots.lengths[0]), tree_pass.firsts[0]
-        if not self._attends(tree, start, cache, weights[0].outputs, is_exact=tree_pass.attends_per_node):
-            return None
-        positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
         of_head = packed_weights([parts.head], hidden, self._known[1]) if parts.head else ()
-        if not of_head:
-            parts = parts._replace(head=None)
-        table = cache.tables.get(len(of_head))
+        positions, table = None, cache.tables.get(len(of_head))
         if table is None or not table.serves(weights, of_head):
+            held = cache.layers[0]
+            if not row_attention.is_supported(held.keys, held.keys, held.values):
+                return None
+            parts = parts if of_head else parts._replace(head=None)
+            positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
             dim = positions[0].shape[-1]
             table = cache.tables[len(of_head)] = PassTable(parts, weights, of_head, cache, hidden, dim)
-        if not table.is_right:
+        tree, start = tree_pass.trees[0], int(slots.lengths[0])
+        if not (table.is_right and self._attends(tree, start, table, is_exact=tree_pass.attends_per_node)):
             return None
-        written: Tensor = table.run(hidden, positions, tree, start, scored)
+        if positions is None:
+            positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
+        written: Tensor = table.run(hidden, positions, tree, start, tree_pass.firsts[0])
         return written if of_head else self._model.lm_head(written)
 
-    def _attends(self, tree: TokenTree, start: int, cache: TreeCache, outputs: int, *, is_exact: bool) -> bool:
-        """Whether the kernel attends in all layers, whose queries have so many numbers."""
-        layer, end = cache.layers[0], start + int(tree.depths.max()) + 1
-        given = (layer.keys, layer.values, outputs // layer.keys.shape[3], len(tree.tokens), end)
-        return all(attends_by_kernel(own, *given, window, is_exact=is_exact) for window, own in self._windows.items())
+    def _attends(self, tree: TokenTree, start: int, table: PassTable, *, is_exact: bool) -> bool:
+        """Whether the kernel attends in all layers: behind no window, with the bits of SDPA or faster than a mask."""
+        end = start + int(tree.depths.max()) + 1
+        if any(window is not None and end >= window for window in self._windows):
+            return False
+        if is_exact:
+            return self._has_bits
+        return table.query_size * len(tree.tokens) * end <= exact_attention.MAX_KERNEL_PRODUCTS
 
 
 def whole_pass(model: Any, fused: FusedLayers) -> WholePass | str:

@@ -24,7 +24,7 @@ _READ_AT_ONCE = 1 << 20  # numbers
 
 
 @dataclass(frozen=True, slots=True)
-class PoolHeader(FileHeader):
+class CorpusHeader(FileHeader):
     """The header of a pool file."""
 
     kind, magic, version = "pool", b"LKPOOL\r\n", VERSION
@@ -45,21 +45,21 @@ class PoolHeader(FileHeader):
         return size, is_possible and self.largest_token < 1 << 31 and self.learned <= 1
 
 
-read_header = PoolHeader.read
+read_header = CorpusHeader.read
 
 
-class Pool(Chains):
+class Corpus(Chains):
     """The chains of a pool file, mapped into memory; searched like a `ChainIndex`, never grown.
 
-    Processes share the pages of the file. `write_pool` replaces a file and never changes one, so a mapping stays valid.
-    Another program that changes the file could crash this process (a page beyond the end of a file is a bus error) or
-    lead a search out of its memory: `is_intact` is checked before each use. A copy is the pool itself, and a pickle
-    opens the same file again.
+    Processes share the pages of the file. `write_corpus` replaces a file and never changes one, so a mapping stays
+    valid. Another program that changes the file could crash this process (a page beyond the end of a file is a bus
+    error) or lead a search out of its memory: `is_intact` is checked before each use. A copy is the pool itself, and a
+    pickle opens the same file again.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
 
-    def __init__(self, path: Path, header: PoolHeader, file: BinaryIO, version: tuple[int, int]) -> None:
+    def __init__(self, path: Path, header: CorpusHeader, file: BinaryIO, version: tuple[int, int]) -> None:
         # A private mapping is writable, so its arrays have the type of an index's, and one compiled function serves
         # both. Pages that are not written stay shared.
         numbers: IntArray = np.asarray(np.memmap(file, np.int32, "c", HEADER_BYTES))
@@ -71,7 +71,7 @@ class Pool(Chains):
         self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
 
-    def __deepcopy__(self, memo: object) -> Pool:
+    def __deepcopy__(self, memo: object) -> Corpus:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -86,14 +86,14 @@ class Pool(Chains):
         return self._is_intact
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Pool:
+    def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Corpus:
         """Open a pool file after checking every byte; ValueError if it is damaged, or made with another tokenizer.
 
         The checksum finds accidental damage. A forged file can have a valid checksum, so every position and every token
         is checked too: no file leads a search out of its memory, or to a token above the header's largest.
         """
         path = Path(path)
-        with PoolHeader.opened(path) as (header, file):
+        with CorpusHeader.opened(path) as (header, file):
             version, checksum, are_good = _version_of(file.fileno()), xxhash.xxh3_64(), True
             # The file is read, not mapped: it may be truncated meanwhile.
             for count, least, most in (
@@ -127,17 +127,17 @@ class Pool(Chains):
             )
 
 
-def _reopen(path: Path, header: PoolHeader) -> Pool:
+def _reopen(path: Path, header: CorpusHeader) -> Corpus:
     """Open the file of a pickled pool; ValueError if it was replaced since."""
-    pool = Pool.open(path)
+    pool = Corpus.open(path)
     if pool.header != header:
         raise ValueError(f"{path}: replaced since the pool was pickled")
     return pool
 
 
-def write_pool(
+def write_corpus(
     path: str | os.PathLike[str], tokens: IntArray, fingerprint: int, *, is_learned: bool = False
-) -> PoolHeader:
+) -> CorpusHeader:
     """Index documents, int32 `[n]` with `SEPARATOR` between them, and write them to a pool file; returns its header.
 
     A file at `path` is replaced once all of the new one is on the disk; a crash before leaves it as it was. With
@@ -154,7 +154,7 @@ def write_pool(
     arena, heads, links, length = index.state
     arena, links = arena[:length], links[:length]
     is_token = arena >= 0
-    header = PoolHeader(
+    header = CorpusHeader(
         fingerprint=fingerprint,
         length=length,
         slots=heads.shape[1],

@@ -12,19 +12,26 @@ import numpy as np
 from lookahead.errors import PoolError
 from lookahead.heads.layers import body_of
 from lookahead.hf.facts import decoder_vocabulary
-from lookahead.ngram import memory_file
-from lookahead.ngram.memory_file import MAX_VOCABULARY, MemoryHeader, Records, merge_records, read_memory, write_memory
+from lookahead.ngram import successor_file
+from lookahead.ngram.successor_file import (
+    MAX_VOCABULARY,
+    Records,
+    SuccessorHeader,
+    merge_records,
+    read_successors,
+    write_successors,
+)
 from lookahead.pools.pool_files import changing, pool_errors
-from lookahead.proposers.ngram import Memory
+from lookahead.proposers.ngram import OutputStore
 from lookahead.utils.fingerprints import model_fingerprint
 
 EMPTY: Records = np.zeros((0, 5), np.uint64)
 
-FileMemory = tuple[Memory, MemoryHeader]
+StoreFile = tuple[OutputStore, SuccessorHeader]
 """A memory that started from a file, and what binds it to its model."""
 
 
-def header_of(model: Any, max_contexts: int = memory_file.DEFAULT_CONTEXTS) -> MemoryHeader:
+def header_of(model: Any, max_contexts: int = successor_file.DEFAULT_CONTEXTS) -> SuccessorHeader:
     """The header of an empty memory of a model."""
     vocabulary = decoder_vocabulary(model)
     if vocabulary > MAX_VOCABULARY:
@@ -33,10 +40,10 @@ def header_of(model: Any, max_contexts: int = memory_file.DEFAULT_CONTEXTS) -> M
         fingerprint = int(model_fingerprint(model, body_of(model)), 16)
     except (NotImplementedError, RuntimeError) as error:  # weights on the meta device
         raise PoolError("a memory file needs a model whose weights are not offloaded") from error
-    return MemoryHeader(fingerprint, vocabulary, 0, max_contexts)
+    return SuccessorHeader(fingerprint, vocabulary, 0, max_contexts)
 
 
-def open_file_memory(path: str, model: Any, opened: dict[str, FileMemory]) -> Memory:
+def open_store_file(path: str, model: Any, opened: dict[str, StoreFile]) -> OutputStore:
     """The memory of a model that a file begins, empty if there is no file.
 
     The file is read once: later calls find it in `opened`, by its path, with what the model learned since.
@@ -46,12 +53,12 @@ def open_file_memory(path: str, model: Any, opened: dict[str, FileMemory]) -> Me
         header, records = header_of(model), EMPTY
         with pool_errors(path):
             if os.path.lexists(path):
-                header, records = read_memory(path, header)
-        opened[place] = Memory(memory_file.table_of(records)), header
+                header, records = read_successors(path, header)
+        opened[place] = OutputStore(successor_file.table_of(records)), header
     return opened[place][0]
 
 
-def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMPTY) -> MemoryHeader:
+def merge_into(path: str, header: SuccessorHeader, new: Records, old: Records = EMPTY) -> SuccessorHeader:
     """Merge records into a file, which is made if there is none, under a lock and atomically.
 
     The bound of the header counts for a new file. New records replace those of the file, which replace old ones.
@@ -59,25 +66,25 @@ def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMP
     with changing(path):
         known = EMPTY
         if os.path.lexists(path):
-            header, known = read_memory(path, header)
-        parts = new, memory_file.aged(known), memory_file.aged(old)
-        return write_memory(path, header, merge_records(parts, header.max_contexts))
+            header, known = read_successors(path, header)
+        parts = new, successor_file.aged(known), successor_file.aged(old)
+        return write_successors(path, header, merge_records(parts, header.max_contexts))
 
 
-def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> MemoryHeader:
+def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> SuccessorHeader:
     """Write a memory file of what several of one model hold. Of a context in several, the one learned last stays.
 
     Of equal age, that of the file named first counts. The bound is by default the highest of theirs.
     """
-    headers: list[MemoryHeader] = []
+    headers: list[SuccessorHeader] = []
     parts = []
     for source in sources:
         with pool_errors(source):
-            header, records = read_memory(source, headers[0] if headers else None)
+            header, records = read_successors(source, headers[0] if headers else None)
         headers.append(header)
         parts.append(records)
     everything = np.concatenate(parts)
-    youngest = everything[np.argsort(everything[:, 0] & np.uint64(memory_file.OLDEST), kind="stable")]
+    youngest = everything[np.argsort(everything[:, 0] & np.uint64(successor_file.OLDEST), kind="stable")]
     most = max(header.max_contexts for header in headers) if max_contexts is None else max_contexts
     with changing(path):
-        return write_memory(path, replace(headers[0], max_contexts=most), merge_records([youngest], most))
+        return write_successors(path, replace(headers[0], max_contexts=most), merge_records([youngest], most))

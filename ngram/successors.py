@@ -25,7 +25,7 @@ ENTRY = np.dtype([("key", np.uint64), ("time", np.int64), ("tokens", np.int32, T
 _HASH_BITS = np.uint64(0xFFFFFFFFFFFFFF00)  # a file keeps the age of a context in the others
 
 
-class RecycledTable:
+class SuccessorTable:
     """The likeliest successors of contexts, from the target's latest pass over them, in memory of fixed size.
 
     It is a set-associative cache: the hash of a context of 1 to 4 tokens names a set of four entries, and a new context
@@ -142,12 +142,12 @@ def find_context(entries, since, hashes, orders):
 
 @njit(cache=True, error_model="numpy")
 def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
-    """The core of `RecycledTable.store`.
+    """The core of `SuccessorTable.store`.
 
     Args:
         entries: `ENTRY` `[sets, WAYS]`; changed.
         now: int64 `[1]`, writes so far; changed.
-        before: int32 `[n]`, as for `RecycledTable.store`, and so are the next four.
+        before: int32 `[n]`, as for `SuccessorTable.store`, and so are the next four.
         parents: int32 `[k]`.
         tokens: int32 `[k]`.
         top: int32 `[k, 8]`.

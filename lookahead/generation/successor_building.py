@@ -17,11 +17,18 @@ from lookahead.hf.cache import CACHE
 from lookahead.hf.facts import input_device, validate_causal_lm
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.memory_file import MemoryHeader, merge_records, read_memory, records_of, table_of, write_memory
-from lookahead.ngram.recycled import ORDERS, RecycledTable
+from lookahead.ngram.successor_file import (
+    SuccessorHeader,
+    merge_records,
+    read_successors,
+    records_of,
+    table_of,
+    write_successors,
+)
+from lookahead.ngram.successors import ORDERS, SuccessorTable
 from lookahead.pools.pool_files import TokenSource, changing, pool_errors
 from lookahead.proposers import ProposerState
-from lookahead.proposers.file_memory import EMPTY, header_of, merge_into, open_file_memory
+from lookahead.proposers.store_files import EMPTY, header_of, merge_into, open_store_file
 from lookahead.verification.exact import read_scores
 
 _PASS_TOKENS = 512  # of a pass over a text; each begins without what came before
@@ -33,7 +40,7 @@ def open_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> None:
     """Open a memory file before the first call with `LookaheadConfig(memory=path)` does; a missing file is empty."""
     learned = state_of(model).learned
     with learned.lock:
-        open_file_memory(os.fspath(path), model, learned.of(ProposerState, ProposerState).files)
+        open_store_file(os.fspath(path), model, learned.of(ProposerState, ProposerState).files)
 
 
 def save_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> bool:
@@ -65,7 +72,7 @@ def save_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> bool:
     return len(new) > 0
 
 
-def learn(table: RecycledTable, model: PreTrainedModel, ids: IntArray) -> None:
+def learn(table: SuccessorTable, model: PreTrainedModel, ids: IntArray) -> None:
     """Store the likeliest successors of every context in a text, int32 `[tokens]`, by passes of the model over it."""
     forward: Any = model
     for begin in range(0, ids.size, _PASS_TOKENS):
@@ -80,7 +87,7 @@ def learn(table: RecycledTable, model: PreTrainedModel, ids: IntArray) -> None:
 
 
 def learn_vocabulary(
-    table: RecycledTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int
+    table: SuccessorTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int
 ) -> Iterator[int]:
     """Store the likeliest successors of every token up to a size, each behind a full stop; yields how many so far."""
     forward, before = cast(Any, model), cast(Any, tokenizer(".", return_tensors="pt"))["input_ids"]
@@ -102,7 +109,7 @@ def learn_vocabulary(
 
 def build_memory(
     path: str, source: TokenSource, model: PreTrainedModel, *, max_contexts: int | None = None
-) -> MemoryHeader:
+) -> SuccessorHeader:
     """Make a memory of documents, or add them to one. The model reads them and generates nothing.
 
     Without inputs it reads its vocabulary, token by token. With `max_contexts=None` contexts are added to the file that
@@ -118,7 +125,7 @@ def build_memory(
     header = header_of(model) if max_contexts is None else header_of(model, max_contexts)
     if adds:
         with pool_errors(path):
-            header, _ = read_memory(path, header)
+            header, _ = read_successors(path, header)
     table = table_of(EMPTY, header.max_contexts)
     totals = source.totals
     if source.inputs:
@@ -136,4 +143,4 @@ def build_memory(
     if adds:
         return merge_into(path, header, new)
     with changing(path):
-        return write_memory(path, header, merge_records([new], header.max_contexts))
+        return write_successors(path, header, merge_records([new], header.max_contexts))

@@ -16,7 +16,7 @@ from lookahead.errors import PoolError
 from lookahead.hf.facts import vocabulary_size
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR, ChainIndex, IntArray
-from lookahead.ngram.pool_file import Pool, read_header, write_pool
+from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
 from lookahead.pools.pool_files import changing, join_documents, open_pool, pool_errors
 from lookahead.proposers import ProposerState
 from lookahead.proposers.ngram import OUTPUT_TOKENS
@@ -35,7 +35,7 @@ def is_memory(path: str | os.PathLike[str]) -> bool:
         return not os.path.lexists(path) or read_header(path).learned == 1
 
 
-class OutputMemory:
+class OutputFile:
     """A model's memory of earlier outputs, in a pool file. PoolError if that is damaged, or of another tokenizer."""
 
     def __init__(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -76,11 +76,11 @@ class OutputMemory:
             if new:
                 tokens = join_documents(stored + new)
                 newest = tokens if tokens.size < OUTPUT_TOKENS else tokens[-OUTPUT_TOKENS // 2 :]
-                write_pool(self.path, newest, self._fingerprint, is_learned=True)
+                write_corpus(self.path, newest, self._fingerprint, is_learned=True)
         self._saved = Counter(map(_key, outputs))
 
     def _read(self) -> IntArray:
-        pool = Pool.open(self.path, self._fingerprint)
+        pool = Corpus.open(self.path, self._fingerprint)
         if not pool.header.learned:
             raise ValueError(f"{self.path}: replaced by a corpus while the job ran; its outputs are not added")
         return pool.tokens

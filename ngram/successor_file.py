@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from lookahead.ngram.binary_file import HEADER_BYTES, FileHeader
-from lookahead.ngram.recycled import ENTRY, TOP, UNIT, WAYS, RecycledTable, group_of
+from lookahead.ngram.successors import ENTRY, TOP, UNIT, WAYS, SuccessorTable, group_of
 
 VERSION = 1
 DEFAULT_CONTEXTS = 1 << 18
@@ -32,7 +32,7 @@ Records = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryHeader(FileHeader):
+class SuccessorHeader(FileHeader):
     """The header of a memory file."""
 
     kind, magic, version = "memory", b"LKMEM\r\n\x1a", VERSION
@@ -49,17 +49,19 @@ class MemoryHeader(FileHeader):
         return HEADER_BYTES + 8 * _WORDS * self.contexts, is_possible
 
 
-read_memory_header = MemoryHeader.read
+read_memory_header = SuccessorHeader.read
 
 
-def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) -> tuple[MemoryHeader, Records]:
+def read_successors(
+    path: str | os.PathLike[str], fits: SuccessorHeader | None = None
+) -> tuple[SuccessorHeader, Records]:
     """Read the header and the records, uint64 `[contexts, 5]`, of a memory file after checking every byte.
 
     The checksum finds accidental damage, and a forged file with a valid one holds no token id that the header excludes.
     ValueError if it is damaged, or does not fit a header of the model in use.
     """
     path = Path(path)
-    with MemoryHeader.opened(path) as (header, file):
+    with SuccessorHeader.opened(path) as (header, file):
         for name, form in _BINDING if fits is not None else ():
             expected, found = getattr(fits, name), getattr(header, name)
             if found != expected:
@@ -74,7 +76,7 @@ def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) 
     return header, records
 
 
-def write_memory(path: str | os.PathLike[str], header: MemoryHeader, records: Records) -> MemoryHeader:
+def write_successors(path: str | os.PathLike[str], header: SuccessorHeader, records: Records) -> SuccessorHeader:
     """Write records to a memory file, atomically; returns its header, with their number and checksum."""
     if not 1 <= header.vocabulary <= MAX_VOCABULARY:
         raise ValueError(f"{path}: the vocabulary must be from 1 to {MAX_VOCABULARY}, got {header.vocabulary}")
@@ -100,10 +102,10 @@ def aged(records: Records) -> Records:
     return older
 
 
-def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> RecycledTable:
+def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> SuccessorTable:
     """A table of at least so many entries that holds records, and has room for as many new ones."""
     size = max(contexts, 2 * len(records))
-    table = RecycledTable(-(-size // WAYS) * WAYS)
+    table = SuccessorTable(-(-size // WAYS) * WAYS)
     entries = np.zeros(len(records), ENTRY)
     entries["key"] = records[:, 0] & ~np.uint64(OLDEST) | np.uint64(1)
     entries["time"] = OLDEST + 1 - (records[:, 0] & np.uint64(OLDEST)).astype(np.int64)
@@ -120,7 +122,7 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> RecycledTabl
     return table
 
 
-def records_of(table: RecycledTable, vocabulary: int) -> tuple[Records, Records]:
+def records_of(table: SuccessorTable, vocabulary: int) -> tuple[Records, Records]:
     """What a table holds: the records that were stored since it was made, with age 0, and those it was made of."""
     entries = table.entries[table.entries["key"] != 0]
     records = np.zeros((len(entries), _WORDS), np.uint64)
