@@ -15,7 +15,9 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lookahead.hf.facts import Attention
 from lookahead.hf.model_state import pass_local, patched_attribute
 
 ATTENTION_NAME = "lookahead_tree"
@@ -107,6 +109,12 @@ class _View:
 def _view_class(kind: Any) -> Any:
     names = {"__slots__": ("_viewed", "__weakref__"), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (_View, kind), names)
+
+
+def registered_attention(config: Any, eager: Attention) -> Attention:
+    """The attention function that a layer with this configuration calls; `eager` is that of its file."""
+    own: Attention = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+    return own
 
 
 def tree_attention(

@@ -28,12 +28,6 @@ def attention_name(config: Any) -> str | None:
     return name
 
 
-def registered_attention(config: Any, eager: Attention) -> Attention:
-    """The attention function that a layer with this configuration calls; `eager` is that of its file."""
-    own: Attention = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
-    return own
-
-
 def is_sdpa(attention: Attention) -> bool:
     """Whether an attention function is transformers' own for SDPA."""
     return attention is sdpa_attention_forward

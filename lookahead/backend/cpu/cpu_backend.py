@@ -54,8 +54,9 @@ class CpuBackend(TorchBackend):
     def _patched(self) -> Iterator[None]:
         self._fused = find_fused(self._served)
         # Chains are verified under the masks that the model makes, which may be a user's.
-        verifies_chains = "it verifies chains, by its own masks"
-        self._whole = verifies_chains if self._scope is None else whole_pass(self._served, self._fused)
+        self._whole = "it verifies chains, by its own masks"
+        if self._scope is not None:
+            self._whole = whole_pass(self._served, self._fused, self._linears)
         with patched_attribute("forward", [*self._fused.forwards, *self._linears.forwards()]), super()._patched():
             yield
 

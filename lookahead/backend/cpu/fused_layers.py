@@ -28,8 +28,9 @@ from lookahead.backend.cpu.layer_jobs import (
 )
 from lookahead.backend.cpu.linears import packed_weights
 from lookahead.errors import with_place
+from lookahead.hf.attention import registered_attention
 from lookahead.hf.cache import CACHE
-from lookahead.hf.facts import SILU, attention_name, is_offloaded, registered_attention
+from lookahead.hf.facts import SILU, attention_name, is_offloaded
 from lookahead.hf.model_code import (
     arithmetic_flags,
     code_of,

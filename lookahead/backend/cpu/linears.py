@@ -106,7 +106,7 @@ class LinearScope:
     """
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
-        self.packs, self.fewest, self.reason = False, 1, ""
+        self.packs, self.fewest, self.reason, self._layers = False, 1, "", frozenset[Any]()
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
         all_layers = product_bits.linear_layers(model)
         layers = [each for each in all_layers if _is_plain(each)]
@@ -137,6 +137,13 @@ class LinearScope:
             packed = known.setdefault(layer, PackedLinear())
             packed.check()
             self._forwards.append((layer, None, partial(_forward, layer, packed)))
+        self._layers = frozenset(layers if "packed" in backends else ())
+
+    def may_pack(self, layer: Any) -> bool:
+        """Whether a layer is quantized, or its weight may be packed for the kernel of this package."""
+        if isinstance(layer, QuantizedLinear):
+            return True
+        return self.packs and layer.weight.numel() >= product_bits.FEWEST_WEIGHTS and layer in self._layers
 
     def forwards(self) -> list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]]:
         """The layers, and what takes the place of their `forward`, for `patched_attribute`."""

@@ -16,7 +16,7 @@ from lookahead.backend.cpu.cpu_pass import CpuPass
 from lookahead.backend.cpu.exact_attention import has_bits
 from lookahead.backend.cpu.fused_layers import FAMILIES, FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Space, jobs_after, jobs_before, norm_of
-from lookahead.backend.cpu.linears import packed_weights
+from lookahead.backend.cpu.linears import LinearScope, packed_weights
 from lookahead.backend.pass_attention import span_of
 from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.sizes import DEFAULT_NODES
@@ -230,8 +230,8 @@ class WholePass:
         return table.query_size * len(tree.tokens) * end <= exact_attention.MAX_KERNEL_PRODUCTS
 
 
-def whole_pass(model: Any, fused: FusedLayers) -> WholePass | str:
-    """The passes of a model with these fused layers, or why they are not one call."""
+def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope) -> WholePass | str:
+    """The passes of a model with these fused layers and packed weights, or why they are not one call."""
     layers = fused.layers
     if not layers:
         return "no layer is fused"
@@ -252,5 +252,7 @@ def whole_pass(model: Any, fused: FusedLayers) -> WholePass | str:
         return "hooks or code of a user's stand around its layers"
     if norm is None or norm not in fused.norms:
         return "its last norm is not fused"
+    if not all(linears.may_pack(each) for parts in layers for each in parts.linears):
+        return "some of its weights are not packed"
     is_plain = head is not None and not (is_set_by_user(head) or user_hooks_of(head))
     return WholePass(model, PassParts(layers, norm, head if is_plain and "weight" in head._parameters else None))
