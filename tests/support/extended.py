@@ -35,7 +35,7 @@ EXTENDED = {
     "tests/test_cli_process.py": ("lookahead/cli/*", "lookahead/documents/*", "lookahead/jobs/*"),
     "tests/test_packaging.py": ("MANIFEST.in", "kernels/*", "lookahead/*/__init__.py", "lookahead/__*.py", "ngram/*"),
     "tests/test_ray*.py": ("lookahead/jobs/*", "lookahead/summarization/*"),
-    "tests/test_shared_files.py": ("lookahead/jobs/*", "lookahead/utils/*", "lookahead/proposers/file_memory.py"),
+    "tests/test_shared_files.py": ("lookahead/jobs/*", "lookahead/utils/*", "lookahead/proposers/store_files.py"),
     "tests/test_tensor_parallel.py": ("lookahead/*/tensor_parallel.py", "lookahead/*/linears.py"),
 }
 # What every test belongs to.
