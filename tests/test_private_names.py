@@ -23,14 +23,14 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 # Names that this package defines too, to take the place of those of transformers.
 OVERRIDDEN = {
-    *("_attn_implementation", "_modules", "_prefill", "_process_model_after_weight_loading"),
+    *("_attn_implementation", "_get_train_sampler", "_modules", "_prefill", "_process_model_after_weight_loading"),
     *("_update_model_kwargs_for_generation", "_version"),
 }
 IN_ONE_ROOM = "hf"
 ROOMS_OF_TORCH = ("hf", "backend.cpu", "backend.gpu", "kernels")
 # What stands elsewhere: a subclass of Trainer calls what subclasses may, and the server is still transformers' own.
 ELSEWHERE = {
-    "training.heads_trainer": {"_prepare_inputs", "transformers.trainer_pt_utils"},
+    "training.heads_trainer": {"_get_train_sampler", "_prepare_inputs", "transformers.trainer_pt_utils"},
     "generation.serving": {"transformers.cli.serving"},
     "heads.native_mtp": {"transformers.modeling_layers"},
     "ngram.corpus_file": {"_version"},  # its own

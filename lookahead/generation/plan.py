@@ -182,13 +182,17 @@ def plan_request(
     model, generation_config, options = call.model, call.generation_config, call.model_kwargs
     is_given, config = config is not None, config if config is not None else LookaheadConfig()
     stopping = stopping_rule(call.stopping_criteria, generation_config)
+    named = ", ".join(missing_names())
+    lacking = f"the installed libraries lack what drafts need, {named}" if named else ""
     if generation_config.get_generation_mode() in BEAM_MODES:
+        if lacking:
+            raise UnsupportedModelError(lacking)
         none = np.zeros(0, np.int64)
         return RequestPlan(
             call=call, config=config, context=context, lengths=none, stopping=stopping, is_refused=is_given
         )
     validation.validate_call(model, generation_config, options)
-    past, lacking = cache_in(options), missing_names()
+    past = cache_in(options)
     held = getattr(past, "self_attention_cache", past)
     # Transformers attends to the empty slots of a static cache under a mask, and without a cache, or with a prompt that
     # is read in parts, it multiplies other numbers of rows together: the bits are not those of one token at a time.
@@ -200,8 +204,7 @@ def plan_request(
     )
     batch_size, longest = call.input_ids.shape
     if lacking:
-        named = ", ".join(lacking)
-        return replace(plan, reason=f"the installed libraries lack what drafts need, {named}; it is decoded plainly")
+        return replace(plan, reason=f"{lacking}; it is decoded plainly")
     if stopping.max_length <= longest + 1:
         return plan  # a single token: there is nothing to draft
     is_lossy = config.acceptance == "typical"

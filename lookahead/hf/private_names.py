@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+_PLAIN = "every call goes to the loop of transformers, with a warning"
+
 
 class PrivateName(NamedTuple):
     """A name that a library does not promise to keep."""
 
     place: str  # the module and the class that have it; empty where it is set on some objects only
     since: str  # the release that brought it, or the first that was looked at
-    without: str = "every call goes to the loop of transformers, with a warning"  # where it is gone
+    without: str = _PLAIN  # what happens where it is gone
 
 
 _LOOP = "transformers.generation.utils.GenerationMixin"
@@ -26,16 +28,19 @@ _MODULE = "torch.nn.Module"
 _NOTHING = "nothing is lost"
 
 TRANSFORMERS: dict[str, PrivateName] = {
-    "_attn_implementation": PrivateName("transformers.PreTrainedConfig", "4.36"),
+    "_attn_implementation": PrivateName("transformers.PretrainedConfig", "4.36"),
     "_beam_search": PrivateName(_LOOP, "4.30"),
     "_can_set_attn_implementation": PrivateName("transformers.PreTrainedModel", "4.54"),
+    "_get_train_sampler": PrivateName("transformers.Trainer", "4.30", "training draws its examples in another order"),
     "_is_stateful": PrivateName("transformers.PreTrainedModel", "4.42"),
     "_is_user_defined": PrivateName("", "5.17", "any cache may be the caller's, and is filled as his"),
     "_mask_length": PrivateName("", "5.19", "the length of the ids counts"),
     "_pad_token_tensor": PrivateName("", "4.43", "the configuration's own token of padding counts"),
     "_prefill": PrivateName(_LOOP, "5.0"),
     "_prepare_inputs": PrivateName("transformers.Trainer", "4.30", "training ends with an error at its first batch"),
-    "_process_model_after_weight_loading": PrivateName("transformers.quantizers.base.HfQuantizer", "4.38"),
+    "_process_model_after_weight_loading": PrivateName(
+        "transformers.quantizers.base.HfQuantizer", "4.38", "`quantize` leaves the weights as they are"
+    ),
     "_reorder_cache": PrivateName("", "4.30", _NOTHING),
     "_sample": PrivateName(_LOOP, "4.30", "calls end with an error that names it"),
     "_update_model_kwargs_for_generation": PrivateName(_LOOP, "4.30"),
@@ -75,9 +80,10 @@ OTHERS: dict[str, PrivateName] = {
 
 @cache
 def missing_names() -> tuple[str, ...]:
-    """The names that the installed transformers and torch lack."""
+    """The names without which nothing is drafted, and which the installed transformers or torch lack."""
     named = (*TRANSFORMERS.items(), *TORCH.items())
-    return tuple(f"{each.place}.{name}" for name, each in named if each.place and not _has(each.place, name))
+    needed = [(name, each.place) for name, each in named if each.without == _PLAIN]
+    return tuple(f"{place}.{name}" for name, place in needed if not _has(place, name))
 
 
 def _has(place: str, name: str) -> bool:
