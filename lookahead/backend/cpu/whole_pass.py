@@ -24,7 +24,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.hf.attention import real_config
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
-from lookahead.hf.model_code import code_of, is_set_by_user, user_hooks_of
+from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, user_hooks_of
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import Job, launcher, table_of
 from lookahead.kernels.packed_product import PackedWeight, product
@@ -79,7 +79,7 @@ class PassTable(KeepsAddresses):
         self._threads = torch.get_num_threads()
         for at in range(len(parts.layers)):
             cache.places(at)  # which allocates what the slots of a pass need
-        self._buffers, self._addresses = (cache.slots.capacity, cache.slots.allocations), list(self._newest_addresses())
+        self._buffers, self._settings = (cache.slots.capacity, cache.slots.allocations), list(_settings_of(parts))
         written = hidden.new_empty(2)  # two places, to see which numbers are the address of what is written
         step = written[1:].data_ptr() - written.data_ptr()
         one, two, later, moved = (
@@ -90,14 +90,14 @@ class PassTable(KeepsAddresses):
         self._base = one - self._by_token - written.data_ptr() * self._by_address
         self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of(3, 5, written[1:])).all())
 
-    def serves(self, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
-        """Whether the table is for these weights, and nothing has moved since."""
+    def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
+        """Whether the table is for these weights and settings of the modules, and nothing has moved since."""
         return (
             (weights is self._weights or _are_same(weights, self._weights))
             and (of_head is self._of_head or _are_same(of_head, self._of_head))
             and self._threads == torch.get_num_threads()
             and self._buffers == (self._slots.capacity, self._slots.allocations)
-            and self._addresses == list(self._newest_addresses())
+            and self._settings == list(_settings_of(parts))
         )
 
     def run(self, hidden: Tensor, positions: Positions, tree: TokenTree, start: int, scored: int) -> Tensor:
@@ -123,18 +123,6 @@ class PassTable(KeepsAddresses):
         numbers = self._of(tokens, self._slots.start, written)  # they live until the call has ended
         self._launch(numbers.ctypes.data)
         return written
-
-    def _newest_addresses(self) -> Iterator[int]:
-        """Where the norms and biases are, which may be replaced."""
-        for parts in self._parts.layers:
-            for norm in parts.norms:
-                yield norm._parameters["weight"].data_ptr()
-            for linear in parts.linears:
-                bias = linear._parameters["bias"]
-                yield 0 if bias is None else bias.data_ptr()
-        yield self._parts.norm._parameters["weight"].data_ptr()
-        if self._parts.head and (bias := self._parts.head._parameters["bias"]) is not None:
-            yield bias.data_ptr()
 
     def _of(self, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
         """The numbers of a pass of some tokens, the first of which goes to a slot."""
@@ -162,6 +150,44 @@ class PassTable(KeepsAddresses):
         if head:
             jobs += product(self._of_head, space.normed, [head._parameters["bias"]], (written,), space.prepared)
         return np.array(table_of(jobs, self._threads))
+
+
+def _settings_of(parts: PassParts) -> Iterator[float]:
+    """What users may change of the modules: where norms and biases are, what the norms add, how attention scales."""
+    for layer in parts.layers:
+        for norm in layer.norms:
+            yield norm._parameters["weight"].data_ptr()
+            yield norm.variance_epsilon
+        for linear in layer.linears:
+            bias = linear._parameters["bias"]
+            yield 0 if bias is None else bias.data_ptr()
+        yield layer.options["scaling"]
+    yield parts.norm._parameters["weight"].data_ptr()
+    yield parts.norm.variance_epsilon
+    if parts.head and (bias := parts.head._parameters["bias"]) is not None:
+        yield bias.data_ptr()
+
+
+def _are_as_found(model: Any, parts: PassParts) -> bool:
+    """Whether the modules that a pass does not call are where they were, and calling them runs nothing of a user's.
+
+    A streamer or a stopping criterion may change that between two passes of a call.
+    """
+    decoder, head = model.model, parts.head
+    layers = [each.layer for each in parts.layers]
+    return (
+        len(decoder.layers) == len(layers)
+        and all(map(is_, decoder.layers, layers))
+        and decoder.norm is parts.norm
+        and (head is None or (model.lm_head is head and _is_called_alone(head)))
+        and all(map(is_bare, (model, decoder, *layers, parts.norm)))
+        and not has_global_hooks()
+    )
+
+
+def _is_called_alone(head: Any) -> bool:
+    """Whether calling the output layer runs nothing of a user's around it."""
+    return not (is_set_by_user(head) or user_hooks_of(head))
 
 
 def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
@@ -192,33 +218,42 @@ class WholePass:
 
         The pass runs within `cpu_pass.running`.
         """
-        slots, layers, config = cache.slots, self._parts.layers, self._decoder.config
-        is_small = len(tree_pass.trees) == 1 and len(tree_pass.trees[0].tokens) <= MAX_TABLE_NODES
-        if not is_small or slots.capacity < _FEWEST_SLOTS or config.num_hidden_layers != len(layers):
+        if not self._takes(tree_pass, cache):
             return None
-        if len(cache.layers) != len(layers) or cache.places(0) is None:
+        # Weights are looked up for what the embedding will give: a hook on it must run once in a pass.
+        like = self._parts.norm.weight.expand(*tree_pass.tokens.shape, -1)
+        weights = packed_weights(self._linears, like, self._known[0])
+        if not weights or like.numel() > mode.most_elements:
             return None
-        hidden = self._decoder.embed_tokens(tree_pass.tokens)
-        parts, weights = self._parts, packed_weights(self._linears, hidden, self._known[0])
-        if not weights or hidden.dtype != layers[0].norms[0].weight.dtype or hidden.numel() > mode.most_elements:
-            return None
-        of_head = packed_weights([parts.head], hidden, self._known[1]) if parts.head else ()
-        positions, table = None, cache.tables.get(len(of_head))
-        if table is None or not table.serves(weights, of_head):
-            held = cache.layers[0]
+        of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
+        parts = self._parts if of_head else self._parts._replace(head=None)
+        table = cache.tables.get(len(of_head))
+        if table is None or not table.serves(parts, weights, of_head):
+            held, dim = cache.layers[0], parts.layers[0].attention.head_dim
             if not row_attention.is_supported(held.keys, held.keys, held.values):
                 return None
-            parts = parts if of_head else parts._replace(head=None)
-            positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
-            dim = positions[0].shape[-1]
-            table = cache.tables[len(of_head)] = PassTable(parts, weights, of_head, cache, hidden, dim)
-        tree, start = tree_pass.trees[0], int(slots.lengths[0])
+            table = cache.tables[len(of_head)] = PassTable(parts, weights, of_head, cache, like, dim)
+        tree, start = tree_pass.trees[0], int(cache.slots.lengths[0])
         if not (table.is_right and self._attends(tree, start, table, is_exact=tree_pass.attends_per_node)):
             return None
-        if positions is None:
-            positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
+        hidden = self._decoder.embed_tokens(tree_pass.tokens)
+        if hidden.dtype != like.dtype:
+            return None
+        positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
         written: Tensor = table.run(hidden, positions, tree, start, tree_pass.firsts[0])
         return written if of_head else self._model.lm_head(written)
+
+    def _takes(self, tree_pass: TreePass, cache: TreeCache) -> bool:
+        """Whether it is a small pass of one row behind others, and the modules that it does not call are as found."""
+        layers, slots = self._parts.layers, cache.slots
+        return (
+            len(tree_pass.trees) == 1
+            and len(tree_pass.trees[0].tokens) <= MAX_TABLE_NODES
+            and slots.capacity >= _FEWEST_SLOTS
+            and self._decoder.config.num_hidden_layers == len(cache.layers) == len(layers)
+            and cache.places(0) is not None
+            and _are_as_found(self._model, self._parts)
+        )
 
     def _attends(self, tree: TokenTree, start: int, table: PassTable, *, is_exact: bool) -> bool:
         """Whether the kernel attends in all layers: behind no window, with the bits of SDPA or faster than a mask."""
@@ -235,8 +270,9 @@ def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope) -> WholePas
     layers = fused.layers
     if not layers:
         return "no layer is fused"
+    dtypes = {parts.norms[0].weight.dtype for parts in layers}
     kinds = {(type(parts.layer), *(each.weight.shape for each in parts.linears)) for parts in layers}
-    if len(kinds) > 1 or [parts.attention.layer_idx for parts in layers] != list(range(len(layers))):
+    if len(kinds) + len(dtypes) > 2 or [parts.attention.layer_idx for parts in layers] != list(range(len(layers))):
         return "its layers are not alike"
     file, family = type(layers[0].layer).__module__, FAMILIES[name_of(layers[0].layer)]
     decoder, names = getattr(model, "model", None), (f"{family}ForCausalLM", f"{family}Model")
@@ -250,9 +286,9 @@ def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope) -> WholePas
     owners = (model, decoder, held)
     if code_of(frozenset(map(type, owners))).foreign or not (is_bare(model) and is_bare(decoder)):
         return "hooks or code of a user's stand around its layers"
-    if norm is None or norm not in fused.norms:
-        return "its last norm is not fused"
+    if norm is None or norm not in fused.norms or norm.weight.dtype not in dtypes:
+        return "its last norm is not fused, or of another type than its layers"
     if not all(linears.may_pack(each) for parts in layers for each in parts.linears):
         return "some of its weights are not packed"
-    is_plain = head is not None and not (is_set_by_user(head) or user_hooks_of(head))
-    return WholePass(model, PassParts(layers, norm, head if is_plain and "weight" in head._parameters else None))
+    is_plain = head is not None and "weight" in head._parameters and linears.may_pack(head)
+    return WholePass(model, PassParts(layers, norm, head if is_plain and _is_called_alone(head) else None))
