@@ -24,7 +24,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.hf.attention import real_config
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
-from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, user_hooks_of
+from lookahead.hf.model_code import code_of, hooks_of, is_set_by_user, user_hooks_of
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import Job, launcher, table_of
 from lookahead.kernels.packed_product import PackedWeight, product
@@ -168,23 +168,6 @@ def _settings_of(parts: PassParts) -> Iterator[float]:
         yield bias.data_ptr()
 
 
-def _are_as_found(model: Any, parts: PassParts) -> bool:
-    """Whether the modules that a pass does not call are where they were, and calling them runs nothing of a user's.
-
-    A streamer or a stopping criterion may change that between two passes of a call.
-    """
-    decoder, head = model.model, parts.head
-    layers = [each.layer for each in parts.layers]
-    return (
-        len(decoder.layers) == len(layers)
-        and all(map(is_, decoder.layers, layers))
-        and decoder.norm is parts.norm
-        and (head is None or (model.lm_head is head and _is_called_alone(head)))
-        and all(map(is_bare, (model, decoder, *layers, parts.norm)))
-        and not has_global_hooks()
-    )
-
-
 def _is_called_alone(head: Any) -> bool:
     """Whether calling the output layer runs nothing of a user's around it."""
     return not (is_set_by_user(head) or user_hooks_of(head))
@@ -212,6 +195,16 @@ class WholePass:
         self._has_bits = is_half and all(
             has_bits(own_attention(each, real_config(each.config)), heads, kv_heads, each.head_dim) for each in layers
         )
+
+        # What a streamer or a stopping criterion may change between two passes of a call: the modules that are not
+        # called, their hooks and torch's for all, and what stands in place of their `forward`.
+        called = {self._decoder.embed_tokens, self._decoder.rotary_emb, *([] if parts.head else [model.lm_head])}
+        inner = [module for module in model.modules() if module not in called]
+        self._hooks = hooks_of(inner)
+        self._hook_count = sum(map(len, self._hooks))
+        self._called: list[tuple[dict[str, Any], Any]] = []  # filled by the first pass, in service
+        self._inner = [vars(module) for module in inner]
+        self._held: list[Any] = []
 
     def __call__(self, tree_pass: TreePass, cache: TreeCache, mode: CpuPass) -> Tensor | None:
         """The logits of all nodes, `[1, nodes, vocab]`; None for a pass that the kernels do not serve.
@@ -246,13 +239,20 @@ class WholePass:
     def _takes(self, tree_pass: TreePass, cache: TreeCache) -> bool:
         """Whether it is a small pass of one row behind others, and the modules that it does not call are as found."""
         layers, slots = self._parts.layers, cache.slots
+        owners = self._model, self._decoder, self._decoder.layers
+        held = [each for owner in owners for each in owner._modules.values()]
+        if not self._held:
+            self._held, self._called = held, [(own, own.get("forward")) for own in self._inner]
         return (
             len(tree_pass.trees) == 1
             and len(tree_pass.trees[0].tokens) <= MAX_TABLE_NODES
             and slots.capacity >= _FEWEST_SLOTS
             and self._decoder.config.num_hidden_layers == len(cache.layers) == len(layers)
             and cache.places(0) is not None
-            and _are_as_found(self._model, self._parts)
+            and len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and sum(map(len, self._hooks)) == self._hook_count
+            and all(own.get("forward") is forward for own, forward in self._called)
         )
 
     def _attends(self, tree: TokenTree, start: int, table: PassTable, *, is_exact: bool) -> bool:
