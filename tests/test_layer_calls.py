@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import platform
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,38 +15,26 @@ import torch
 
 from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
-from lookahead.backend.cpu import cpu_backend, cpu_pass, exact_attention, fused_layers, linears, product_bits
+from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.cpu.whole_pass import PassTable
 from lookahead.backend.protocol import BitPolicy
-from lookahead.backend.support import own_logits
-from lookahead.drafting.tree import TokenTree
-from lookahead.kernels import packed_product
-from tests.support.small_layers import HALF, MODELS, SINGLE, fused, logits_of, made, own_code, serving, trees_of
+from tests.support.small_layers import (
+    HALF,
+    MODELS,
+    SINGLE,
+    WIDE,
+    calls,
+    fused,
+    logits_of,
+    made,
+    on_x86,
+    own_code,
+    serving,
+    trees_of,
+)
 
-__all__ = ["fused", "own_code"]  # fixtures
-on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
-WIDE = {"head_dim": 32}  # torch sums products with fewer outputs in another order
-if not packed_product.is_supported(torch.zeros(2, 2, dtype=HALF)):  # which takes multiples of 64 inputs on this CPU
-    WIDE |= {"hidden_size": 192, "intermediate_size": 256}
-
-
-@pytest.fixture
-def calls(monkeypatch) -> list[int]:
-    """How many jobs each call of the kernels did, where small weights are packed for those of this package too."""
-    if not all(packed_product.is_supported(torch.zeros(2, 64, dtype=dtype)) for dtype in (HALF, SINGLE)):
-        pytest.skip("there is no kernel for products on this CPU")
-    jobs: list[int] = []
-    own = fused_layers.run
-
-    def counted(*each: Any) -> None:
-        jobs.extend([len(each)] * bool(each))
-        own(*each)
-
-    monkeypatch.setattr(fused_layers, "run", counted)
-    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
-    return jobs
+__all__ = ["calls", "fused", "own_code"]  # fixtures
 
 
 @pytest.fixture
@@ -79,6 +65,17 @@ def test_layers_whose_weights_are_packed_compute_what_the_models_own_layers_do(
         error = 0.0 if dtype == HALF else 1e-4 * float(own.abs().max())  # sums have another order in float32
         torch.testing.assert_close(ours, own, rtol=0, atol=error)
     assert fused and calls
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_the_last_row_of_a_batch_is_read_and_written_in_its_own_slots(rows, name, dtype, fused, own_code, calls):
+    expected = own_code(made(name, dtype, **WIDE), rows, 9, retired=rows - 1)
+    got = logits_of(made(name, dtype, **WIDE), rows, 9, retired=rows - 1)
+    for ours, own in zip(got, expected, strict=True):  # of one mask or none: sums have another order
+        torch.testing.assert_close(ours, own, rtol=0, atol=(0.05 if dtype == HALF else 1e-4) * float(own.abs().max()))
 
 
 @on_x86
@@ -180,128 +177,6 @@ def test_norms_and_biases_that_are_replaced_between_passes_are_read_anew(name, f
         target.cache.tables.clear()
         assert torch.equal(target.score(trees_of(1, 5, 0), BitPolicy.SOLO), after)
     assert not torch.equal(before, after)
-
-
-def replace_norm(model: Any) -> None:
-    norm = model.model.norm = copy.deepcopy(model.model.norm)
-    norm.weight.data = norm.weight.data * 2
-
-
-def replace_inner_norm(model: Any) -> None:
-    norm = model.model.layers[1].input_layernorm = copy.deepcopy(model.model.layers[1].input_layernorm)
-    norm.weight.data = norm.weight.data * 2
-
-
-def replace_head(model: Any) -> None:
-    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Tanh())
-
-
-def swap_layers(model: Any) -> None:
-    layers = model.model.layers
-    layers[1], layers[2] = layers[2], layers[1]
-    layers[1].self_attn.layer_idx, layers[2].self_attn.layer_idx = 1, 2
-
-
-def enlarge_epsilon(model: Any) -> None:
-    model.model.layers[1].post_attention_layernorm.variance_epsilon = 3.0
-
-
-def enlarge_last_epsilon(model: Any) -> None:
-    model.model.norm.variance_epsilon = 3.0
-
-
-def scale_attention(model: Any) -> None:
-    model.model.layers[1].self_attn.scaling *= 3
-
-
-def around_a_change(model: Any, change: Any, *, is_one_block: bool) -> list[torch.Tensor]:
-    """Logits of a tree before and after a change of the model, behind one prompt, in one block of service or two."""
-    target = backend_for(model, rows=1, capacity=64)
-    with target.serving():
-        target.read([np.arange(3, 14, dtype=np.int32)])
-        outputs = [target.score(trees_of(1, 5, 0), BitPolicy.SOLO)]
-        if is_one_block:
-            change(model)
-            return [*outputs, target.score(trees_of(1, 5, 0), BitPolicy.SOLO)]
-    change(model)
-    with target.serving():
-        return [*outputs, target.score(trees_of(1, 5, 0), BitPolicy.SOLO)]
-
-
-OUTSIDE = [replace_norm, replace_head, swap_layers]  # of the layers: heard within a call too
-INSIDE = [replace_inner_norm, enlarge_epsilon, enlarge_last_epsilon, scale_attention]
-
-
-@on_x86
-@pytest.mark.parametrize("is_one_block, change", [*product((True, False), OUTSIDE), *product((False,), INSIDE)])
-def test_a_change_of_the_modules_between_two_steps_is_heard(is_one_block, change, fused, calls, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu_backend, "find_fused", lambda model: fused_layers.FusedLayers([], [], []))
-        expected = around_a_change(made("qwen3", **WIDE), change, is_one_block=is_one_block)
-    got = around_a_change(made("qwen3", **WIDE), change, is_one_block=is_one_block)
-    assert all(map(torch.equal, got, expected)) and not torch.equal(*got)
-
-
-@on_x86
-@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
-@pytest.mark.parametrize("name", ["", "model", "model.layers.1", "model.norm", "lm_head"])
-def test_what_a_user_sets_around_a_module_during_a_call_is_called_by_the_next_pass(name, how, fused, calls):
-    seen = list[str]()
-
-    def surround(model: Any) -> None:
-        module = model.get_submodule(name)
-        own = module.forward
-        if how == "forward":
-            module.forward = lambda *args, **options: (seen.append(how), own(*args, **options))[1]
-        else:
-            register = module.register_forward_hook if how == "hook" else module.register_forward_pre_hook
-            register(lambda *_: seen.append(how))
-
-    assert torch.equal(*around_a_change(made(**WIDE), surround, is_one_block=True))
-    assert seen == [how]
-
-
-@on_x86
-@pytest.mark.parametrize("name", ["model.embed_tokens", "model.rotary_emb", "lm_head"])
-def test_a_hook_runs_once_in_every_pass_whichever_kernels_serve_it(name, fused, calls, monkeypatch):
-    model, seen, passes = made("mistral with a window", sliding_window=20, **WIDE), list[str](), 0
-    model.get_submodule(name).register_forward_hook(lambda *_: seen.append(name))
-    for most in (1 << 17, 800):  # numbers that layers at once take
-        monkeypatch.setattr(cpu_pass, "_MAX_FUSED_ELEMENTS", most)
-        target = backend_for(model, rows=1, capacity=64)
-        with target.serving():
-            target.read([np.arange(3, 14, dtype=np.int32)])
-            for nodes in (1, 5, 5, 30):  # the last ones behind the window
-                target.score(trees_of(1, nodes, 0), BitPolicy.SOLO)
-                target.commit(0, np.arange(min(nodes, 4), dtype=np.int32))
-            passes += 5
-    assert len(seen) == passes
-
-
-@on_x86
-@pytest.mark.parametrize("policy", [BitPolicy.SOLO, BitPolicy.ROUNDED])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_norm_and_a_head_of_another_type_than_the_layers_compute_by_their_own_code(attention, policy, fused, calls):
-    model = made(attn_implementation=attention, **WIDE)
-    model.model.norm.float()
-    model.lm_head.float()
-    target, tree = backend_for(model, rows=1, capacity=64), TokenTree.from_parents([3, 4, 5], [0, 0, 1])
-    with target.serving():
-        target.read([np.arange(3, 14, dtype=np.int32)])
-        logits = target.score([tree], policy)[0]
-    own = own_logits(model, [[*range(3, 13), 3, 4, 5]], [])[0, -3:]
-    assert logits.dtype == own.dtype == torch.float32
-    assert float((logits - own).norm()) <= 0.05 * float(own.norm())
-
-
-@on_x86
-def test_a_head_that_was_made_in_inference_mode_is_called_as_it_is(fused, calls):
-    model, same = made(**WIDE), made(**WIDE)
-    with torch.inference_mode():
-        model.lm_head = copy.deepcopy(model.lm_head)
-        model.lm_head.weight = torch.nn.Parameter(same.lm_head.weight.clone(), requires_grad=False)
-    assert model.lm_head.weight.is_inference()
-    assert torch.equal(logits_behind(model), logits_behind(same))
 
 
 @on_x86

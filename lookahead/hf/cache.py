@@ -205,7 +205,8 @@ class TreeCache(Cache):
             return None
         if layer.keys.shape[1] < slots.capacity:
             layer.grow()
-        return layer.keys.narrow(1, slots.start, slots.width), layer.values.narrow(1, slots.start, slots.width)
+        keys, values = (each[:1].narrow(1, slots.start, slots.width) for each in (layer.keys, layer.values))
+        return keys, values
 
     def reserve(self, capacity: int) -> None:
         """Allocate at least so many slots a row now, before a pass that must not allocate."""

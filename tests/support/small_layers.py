@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -23,10 +24,11 @@ from transformers import (
 )
 
 from lookahead.backend.choice import backend_for
-from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers
+from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers, linears, product_bits
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.model_state import patched_attribute
+from lookahead.kernels import packed_product
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 SIZES: dict[str, Any] = {
@@ -45,6 +47,11 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
 }  # fmt: skip
+
+on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
+WIDE = {"head_dim": 32}  # torch sums products with fewer outputs in another order
+if not packed_product.is_supported(torch.zeros(2, 2, dtype=HALF)):  # which takes multiples of 64 inputs on this CPU
+    WIDE |= {"hidden_size": 192, "intermediate_size": 256}
 
 
 def made(name: str = "llama", dtype: torch.dtype = HALF, **options: Any) -> Any:
@@ -94,17 +101,19 @@ def trees_of(rows: int, nodes: int, seed: int) -> list[TokenTree]:
     return [TokenTree.from_parents(source.permutation(np.arange(3, 100))[:nodes], each) for each in parents]
 
 
-def logits_of(model: Any, rows: int, nodes: int, **options: Any) -> list[torch.Tensor]:
-    """Logits of a prompt and of two steps behind it; the cache of the second comes from the first."""
+def logits_of(model: Any, rows: int, nodes: int, *, retired: int = 0, **options: Any) -> list[torch.Tensor]:
+    """Logits of prompts and of two steps of the rows that are not retired; the cache of the second is the first's."""
     target = backend_for(model, rows=rows, capacity=64, **options)
     policy = BitPolicy.SOLO if rows == 1 else BitPolicy.ROUNDED
     prompts = [np.arange(3, 14, dtype=np.int32) + row for row in range(rows)]
     with target.serving():
         outputs = [target.read(prompts)]
+        for _ in range(retired):
+            target.retire(0)
         for seed in range(2):
-            outputs.append(target.score(trees_of(rows, nodes, seed), policy))
+            outputs.append(target.score(trees_of(rows - retired, nodes, seed), policy))
             outputs += target.hidden.values()
-            for row in range(rows):
+            for row in range(rows - retired):
                 target.commit(row, np.arange(min(nodes, 2), dtype=np.int32))
     return outputs
 
@@ -119,3 +128,21 @@ def own_code(monkeypatch) -> Any:
             return logits_of(*args, **kwargs)
 
     return logits
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """How many jobs each call of the kernels did, where small weights are packed for those of this package too."""
+    if not all(packed_product.is_supported(torch.zeros(2, 64, dtype=dtype)) for dtype in (HALF, SINGLE)):
+        pytest.skip("there is no kernel for products on this CPU")
+    jobs: list[int] = []
+    own = fused_layers.run
+
+    def counted(*each: Any) -> None:
+        jobs.extend([len(each)] * bool(each))
+        own(*each)
+
+    monkeypatch.setattr(fused_layers, "run", counted)
+    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
+    return jobs

@@ -138,7 +138,7 @@ class PassTable(KeepsAddresses):
         jobs, count, added = list[Job](), len(LINEARS), {"delta": space.change, "total": own}
         for at, parts in enumerate(self._parts.layers):
             weights, layer = self._weights[count * at : count * (at + 1)], cache.layers[at]
-            key, value = (each.narrow(1, slot, tokens) for each in (layer.keys, layer.values))
+            key, value = (each[:1].narrow(1, slot, tokens) for each in (layer.keys, layer.values))
             first = norm_of(parts.norms[0], space.total if at else own, space.normed, **(added if at else {}))
             jobs += jobs_before(parts, weights, first, space, key, value, (cos, sin))
             query, attended = (each.view(1, tokens, -1, cos.shape[-1]) for each in (space.query, space.attended))
