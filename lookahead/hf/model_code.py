@@ -263,12 +263,6 @@ def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
         yield from ((-1, hook) for hook in list(hooks.values()))
 
 
-def hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
-    """Where the hooks around modules are kept, those of torch for all modules included."""
-    own = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-    return [*own, modules_of_torch._global_forward_hooks, modules_of_torch._global_forward_pre_hooks]
-
-
 def has_global_hooks() -> bool:
     """Whether torch calls hooks around every module."""
     return bool(modules_of_torch._global_forward_hooks or modules_of_torch._global_forward_pre_hooks)

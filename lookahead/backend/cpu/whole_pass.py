@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lookahead.backend.cpu import exact_attention
 from lookahead.backend.cpu.cpu_pass import CpuPass
@@ -24,7 +25,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.hf.attention import real_config
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
-from lookahead.hf.model_code import code_of, hooks_of, is_set_by_user, user_hooks_of
+from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, user_hooks_of
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import Job, launcher, table_of
 from lookahead.kernels.packed_product import PackedWeight, product
@@ -188,23 +189,17 @@ class WholePass:
         self._linears = [each for of_layer in parts.layers for each in of_layer.linears]
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
         layers = [each.attention for each in parts.layers]
-        limits = [each.options.get("sliding_window", span_of(each.attention, {}).window) for each in parts.layers]
-        self._windows = set(limits)  # how far the layers look back
+        window = span_of(layers[0], {}).window  # of layers that pass none along
+        self._windows = {each.options.get("sliding_window", window) for each in parts.layers}
         heads, kv_heads = (parts.layers[0].linears[at].out_features // layers[0].head_dim for at in (0, 1))
         is_half = parts.norm.weight.dtype == torch.bfloat16  # in float32 no bits are promised
-        self._has_bits = is_half and all(
-            has_bits(own_attention(each, real_config(each.config)), heads, kv_heads, each.head_dim) for each in layers
-        )
-
-        # What a streamer or a stopping criterion may change between two passes of a call: the modules that are not
-        # called, their hooks and torch's for all, and what stands in place of their `forward`.
-        called = {self._decoder.embed_tokens, self._decoder.rotary_emb, *([] if parts.head else [model.lm_head])}
-        inner = [module for module in model.modules() if module not in called]
-        self._hooks = hooks_of(inner)
-        self._hook_count = sum(map(len, self._hooks))
-        self._called: list[tuple[dict[str, Any], Any]] = []  # filled by the first pass, in service
-        self._inner = [vars(module) for module in inner]
-        self._held: list[Any] = []
+        own = {own_attention(each, real_config(each.config)) for each in layers if is_half}
+        self._has_bits = is_half and all(has_bits(each, heads, kv_heads, layers[0].head_dim) for each in own)
+        # What a streamer or a stopping criterion may change between two passes of a call.
+        self._layers = [each.layer for each in parts.layers]
+        self._inner = [model, self._decoder, parts.norm, *([parts.head] if parts.head else []), *self._layers]
+        self._forwards: list[Any] = []  # what they run, as the first pass found it
+        self._newest_hook = RemovableHandle.next_id
 
     def __call__(self, tree_pass: TreePass, cache: TreeCache, mode: CpuPass) -> Tensor | None:
         """The logits of all nodes, `[1, nodes, vocab]`; None for a pass that the kernels do not serve.
@@ -238,22 +233,29 @@ class WholePass:
 
     def _takes(self, tree_pass: TreePass, cache: TreeCache) -> bool:
         """Whether it is a small pass of one row behind others, and the modules that it does not call are as found."""
-        layers, slots = self._parts.layers, cache.slots
-        owners = self._model, self._decoder, self._decoder.layers
-        held = [each for owner in owners for each in owner._modules.values()]
-        if not self._held:
-            self._held, self._called = held, [(own, own.get("forward")) for own in self._inner]
+        parts, slots, decoder = self._parts, cache.slots, self._decoder
+        if len(tree_pass.trees) != 1 or len(tree_pass.trees[0].tokens) > MAX_TABLE_NODES:
+            return False
+        forwards = [vars(each).get("forward") for each in self._inner]
+        self._forwards = self._forwards or forwards
         return (
-            len(tree_pass.trees) == 1
-            and len(tree_pass.trees[0].tokens) <= MAX_TABLE_NODES
-            and slots.capacity >= _FEWEST_SLOTS
-            and self._decoder.config.num_hidden_layers == len(cache.layers) == len(layers)
+            slots.capacity >= _FEWEST_SLOTS
+            and decoder.config.num_hidden_layers == len(cache.layers) == len(decoder.layers) == len(parts.layers)
             and cache.places(0) is not None
-            and len(held) == len(self._held)
-            and all(map(is_, held, self._held))
-            and sum(map(len, self._hooks)) == self._hook_count
-            and all(own.get("forward") is forward for own, forward in self._called)
+            and all(map(is_, decoder.layers._modules.values(), self._layers))
+            and decoder.norm is parts.norm
+            and (parts.head is None or self._model.lm_head is parts.head)
+            and all(map(is_, forwards, self._forwards))
+            and (self._newest_hook == RemovableHandle.next_id or self._is_unhooked())
         )
+
+    def _is_unhooked(self) -> bool:
+        """Whether no hook stands around the modules that a pass does not call; asked where one was set anywhere."""
+        called = self._decoder.embed_tokens, self._decoder.rotary_emb, None if self._parts.head else self._model.lm_head
+        if has_global_hooks() or any(user_hooks_of(each) for each in self._model.modules() if each not in called):
+            return False
+        self._newest_hook = RemovableHandle.next_id
+        return True
 
     def _attends(self, tree: TokenTree, start: int, table: PassTable, *, is_exact: bool) -> bool:
         """Whether the kernel attends in all layers: behind no window, with the bits of SDPA or faster than a mask."""
