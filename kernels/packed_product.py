@@ -164,15 +164,17 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
-    """Where `product` writes rows as the kernel takes them, int32; None where it takes them as they are."""
-    if weights[0].packed.dtype not in (*_LINES, torch.bfloat16):
-        return None
-    return torch.empty(rows * max(_prepared_length(each) for each in weights), dtype=torch.int32, device="cpu")
+    """Where `product` writes rows as the kernel takes them, int32; None where all weights take them as they are."""
+    length = max(_prepared_length(each) for each in weights)
+    return torch.empty(rows * length, dtype=torch.int32, device="cpu") if length else None
 
 
 def _prepared_length(weight: PackedWeight) -> int:
+    """Numbers of a row as the kernel takes it; 0 where it takes the row as it is."""
     if weight.packed.dtype == torch.bfloat16:
         return 2 * weight.terms
+    if weight.packed.dtype not in _LINES:
+        return 0
     return weight.terms // (_LINES[weight.packed.dtype] + 1) * (weight.block // 4 + 2)
 
 
@@ -193,13 +195,14 @@ def product(
         x: `[..., inputs]`, contiguous, of a type that `multiply` takes.
         biases: `[outputs]` of the type of `x` for each weight, or None.
         outs: `[..., outputs]` of the type of `x` for each weight, contiguous; the jobs write them.
-        prepared: What `prepared_rows` made for these weights and so many rows; the first job writes it.
+        prepared: What `prepared_rows` made for so many rows and weights with these among them; the first job writes
+            it where these weights need it.
     """
     packed, _, block, _, terms, together = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
     rows, left, length, of_block = x.numel() // inputs, x, terms, block * terms // inputs
-    if prepared is not None:
-        left, length = prepared, _prepared_length(weights[0])
+    if prepared is not None and (prepared_length := _prepared_length(weights[0])):
+        left, length = prepared, prepared_length
         of_block = _LINES.get(packed.dtype, inputs // _SUMS)
         prepare = _ROUNDING[x.dtype] if packed.dtype in _LINES else _order_halves
         jobs.append((prepare, rows, (x.data_ptr(), left.data_ptr(), inputs, length, block), (x, left)))

@@ -17,7 +17,6 @@ from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
-from lookahead.backend.cpu.whole_pass import PassTable
 from lookahead.backend.protocol import BitPolicy
 from tests.support.small_layers import (
     HALF,
@@ -31,24 +30,11 @@ from tests.support.small_layers import (
     on_x86,
     own_code,
     serving,
+    tables,
     trees_of,
 )
 
-__all__ = ["calls", "fused", "own_code"]  # fixtures
-
-
-@pytest.fixture
-def tables(monkeypatch) -> list[int]:
-    """The tokens of passes whose layers were one call."""
-    tokens: list[int] = []
-    own = PassTable.run
-
-    def counted(self: PassTable, hidden: Any, *rest: Any) -> Any:
-        tokens.append(hidden.shape[1])
-        return own(self, hidden, *rest)
-
-    monkeypatch.setattr(PassTable, "run", counted)
-    return tokens
+__all__ = ["calls", "fused", "own_code", "tables"]  # fixtures
 
 
 @on_x86

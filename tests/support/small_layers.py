@@ -25,6 +25,7 @@ from transformers import (
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers, linears, product_bits
+from lookahead.backend.cpu.whole_pass import PassTable
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.model_state import patched_attribute
@@ -146,3 +147,17 @@ def calls(monkeypatch) -> list[int]:
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
     monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
     return jobs
+
+
+@pytest.fixture
+def tables(monkeypatch) -> list[int]:
+    """The tokens of passes whose layers were one call."""
+    tokens: list[int] = []
+    own = PassTable.run
+
+    def counted(self: PassTable, hidden: Any, *rest: Any) -> Any:
+        tokens.append(hidden.shape[1])
+        return own(self, hidden, *rest)
+
+    monkeypatch.setattr(PassTable, "run", counted)
+    return tokens
