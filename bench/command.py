@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from lookahead import LookaheadConfig
+from lookahead.backend.cpu.product_choice import processor
 from lookahead.engine.engine import Engine
 from lookahead.generation.plan import plan_request
 from lookahead.hf.calls import resolve_call
@@ -90,14 +91,6 @@ def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.pro
     begin = clock()
     work()
     return clock() - begin
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def setting_of(arguments: argparse.Namespace, *options: str) -> dict[str, Any]:

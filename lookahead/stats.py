@@ -11,7 +11,8 @@ from typing import Any, Literal
 _SECONDS = ("prefill_s", "decode_s", "ttft_s")
 # What `to_dict` shows, by the digits after the point.
 _SHOWN = (
-    (0, "prompt_tokens emitted_tokens target_forwards bitwise_forwards exactness drafted_tokens accepted_tokens"),
+    (0, "prompt_tokens emitted_tokens target_forwards bitwise_forwards exactness backend"),
+    (0, "drafted_tokens accepted_tokens"),
     (4, "mean_acceptance_length draft_acceptance_rate"),
     (3, "expected_tokens"),
     (4, "calibration_error forwards_by_source drafted_by_source accepted_by_source"),
@@ -44,6 +45,8 @@ class DecodingStats:
         prefill_s: Seconds from the start to the end of the prefill, shared by the rows of a batch.
         decode_s: Seconds from the end of the prefill, which gives the first token, to the row's last token.
         ttft_s: Seconds from the start to the row's first token.
+        backend: What scored the tokens, and by which path: `"CpuBackend: passes as one call"`, or `"transformers"` for
+            its own loop. Rows that were not served alike add up to `"several"`; a beam search has none.
     """
 
     prompt_tokens: int = 0
@@ -62,6 +65,7 @@ class DecodingStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     ttft_s: float = 0.0
+    backend: str = ""
 
     @property
     def decoded_tokens(self) -> int:
@@ -142,6 +146,8 @@ def total(rows: Iterable[DecodingStats]) -> DecodingStats:
             elif isinstance(mine, dict):
                 for key, value in more.items():
                     mine[key] += value
+            elif isinstance(mine, str):
+                setattr(result, each.name, "several" if mine and more and mine != more else mine or more)
             else:
                 setattr(result, each.name, mine + more)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.gpu.gpu_backend import GpuBackend
-from lookahead.backend.protocol import Backend, BitPolicy
+from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.tree import TokenTree
 from lookahead.generation.plan import RequestPlan, plan_request
 from lookahead.hf.calls import resolve_call
+from lookahead.stats import DecodingStats, total
 from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, build
 
@@ -142,3 +144,37 @@ def test_the_report_of_a_model_needs_no_call_of_it(tiny_llama: Any) -> None:
     )
     with pytest.raises(lookahead.ConfigError, match="model must be a PreTrainedModel"):
         lookahead.backend_report("a name")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("serving", "summary"), [("", "Some"), ("a", "Some: a"), ("abc", "Some: c"), ("b", "Some: b"), ("ac", "Some: c")]
+)
+def test_a_report_in_short_names_the_fastest_path_that_serves(serving: str, summary: str) -> None:
+    paths = tuple(PathReport(name, name in serving, "why") for name in "abc")
+    assert BackendReport("Some", "Model", paths).summary == summary
+
+
+@pytest.mark.filterwarnings("ignore:the tokenizer '' may be that of another model")
+def test_stats_name_what_scored_the_tokens(tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    options: Any = {"max_new_tokens": 6, "do_sample": False}
+    expected = lookahead.backend_report(tiny_llama).summary
+    together = lookahead.generate(tiny_llama, tiny_tokenizer, ["abc", "The cat"], **options)
+    assert expected.startswith("CpuBackend: ")
+    assert [each.backend for each in (*together.row_stats, together.stats)] == [expected] * 3
+    assert together.stats.to_dict()["backend"] == expected
+    done = lookahead.stream_many(tiny_llama, tiny_tokenizer, ["abc", "The cat"], **options)
+    assert [each.stats.backend for each in done] == [expected] * 2
+    with pytest.warns(UserWarning, match="its state is sequential"):
+        plain = lookahead.generate(build(FAMILIES["Mamba"]), tiny_tokenizer, ["abc", "The cat"], **options)
+    assert [each.backend for each in (*plain.row_stats, plain.stats)] == ["transformers"] * 3
+
+
+@pytest.mark.parametrize(
+    ("backends", "together"),
+    [([], ""), ([""], ""), (["", "A"], "A"), (["A", "A", ""], "A"), (["A", "", "B"], "several"), ("AABA", "several")],
+)
+def test_rows_that_were_not_served_alike_add_up_to_several_in_any_order(backends: Any, together: str) -> None:
+    for ordered in permutations(DecodingStats(backend=name) for name in backends):
+        assert total(ordered).backend == together
+        for at in range(len(ordered)):
+            assert total([total(ordered[:at]), total(ordered[at:])]).backend == together

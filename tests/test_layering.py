@@ -60,7 +60,7 @@ OPTIONAL = {
     "generation.serving": {"fastapi", "jinja2", "uvicorn"},
     "jobs.worker_pool": {"ray"},
 }
-BROUGHT_ALONG = {"tokenizers", "huggingface_hub", "llvmlite"}  # by transformers and numba
+BROUGHT_ALONG = {"tokenizers", "huggingface_hub", "llvmlite", "packaging"}  # by transformers and numba
 FEW_PARAMETERS = 4  # a docstring says in a sentence what so many are; `Args:` describes more
 # Rooms whose docstrings are not complete yet.
 

@@ -341,3 +341,19 @@ def test_activations_and_a_bias_that_are_not_contiguous_are_read_as_they_stand(p
     model, x = model_of(), torch.randn(24, 3, 40).transpose(0, 2)
     model[0].bias = nn.Parameter(torch.randn(19, 3)[:, 1])
     assert torch.allclose(run(LinearScope(model), model, x), model(x.contiguous()), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_copies_know_their_bytes_and_one_that_several_policies_share_counts_once(shape, dtype, laid_out):
+    layer, packed = nn.Linear(*shape[::-1], dtype=dtype), linears.PackedLinear()
+    assert packed.nbytes == 0
+    for policy in BitPolicy:
+        packed.weight(layer, policy)
+        assert packed.nbytes == len(laid_out) * layer.weight.nbytes
+
+
+def test_copies_for_the_kernel_of_this_package_count_with_their_padding(packs_by_both):
+    layer, packed = nn.Linear(24, 19), linears.PackedLinear()
+    assert (packed.weight(layer) or Packed(Layout(), by_torch)).own is not None
+    assert 19 * 24 * 4 < packed.nbytes < 64 * 24 * 4

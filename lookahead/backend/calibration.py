@@ -95,7 +95,8 @@ def calibrate(
     Raises:
         UnsupportedModelError: The model cannot verify drafts.
     """
-    machine = measure_machine(model)
+    weights = sum(each.nbytes for each in model.parameters())
+    machine = measure_machine(input_device(model), model.dtype, weights)
     sweeps = []
     for context in contexts:
         seconds, kv_bytes = _sweep(model, context, nodes, rounds=_ROUNDS)
@@ -203,12 +204,10 @@ def _points(
     return points
 
 
-def measure_machine(model: PreTrainedModel) -> Machine:
-    """Measure the model's device in the model's dtype by a matrix product and a copy."""
-    device, dtype = input_device(model), model.dtype
+def measure_machine(device: torch.device, dtype: torch.dtype, weights: int) -> Machine:
+    """Measure a device by a matrix product in a dtype, and by a copy of as many bytes as the weights have."""
     side = 8192 if device.type == "cuda" else 1024
     left = torch.ones(side, side, dtype=dtype, device=device)
-    weights = sum(each.nbytes for each in model.parameters())
     buffer = torch.ones(min(max(weights, 1 << 24), 1 << 30), dtype=torch.uint8, device=device)
     copy = torch.empty_like(buffer)
     copy_s = min(timed(lambda: copy.copy_(buffer), device) for _ in range(4))

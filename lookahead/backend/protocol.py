@@ -46,7 +46,13 @@ class BackendReport:
 
     backend: str
     model: str
-    paths: tuple[PathReport, ...]
+    paths: tuple[PathReport, ...]  # the fastest last
+
+    @property
+    def summary(self) -> str:
+        """The backend and the fastest path that serves, such as "CpuBackend: passes as one call"."""
+        serving = [each.path for each in self.paths if each.serves]
+        return ": ".join([self.backend, *serving[-1:]])
 
     def __str__(self) -> str:
         lines = [f"{self.model} is served by {self.backend}"]

@@ -136,8 +136,9 @@ class Engine:
         texts = [row.text for row in rows]
         logits = self._backend.read(texts, first, encoded=joining, on_prefill=self._on_prefill)
         state_of(self._call.model).log_once(self._call.is_chain, self._backend.report)
+        served_by = self._backend.report().summary
         for row in rows:
-            row.encoded = None
+            row.encoded, row.stats.backend = None, served_by
             row.policy = self._policy if self._backend.is_read_whole else BitPolicy.ROUNDED
         drafts, scores = self._root_only(rows), read_scores(logits, with_top=self._needs_top)
         results = self._verify(drafts, logits, scores, first)

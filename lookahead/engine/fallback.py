@@ -66,7 +66,7 @@ class PlainLoop:
                 limit = min(limit, self._width - stats.prompt_tokens + self._context + 1)
             end, reason = self._criteria.ends.get(row, (limit, "criteria"))
             tokens = ids[: (min(end, limit) if self._criteria.pads else limit) - self._width]
-            stats.emitted_tokens = len(tokens)
+            stats.backend, stats.emitted_tokens = "transformers", len(tokens)
             stats.target_forwards = stats.bitwise_forwards = stats.acceptance_histogram[1] = len(tokens) - 1
             # The prefill of the loop is not timed apart from its steps.
             stats.decode_s = stats.ttft_s = seconds

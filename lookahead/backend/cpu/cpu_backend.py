@@ -98,13 +98,13 @@ class CpuBackend(TorchBackend):
         share = f"{len(fused.layers)} of {fused.total} layers"
         return [
             *super()._paths(),
-            PathReport("packed weights", linears.packs, apart or packed),
-            PathReport("fused layers", bool(fused.layers), apart or "; ".join(filter(None, (share, fused.reason)))),
-            PathReport("passes as one call", not one_call, apart or one_call),
             PathReport(
                 "nodes that attend by a kernel of their own", self._takes_rows,
                 "" if self._takes_rows else "it is for bfloat16, SDPA and layers without windows",
             ),
+            PathReport("packed weights", linears.packs, apart or packed),
+            PathReport("fused layers", bool(fused.layers), apart or "; ".join(filter(None, (share, fused.reason)))),
+            PathReport("passes as one call", not one_call, apart or one_call),
         ]  # fmt: skip
 
 

@@ -60,6 +60,13 @@ class PackedLinear:
     def __reduce__(self) -> Any:
         return PackedLinear, ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed copies; one of oneDNN, which does not tell, counts as the weight does."""
+        copies = {id(each.product): each.own for each in self._packed.values() if each is not None}
+        weight = 0 if self._own is None else self._own.nbytes
+        return sum(weight if own is None else own.packed.nbytes for own in copies.values())
+
     def check(self) -> None:
         """Forget packed weights if the layer's own has other bytes: writes through `.data` count no version up."""
         if self._own is not None and any(self._packed.values()) and _digest(self._own) != self._digest:

@@ -72,14 +72,19 @@ def _read(path: Path) -> dict[str, tuple[str, ...]]:
         return {}
 
 
-def _machine() -> str:
-    """16 hexadecimal digits for the CPU, torch and the kernels."""
-    cpu = platform.processor()
+def processor() -> str:
+    """The name of the CPU, or the number of an ARM one; as Python knows it where Linux does not tell."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        cpu = next(line for line in lines if line.startswith(("model name", "CPU part")))
+        found = next(line for line in lines if line.startswith(("model name", "CPU part")))
+        return found.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _machine() -> str:
+    """16 hexadecimal digits for the CPU, torch and the kernels."""
     sources = sorted(Path(str(packed_product.__file__)).parent.glob("*.py"))
-    digest = xxhash.xxh3_64(f"{cpu} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode())
+    digest = xxhash.xxh3_64(f"{processor()} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode())
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()

@@ -1,0 +1,101 @@
+"""The command that says what serves a user on this machine, and what is broken."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import typer
+from rich.filesize import decimal
+
+from lookahead.cli.options import DeviceOptions, ModelOptions, option
+from lookahead.cli.terminal import console, load, say
+from lookahead.errors import ConfigError
+from lookahead.hf import loading
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(DeviceOptions):
+    model: str | None = option(None, "Say what serves this model too, and how fast. (default: none is loaded)")
+    as_json: bool = option(False, "Print one JSON object.", "--json")
+
+
+def doctor(options: DoctorOptions) -> None:
+    """Say what serves you on this machine, what is missing, and with --model how fast a model is.
+
+    Shown are the CPU and its speed, versions, extras that are not installed, and
+    the caches. With a model: which path serves it, why not a faster one, and the
+    time of a token with lookahead and without, measured for two seconds.
+
+    For example:
+
+      lookahead doctor
+      lookahead doctor --model ./my-model --dtype bf16 --json
+
+    Exit status: 0 nothing is broken; 1 something is, and a line says what; 2 an
+    argument is wrong.
+    """
+    loaded = None
+    if options.model is not None:
+        shared = {each.name: getattr(options, each.name) for each in fields(ModelOptions)}
+        loaded = load(ModelOptions(**shared))
+    elif options.quantize is not None:
+        raise ConfigError(f"quantize is for a model: name one with --model, got --quantize {options.quantize} alone")
+    loading.prepare_process(options.threads)
+    device = loading.resolve_device(options.device)
+    dtype = loading.resolve_dtype(options.dtype, device)
+    with console(sys.stderr).status("measuring"):
+        from lookahead.reporting import diagnosis
+
+        facts = diagnosis.diagnose(device, dtype, loaded)
+    if options.as_json:
+        print(json.dumps(facts))
+    else:
+        for line in _lines(facts, diagnosis.EXTRAS):
+            console(sys.stdout).print(line, soft_wrap=True)
+    for fault in facts["faults"]:
+        say("broken", fault)
+    if facts["faults"]:
+        raise typer.Exit(1)
+
+
+def _lines(facts: dict[str, Any], extras: dict[str, str]) -> Iterator[str]:
+    """The facts for a reader; `extras` says what needs each extra."""
+    machine, versions = facts["machine"], facts["versions"]
+    yield "machine"
+    yield f"  CPU: {machine['cpu']}, with {', '.join(machine['features']) or 'no feature that matters'}"
+    yield f"  cores: {machine['cores']}, threads of torch: {machine['threads']}"
+    if machine["memory"] is not None:
+        yield f"  memory: {decimal(machine['memory'])}, free: {decimal(machine['free_memory'])}"
+    yield f"  GPU: {', '.join(machine['gpus']) or 'none'}"
+    speed = f"{machine['flops'] / 1e9:.1f} GFLOP/s and {machine['bytes_per_s'] / 1e9:.1f} GB/s"
+    yield f"  speed on {machine['device']} in {machine['dtype']}: {speed}"
+    yield "packages"
+    yield f"  {', '.join(' '.join(each) for each in versions.items())}"
+    for extra, packages in facts["missing_extras"].items():
+        yield f"  not installed, for {extras[extra]}: {', '.join(packages)}: pip install 'lookahead-decoding[{extra}]'"
+    yield "caches"
+    for name, cache in facts["caches"].items():
+        writable = "writable" if cache["is_writable"] else "not writable"
+        yield f"  {name}: {decimal(cache['bytes'])}, {writable}, {cache['folder']}"
+    if "model" in facts:
+        yield from _model_lines(facts["model"], machine["bytes_per_s"])
+
+
+def _model_lines(model: dict[str, Any], bytes_per_s: float) -> Iterator[str]:
+    speed, report, weights = model["speed"], model["report"], model["weights"]
+    yield f"model: {model['name']}"
+    yield f"  {report['model']}, {model['parameters']:,} parameters, {model['dtype']}"
+    packed = f"packed copies of weights: {decimal(model['packed_weights'])}"
+    yield f"  weights: {decimal(weights)}, read in {1e3 * weights / bytes_per_s:.2f} ms at best; {packed}"
+    yield f"  served by {report['backend']}"
+    for each in report["paths"]:
+        yield f"    {each['path']}: {'yes' if each['serves'] else 'no'}{each['reason'] and ', ' + each['reason']}"
+    for path, problem in model["problems"].items():
+        yield f"  problem: {path}: {problem}"
+    yield f"  ms a token: {speed['plain_ms']:.2f} by model.generate, {speed['lookahead_ms']:.2f} by lookahead"
+    yield f"  tokens a pass: {speed['counters']['mean_acceptance_length']:.2f}, by {speed['counters']['backend']}"
+    yield f"  same tokens: {speed['same_tokens']} of {speed['prompts']} texts"

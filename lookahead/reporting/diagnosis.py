@@ -1,0 +1,189 @@
+"""What serves a user here: the machine, the installed packages, the caches, and what a model is decoded by."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from platformdirs import user_cache_path
+
+from lookahead.backend.calibration import measure_machine
+from lookahead.backend.cpu.product_choice import processor
+from lookahead.generation.api import generate
+from lookahead.generation.draft_selection import PROMPTS
+from lookahead.generation.plan import backend_report
+from lookahead.hf.loading import LoadedModel
+from lookahead.hf.model_state import state_of
+from lookahead.hf.private_names import missing_names
+from lookahead.kernels import scalars
+from lookahead.kernels.microkernel import FEATURES
+from lookahead.ngram import search
+from lookahead.stats import DecodingStats, total_in_sequence
+from lookahead.summarization.summarizer import decode_plainly
+
+Facts = dict[str, Any]
+"""Facts that are ready for JSON; sizes are in bytes, and what the system does not tell is None."""
+
+EXTRAS = {
+    "documents": "PDF and Word files",
+    "gguf": "GGUF files, the default model's too",
+    "html": "the main text of web pages",
+    "ray": "lookahead summarize --ray",
+    "remote": "documents behind https and s3 URLs",
+    "serve": "lookahead serve",
+    "tables": "Parquet files",
+    "train": "lookahead train",
+}
+"""The extras of the package, and what needs them."""
+
+_PACKAGE = "lookahead-decoding"
+_FEATURES = (
+    *("avx2", "avx512f", "avx512bf16", "avx512vnni", "avxvnni", "avxneconvert"),
+    *("amx-tile", "amx-bf16", "amx-int8", "neon", "bf16", "i8mm", "sve"),
+)
+_CACHES = ("products", "kernels", "costs", "models")
+_COPIED = 1 << 28  # bytes that are copied where no model says how many
+_TEST_S = 2.0
+_TEST_TOKENS = 32  # of each prompt
+
+
+def diagnose(device: torch.device, dtype: torch.dtype | str, loaded: LoadedModel | None = None) -> Facts:
+    """All facts, those of a model only if one is loaded, and what is broken.
+
+    The device is measured in the model's dtype; without a model in the dtype named, and in bfloat16 for `"auto"`.
+    """
+    facts: Facts = {**package_facts(), "caches": cache_facts()}
+    if loaded is None:
+        facts["machine"] = _machine(device, dtype if isinstance(dtype, torch.dtype) else torch.bfloat16, _COPIED)
+    else:
+        facts["model"] = model_facts(loaded)
+        facts["machine"] = _machine(device, loaded.model.dtype, facts["model"]["weights"])
+    return {**facts, "faults": faults(facts)}
+
+
+def _machine(device: torch.device, dtype: torch.dtype, weights: int) -> Facts:
+    memory = dict[str, int]()
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        memory = {name: int(size.split()[0]) << 10 for name, _, size in (line.partition(":") for line in lines)}
+    return {
+        "cpu": processor(),
+        "features": [name for name in _FEATURES if FEATURES.get(name)],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory": memory.get("MemTotal"),
+        "free_memory": memory.get("MemAvailable"),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        **asdict(measure_machine(device, dtype, weights)),
+    }
+
+
+def package_facts() -> Facts:
+    """The versions that count, what each extra lacks, and the private names that torch and transformers lack."""
+    lacking: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
+    with suppress(metadata.PackageNotFoundError):  # it runs from its sources
+        for requirement in map(Requirement, metadata.requires(_PACKAGE) or ()):
+            for extra, lacks in lacking.items():
+                is_asked = requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
+                version = _installed(requirement.name)
+                if is_asked and (version is None or not requirement.specifier.contains(version, prereleases=True)):
+                    lacks.append(str(requirement).partition(";")[0])
+    packages = (_PACKAGE, "torch", "transformers", "numba", "triton")
+    found = {name: version for name in packages if (version := _installed(name)) is not None}
+    return {
+        "versions": {"python": platform.python_version(), **found},
+        "missing_extras": {extra: lacks for extra, lacks in lacking.items() if lacks},
+        "missing_names": list(missing_names()),
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cache_facts() -> dict[str, Facts]:
+    """The folder of each cache, the bytes in it, and whether it can be written."""
+    root = user_cache_path("lookahead", appauthor=False)
+    files = {name: (root / name, "*") for name in _CACHES}
+    for name, function in (("numba, indexes", search.grow), ("numba, kernels", scalars.exp)):
+        if (folder := function.stats.cache_path) is not None:
+            files[name] = Path(folder), "*.nb[ci]"
+    return {
+        name: {
+            "folder": str(folder),
+            "bytes": sum(each.stat().st_size for each in folder.rglob(pattern) if each.is_file()),
+            "is_writable": _is_writable(folder),
+        }
+        for name, (folder, pattern) in files.items()
+    }
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which may have to be made first."""
+    found = next(each for each in (folder, *folder.parents) if each.exists())
+    return found.is_dir() and os.access(found, os.W_OK)
+
+
+def model_facts(loaded: LoadedModel) -> Facts:
+    """What a model is, the paths that serve it, and how fast it is with drafts and without."""
+    model, speed = loaded.model, _speed(loaded)
+    return {
+        "name": model.name_or_path,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": model.num_parameters(),
+        "weights": sum(each.nbytes for each in model.parameters()),
+        "packed_weights": sum(each.nbytes for each in state_of(model).linears.values()),
+        "report": asdict(backend_report(model)),
+        "problems": state_of(model).problems,
+        "speed": speed,
+    }
+
+
+def _speed(loaded: LoadedModel) -> Facts:
+    """Milliseconds of a token behind the first, by `model.generate` and by `generate`, over two seconds of prompts."""
+    plain, drafted = list[DecodingStats](), list[DecodingStats]()
+    same, begin = 0, 0.0
+    for number, prompt in enumerate(PROMPTS):
+        ids = loaded.tokenizer.encode(prompt)
+        (expected,), figures = decode_plainly(*loaded, [ids], _TEST_TOKENS, 1)
+        result = generate(*loaded, ids, max_new_tokens=_TEST_TOKENS, do_sample=False, num_beams=1)
+        if number == 0:  # it packs and compiles
+            begin = time.perf_counter()
+            continue
+        plain.append(figures)
+        drafted.append(result.stats)
+        same += result.token_ids[0] == expected
+        if time.perf_counter() - begin > _TEST_S:
+            break
+    stats = total_in_sequence(drafted)
+    return {
+        "prompts": len(plain),
+        "same_tokens": same,
+        "plain_ms": 1e3 * total_in_sequence(plain).tpot_s,
+        "lookahead_ms": 1e3 * stats.tpot_s,
+        "counters": stats.to_dict(),
+    }
+
+
+def faults(facts: Facts) -> list[str]:
+    """What is broken: names that are gone, and tokens in float32 that are not those of `model.generate`."""
+    found = []
+    if names := facts["missing_names"]:
+        found.append(f"nothing is drafted, as torch or transformers lack {', '.join(names)}")
+    model = facts.get("model")
+    if model is not None and model["dtype"] == "float32" and model["speed"]["same_tokens"] < model["speed"]["prompts"]:
+        found.append("the tokens are not those of model.generate, in float32: please report it")
+    return found
