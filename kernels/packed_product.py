@@ -171,11 +171,9 @@ def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
 
 def _prepared_length(weight: PackedWeight) -> int:
     """Numbers of a row as the kernel takes it; 0 where it takes the row as it is."""
-    if weight.packed.dtype == torch.bfloat16:
-        return 2 * weight.terms
-    if weight.packed.dtype not in _LINES:
-        return 0
-    return weight.terms // (_LINES[weight.packed.dtype] + 1) * (weight.block // 4 + 2)
+    if weight.packed.dtype in _LINES:
+        return weight.terms // (_LINES[weight.packed.dtype] + 1) * (weight.block // 4 + 2)
+    return 2 * weight.terms if weight.packed.dtype == torch.bfloat16 else 0
 
 
 def product(
@@ -195,8 +193,7 @@ def product(
         x: `[..., inputs]`, contiguous, of a type that `multiply` takes.
         biases: `[outputs]` of the type of `x` for each weight, or None.
         outs: `[..., outputs]` of the type of `x` for each weight, contiguous; the jobs write them.
-        prepared: What `prepared_rows` made for so many rows and weights with these among them; the first job writes
-            it where these weights need it.
+        prepared: What `prepared_rows` made for these weights, or more, and so many rows; the first job may write it.
     """
     packed, _, block, _, terms, together = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()

@@ -146,13 +146,25 @@ def test_a_norm_and_a_head_of_another_type_than_the_layers_compute_by_their_own_
 
 
 @on_x86
-def test_a_head_that_was_made_in_inference_mode_is_called_as_it_is(fused, calls):
-    model, same = made(**WIDE), made(**WIDE)
-    with torch.inference_mode():
-        model.lm_head = copy.deepcopy(model.lm_head)
-        model.lm_head.weight = torch.nn.Parameter(same.lm_head.weight.clone(), requires_grad=False)
-    assert model.lm_head.weight.is_inference()
-    assert all(map(torch.equal, logits_of(model, 1, 5), logits_of(same, 1, 5)))
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.1.mlp", "model.layers.2.self_attn.q_proj", ""])
+def test_weights_that_were_made_in_inference_mode_are_multiplied_as_they_are(name, fused, calls):
+    def renew(model: Any) -> None:
+        with torch.inference_mode():
+            for module in model.get_submodule(name).modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.weight = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
+
+    assert torch.equal(*around_a_change(made(**WIDE), renew, is_one_block=False))
+    renew(model := made(**WIDE))
+    assert all(map(torch.equal, logits_of(model, 1, 5), logits_of(made(**WIDE), 1, 5)))
+
+
+@on_x86
+@pytest.mark.parametrize("dtypes", [(SINGLE, HALF), (HALF, SINGLE)])
+def test_keys_and_values_of_another_type_than_the_model_has_now_are_an_error(dtypes, fused, calls):
+    before, after = dtypes
+    with pytest.raises(RuntimeError, match="dtype"):
+        around_a_change(made(dtype=before, **WIDE), lambda model: model.to(after), is_one_block=False)
 
 
 @on_x86

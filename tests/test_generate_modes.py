@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedModel,
@@ -26,6 +27,7 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.generation.plan import plan_request
 from lookahead.hf.cache import CACHE
 from lookahead.hf.calls import ResolvedCall
+from tests.support.families import ENCODER_DECODERS, build
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 
 MODES: dict[str, dict[str, Any]] = {
@@ -216,3 +218,35 @@ def test_embeddings_as_a_prompt_are_left_to_transformers_with_a_warning(looping_
     expected = looping_llama.generate(**options)
     with lookahead.enable(looping_llama, DRAFTING), pytest.warns(UserWarning, match="inputs_embeds"):
         assert torch.equal(looping_llama.generate(**options), expected)
+
+
+class Unchanged(LogitsProcessor):
+    """A user's processor, which may keep a state as far as we know."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return torch.from_numpy(scores.numpy().copy())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bart"])
+@pytest.mark.parametrize("prompts", [["hello"], ["hello", "a b"]], ids=len)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_new_tokens": 1}, {"num_beams": 2}, {"do_sample": True}, {"logits_processor": [Unchanged()]}],
+    ids=lambda options: next(iter(options), "greedy"),
+)
+def test_no_call_of_the_python_api_records_gradients(
+    options: dict[str, Any], prompts: list[str], name: str, looping_llama: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
+    model, seen = looping_llama if name == "Llama" else build(ENCODER_DECODERS["Bart"]), set[bool]()
+    given = {"max_new_tokens": 4, "do_sample": False, **options}
+    handle = cast(Any, model.get_decoder()).register_forward_hook(lambda *_: seen.add(torch.is_grad_enabled()))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it may be decoded plainly
+            lookahead.generate(model, tiny_tokenizer, prompts, **given)
+            assert list(lookahead.stream(model, tiny_tokenizer, prompts[0], **given))
+            if not {"num_beams", "logits_processor"} & options.keys():
+                assert list(lookahead.stream_many(model, tiny_tokenizer, prompts, **given))
+    finally:
+        handle.remove()
+    assert seen == {False}

@@ -40,7 +40,8 @@ class PlainLoop:
         context: int | None = None,
     ) -> None:
         self._criteria = _RecordingCriteria(criteria)
-        self.sample = partial(sample, stopping_criteria=self._criteria)
+        # `model.generate` runs its loops so, and they may be run outside of it.
+        self.sample = partial(torch.no_grad()(sample), stopping_criteria=self._criteria)
         self._width = input_ids.shape[1]
         self._context = context
         self.stats = [DecodingStats(prompt_tokens=int(length)) for length in lengths]

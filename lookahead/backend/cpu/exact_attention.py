@@ -179,7 +179,7 @@ def attend_per_node(
     nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
     is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
     is_whole = is_whole and "position_bias" not in options and (window is None or per_node.deepest + 1 < window)
-    is_whole = is_whole and row_attention.is_supported(keys, keys, values)
+    is_whole = is_whole and row_attention.is_supported(nodes, keys, values)
     if is_whole and has_bits(own, heads, keys.shape[2], dim):
         scale = options.get("scaling", dim**-0.5)
         return row_attention.row_attention(nodes, keys, values, **per_node.tensors, scale=scale)

@@ -76,6 +76,8 @@ class PackedLinear:
         """A packed form of a layer's weight whose rows have such bits, made anew where the weight has changed."""
         own = layer._parameters["weight"]
         assert own is not None
+        if own.is_inference():  # it counts no versions, and may change unnoticed
+            return None
         if self._own is not own or self._version != own._version:
             self._packed.clear()
             self._own, self._version = own, own._version
@@ -166,7 +168,7 @@ def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, PackedLook
     if mode is None:
         return ()
     owns = [layer._parameters["weight"] for layer in layers]
-    versions = [own._version for own in owns]
+    versions = [0 if own.is_inference() else own._version for own in owns]
     held = known.get(mode)
     if held is None or held.dtype != x.dtype or held.versions != versions or any(map(is_not, held.owns, owns)):
         held = known[mode] = PackedLookup(owns, versions, x.dtype, *_find_all(layers, x.dtype, mode))

@@ -218,7 +218,7 @@ class WholePass:
         table = cache.tables.get(len(of_head))
         if table is None or not table.serves(parts, weights, of_head):
             held, dim = cache.layers[0], parts.layers[0].attention.head_dim
-            if not row_attention.is_supported(held.keys, held.keys, held.values):
+            if held.keys.dtype != like.dtype or not row_attention.is_supported(held.keys, held.keys, held.values):
                 return None
             table = cache.tables[len(of_head)] = PassTable(parts, weights, of_head, cache, like, dim)
         tree, start = tree_pass.trees[0], int(cache.slots.lengths[0])
