@@ -123,7 +123,7 @@ def _drafting(
         )
         proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch)
         cost, budget = learned.costs[config.passes], learned.budgets[config.passes]
-        cost.assume(_node_cost(model))
+        cost.assume(node_cost(model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
     if has_encoder and reads_hidden:
         raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
@@ -138,7 +138,7 @@ def _drafting(
     return proposers, Controller(cost, budget, branch, proposers, node_budget=config.node_budget, **limits)
 
 
-def _node_cost(model: PreTrainedModel) -> float:
+def node_cost(model: PreTrainedModel) -> float:
     """First guess of the cost of one more node of a tree, as a share of a step of one node.
 
     A GPU multiplies in half precision some two hundred times while it reads a number. Mixtures of experts, whose nodes
