@@ -19,6 +19,7 @@ from lookahead.backend.cpu import whole_pass
 from lookahead.kernels import layer_ops
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES, PLACES, Switched, patched
+from tests.support.products import kept_choice
 from tests.support.small_layers import HALF, MODELS, SINGLE, made, serving
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}  # worth packing
@@ -106,13 +107,14 @@ def test_a_hook_that_is_registered_anew_around_every_call_is_not_compared_anew(m
     assert len(probed) == 1
 
 
-def test_kernels_that_compute_something_else_serve_no_pass_and_the_log_says_so(monkeypatch, caplog):
+def test_kernels_that_compute_something_else_serve_no_pass_and_the_log_says_so(monkeypatch, caplog, own_cache_folder):
     run = whole_pass.PassTable.run
     monkeypatch.setattr(whole_pass.PassTable, "run", lambda *arguments: run(*arguments).neg())
-    for dtype in (HALF, SINGLE):
-        model = made("llama", dtype, **WIDE)
-        assert ours(model) == tokens(model)
-        assert ours(model) == tokens(model)
+    with kept_choice(own_cache_folder, "packed"):
+        for dtype in (HALF, SINGLE):
+            model = made("llama", dtype, **WIDE)
+            assert ours(model) == tokens(model)
+            assert ours(model) == tokens(model)
     named = [each for each in caplog.messages if "LlamaForCausalLM is decoded without kernels" in each]
     assert len(named) == 2  # once for every model
 
