@@ -19,8 +19,8 @@ from lookahead.errors import ConfigError, LookaheadError, PoolError
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.corpus_file import Corpus, write_corpus
-from lookahead.pools.pool_files import open_pool
 from lookahead.proposers.ngram import NgramProposer
+from lookahead.proposers.pool_files import open_pool
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}

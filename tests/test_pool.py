@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, find_matches
 from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
-from lookahead.pools.pool_files import open_pool
 from lookahead.proposers.ngram import NgramProposer
+from lookahead.proposers.pool_files import open_pool
 from lookahead.utils.replacing import replacing
 from tests.support.forked import status_of
 from tests.support.index_queries import find, grow_trie

@@ -118,7 +118,7 @@ def pool_info(options: FileOptions) -> None:
     For example: lookahead pool info pool.lkp
     """
     from lookahead.ngram.corpus_file import VERSION, read_header
-    from lookahead.pools.pool_files import pool_errors
+    from lookahead.proposers.pool_files import pool_errors
 
     with pool_errors(options.file):
         header = read_header(options.file)
@@ -146,7 +146,7 @@ def pool_verify(options: VerifyOptions) -> None:
 
     Exit status: 0 it can be used; 2 it cannot, and a line says why.
     """
-    from lookahead.pools.pool_files import describe_pool, open_pool
+    from lookahead.proposers.pool_files import describe_pool, open_pool
 
     fingerprint, fits = None, ""
     if options.model is not None:
@@ -215,7 +215,7 @@ def memory_info(options: FileOptions) -> None:
     For example: lookahead memory info my-model.lkm
     """
     from lookahead.ngram.successor_file import VERSION, read_memory_header
-    from lookahead.pools.pool_files import pool_errors
+    from lookahead.proposers.pool_files import pool_errors
 
     with pool_errors(options.file):
         header = read_memory_header(options.file)
@@ -243,7 +243,7 @@ def memory_verify(options: VerifyOptions) -> None:
     Exit status: 0 it can be used; 2 it cannot, and a line says why.
     """
     from lookahead.ngram.successor_file import read_successors
-    from lookahead.pools.pool_files import pool_errors
+    from lookahead.proposers.pool_files import pool_errors
 
     header, fits = None, ""
     if options.model is not None:
@@ -266,7 +266,7 @@ def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> No
     else:
         tokenizer = _load_tokenizer(options.model)
     from lookahead.generation.successor_building import build_memory
-    from lookahead.pools.pool_files import TokenSource, build_pool, describe_pool
+    from lookahead.proposers.pool_files import TokenSource, build_pool, describe_pool
 
     build: Any = build_memory if is_memory else build_pool
     describe: Any = _describe_memory if is_memory else describe_pool

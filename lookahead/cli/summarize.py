@@ -146,7 +146,7 @@ def _find_memory(options: JobOptions) -> Path | None:
     if options.pool is None:
         return None  # before torch is imported
     from lookahead.jobs.output_file import is_memory
-    from lookahead.pools.pool_files import check_folder
+    from lookahead.proposers.pool_files import check_folder
 
     if not is_memory(options.pool):
         return None

@@ -34,7 +34,7 @@ from lookahead.jobs import job_figures as report
 from lookahead.jobs.job import JobTotals
 
 if TYPE_CHECKING:
-    from lookahead.pools.pool_files import PoolTotals
+    from lookahead.proposers.pool_files import PoolTotals
     from lookahead.summarization.summarizer import Summarized, Summary
 
 MAX_TABLE_ROWS = 20
@@ -156,7 +156,7 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     if (memory := getattr(options, "memory", None)) is not None:
         # Refuse a file that is no memory, or that could not be written at the end.
         from lookahead.ngram.successor_file import read_memory_header
-        from lookahead.pools.pool_files import check_folder, pool_errors
+        from lookahead.proposers.pool_files import check_folder, pool_errors
 
         check_folder(memory)
         if os.path.lexists(memory):

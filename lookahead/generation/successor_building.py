@@ -26,8 +26,8 @@ from lookahead.ngram.successor_file import (
     write_successors,
 )
 from lookahead.ngram.successors import ORDERS, SuccessorTable
-from lookahead.pools.pool_files import TokenSource, changing, pool_errors
 from lookahead.proposers import ProposerState
+from lookahead.proposers.pool_files import TokenSource, changing, pool_errors
 from lookahead.proposers.store_files import EMPTY, header_of, merge_into, open_store_file
 from lookahead.verification.exact import read_scores
 

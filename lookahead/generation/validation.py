@@ -31,7 +31,7 @@ from lookahead.hf.facts import (
     validate_model,
 )
 from lookahead.hf.model_state import state_of
-from lookahead.pools.pool_files import pool_of
+from lookahead.proposers.pool_files import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 # The least value of options that are whole numbers, and the range of those that are any number.

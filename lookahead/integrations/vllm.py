@@ -91,7 +91,7 @@ class LookaheadProposer:
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._pool = None
         if options.pool is not None:
-            from lookahead.pools.pool_files import open_pool
+            from lookahead.proposers.pool_files import open_pool
 
             self._pool = open_pool(options.pool, vocabulary=int(vllm_config.model_config.get_vocab_size()))
         try:

@@ -17,9 +17,9 @@ from lookahead.hf.facts import vocabulary_size
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR, ChainIndex, IntArray
 from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
-from lookahead.pools.pool_files import changing, join_documents, open_pool, pool_errors
 from lookahead.proposers import ProposerState
 from lookahead.proposers.ngram import OUTPUT_TOKENS
+from lookahead.proposers.pool_files import changing, join_documents, open_pool, pool_errors
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 if TYPE_CHECKING:

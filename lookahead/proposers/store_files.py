@@ -21,8 +21,8 @@ from lookahead.ngram.successor_file import (
     read_successors,
     write_successors,
 )
-from lookahead.pools.pool_files import changing, pool_errors
 from lookahead.proposers.ngram import OutputStore
+from lookahead.proposers.pool_files import changing, pool_errors
 from lookahead.utils.fingerprints import model_fingerprint
 
 EMPTY: Records = np.zeros((0, 5), np.uint64)

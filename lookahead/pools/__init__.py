@@ -1,1 +1,0 @@
-"""N-gram pool files for a tokenizer: make, open and describe them."""
