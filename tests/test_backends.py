@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from copy import deepcopy
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from lookahead.hf.calls import resolve_call
 from lookahead.stats import DecodingStats, total
 from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, build
+from tests.support.products import kept_choice
+from tests.support.small_layers import SINGLE, made
 
 PROMPT = np.array([5, 9, 31, 77, 5, 9], np.int32)
 TREE = TokenTree.from_parents([9, 31, 5, 77, 2], [0, 0, 1, 0, 3])
@@ -71,12 +74,15 @@ def reasons_of(model: Any, **options: Any) -> dict[str, tuple[bool, str]]:
     return {each.path: (each.serves, each.reason) for each in backend.report().paths}
 
 
-def test_a_report_says_why_a_path_does_not_serve(tiny_llama: Any) -> None:
+def test_a_report_says_why_a_path_does_not_serve(tiny_llama: Any, own_cache_folder: Path) -> None:
     assert reasons_of(build(FAMILIES["GPT2"]))["fused layers"] == (
         False,
         "0 of 0 layers; they are for Llama, Mistral, Qwen2, Qwen3",
     )
-    assert reasons_of(tiny_llama, packs=False)["packed weights"][1] in ("the options say so", "no layer is plain")
+    wide = made(dtype=SINGLE, hidden_size=512, intermediate_size=512, num_attention_heads=8)
+    with kept_choice(own_cache_folder, "packed"):
+        assert reasons_of(wide)["packed weights"][0]
+        assert reasons_of(wide, packs=False)["packed weights"] == (False, "the options say so")
     assert reasons_of(tiny_llama, has_kernels=False)["passes as one call"] == (
         False,
         "its kernels compute otherwise than the model's own code",

@@ -65,7 +65,8 @@ class Engine:
         )  # only the leading process has proposers and a controller
         # Proposers and controller may learn together with other engines on other threads. Passes and verification run
         # without the lock, so that threads that share a model decode side by side.
-        self._learning = state_of(call.model).learned.lock
+        self._state = state_of(call.model)
+        self._learning = self._state.learned.lock
         self._plan_without_controller = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
         self._questions = [batch_propose_fn(proposer) for proposer in proposers]
         self._max_proposed = config.node_budget // (len(proposers) or 1) if call.by_rejection else config.node_budget
@@ -135,10 +136,10 @@ class Engine:
         joining = next((row.encoded for row in rows if row.encoded is not None), None)
         texts = [row.text for row in rows]
         logits = self._backend.read(texts, first, encoded=joining, on_prefill=self._on_prefill)
-        state_of(self._call.model).log_once(self._call.is_chain, self._backend.report)
-        served_by = self._backend.report().summary
+        report = self._backend.report()
+        self._state.log_once(self._call.is_chain, report)
         for row in rows:
-            row.encoded, row.stats.backend = None, served_by
+            row.encoded, row.stats.backend = None, report.summary
             row.policy = self._policy if self._backend.is_read_whole else BitPolicy.ROUNDED
         drafts, scores = self._root_only(rows), read_scores(logits, with_top=self._needs_top)
         results = self._verify(drafts, logits, scores, first)

@@ -65,12 +65,12 @@ class ModelState:
             self.problems[path] = problem
             _log.warning("%s: %s", path, problem)
 
-    def log_once(self, kind: Hashable, report: Callable[[], object]) -> None:
+    def log_once(self, kind: Hashable, report: object) -> None:
         """Log what a report says of the model's code as it is, once for a kind."""
         kind = kind, None if self.newest is None else self.newest.number
         if kind not in self._reported:
             self._reported.add(kind)
-            _log.info("%s", report())
+            _log.info("%s", report)
 
     def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
         """The result of a probe for the weights and the code of a pass as they are; other threads wait for it.
