@@ -1,26 +1,21 @@
-"""Work for the threads of torch: functions that Numba compiles, called one after the other without the interpreter."""
+"""Work for the threads of a call: functions that Numba compiles, one after the other without the interpreter."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from llvmlite import ir
 from numba import types
 
-from lookahead.kernels.scalars import to_intrinsic
-from lookahead.utils.addresses import array_at
+from lookahead.kernels.scalars import jit_part
+from lookahead.kernels.team import HEAD, ROW, add, join, lead, memory_of_team, team_of
 from lookahead.utils.jit import cfunc
-
-_LIBRARY = "libtorch_cpu.so"
-_SIGNATURE = types.void(types.int64)
-_HEAD = 2  # numbers before the table of jobs
 
 Job = tuple[Callable[[Any], None], int, Sequence[int], object]
 """A function that Numba compiles, the number of its parts, int64 numbers for it, and what must live until it is done:
@@ -31,78 +26,91 @@ def run(*jobs: Job) -> None:
     """Do jobs one after the other, each on as many threads as torch is set to.
 
     A function receives the address of int64 numbers: one for `claim_part`, the number of parts, and those of its job.
-    It works on parts from `claim_part` until there is none. Where torch has no OpenMP of GNU's interface, as
-    on macOS and Windows, the calling thread works alone.
+    It works on parts from `claim_part` until there is none.
+
+    The threads are those of torch, if it has OpenMP of GNU's interface: they do not sleep for milliseconds behind an
+    operator of torch, and threads of our own beside them would have no core.
     """
     threads = min(torch.get_num_threads(), max((job[1] for job in jobs), default=1))
-    held = array("q", table_of(jobs, threads))
-    launcher(threads)(held.buffer_info()[0])
+    held, launch, memory = array("q", table_of(jobs)), None, 0
+    if threads > 1:
+        launch, memory = _torch_launcher(), memory_of_team()
+    address, held[2] = held.buffer_info()[0], memory
+    if launch is None or not memory:
+        do_table(address, threads)
+    else:
+        launch(_compile(join).address, address, threads, 0)
 
 
-def table_of(jobs: Sequence[Job], threads: int) -> list[int]:
-    """The numbers of jobs as int64, for one call of a `launcher`."""
-    team = _launcher() if threads > 1 else None
-    table, passed = [len(jobs), team[1] if team else 0], list[int]()
+def table_of(jobs: Sequence[Job]) -> list[int]:
+    """The numbers of jobs as int64, for one call of `do_table`."""
+    table, passed = [len(jobs), 0, 0], list[int]()
     for function, parts, numbers, _ in jobs:
-        table += _compile(function).address, 8 * (_HEAD + 2 * len(jobs) + len(passed))
+        table += _compile(function).address, 8 * (HEAD + ROW * len(jobs) + len(passed)), 0
         passed += (0, parts, *numbers)
     return table + passed
 
 
-def launcher(threads: int) -> Callable[[int], object]:
-    """What does the jobs of a table at an address, which counts their parts, on so many threads."""
-    in_turn, team = _compile(_in_turn), _launcher() if threads > 1 else None
-    if team is None:
-        return in_turn.ctypes  # type: ignore[no-any-return]
-    return lambda address: team[0](in_turn.address, address, threads, 0)
+def do_table(address: int, threads: int) -> None:
+    """Do the jobs of a table at an address, which counts their parts, on so many threads of our own.
+
+    It is for calls so long that no operator of torch runs shortly before.
+    """
+    _leader()(team_of(threads), address, threads)
 
 
-def _in_turn(address: Any) -> None:
-    """Call the functions of all jobs: behind their number and the barrier, each function and its numbers' place."""
-    count, barrier = array_at(address, (_HEAD,), np.int64)
-    table = array_at(address + 8 * _HEAD, (count, 2), np.int64)
-    for i in range(count):
-        if barrier and i:
-            _call(barrier, 0)
-        _call(table[i, 0], address + table[i, 1])
+@cache
+def _leader() -> Callable[[int, int, int], None]:
+    kind = types.void(types.int64, types.int64, types.int64)
+    return cfunc(kind, cache=True, error_model="numpy")(lead).ctypes  # type: ignore[no-any-return]
 
 
 @cache
 def _compile(function: Callable[[Any], None]) -> Any:
     """The function as one of C; not at import, for not every CPU has the instructions."""
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(function)
+    return cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
 
 
 @cache
-def _launcher() -> tuple[Callable[[int, int, int, int], None], int] | None:
-    """`GOMP_parallel` of the OpenMP library that torch has loaded, and the place of its barrier; None without one."""
+def _torch_library() -> Any:
+    """The library of torch's operators, by which its OpenMP is found; None where torch has none of this name."""
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))
-        launch, barrier = library.GOMP_parallel, ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value
-    except (OSError, AttributeError):
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
         return None
-    launch.argtypes, launch.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return (launch, barrier) if barrier else None
 
 
-@to_intrinsic
-def _call(context: Any, function: Any, address: Any) -> Any:
-    """Call the function of C at an address; one without arguments takes no notice of its argument."""
-
-    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)]).as_pointer()
-        builder.call(builder.inttoptr(values[0], kind), [values[1]])
-        return target.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+@cache
+def _torch_launcher() -> Callable[[int, int, int, int], None] | None:
+    """`GOMP_parallel` of the OpenMP library that torch has loaded; None without one."""
+    launch = getattr(_torch_library(), "GOMP_parallel", None)
+    if launch is not None:
+        launch.argtypes, launch.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return launch
 
 
-@to_intrinsic
-def claim_part(context: Any, address: Any) -> Any:
+@contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    """Let torch's operators use no other thread than this one until the block ends, where torch has OpenMP.
+
+    Threads of torch, once woken, keep cores busy for milliseconds. What other threads of the process call is not
+    touched.
+    """
+    threads, library = torch.get_num_threads(), _torch_library()
+    setters = [getattr(library, name, None) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")]
+    if threads == 1 or setters[0] is None:
+        yield
+        return
+    before = [setter(1) if setter else 0 for setter in setters]
+    try:
+        yield
+    finally:
+        setters[0](threads)
+        if setters[1]:
+            setters[1](before[1])
+
+
+@jit_part
+def claim_part(address):
     """The number of the next part; no other thread gets it."""
-
-    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        whole = ir.IntType(64)
-        return builder.atomic_rmw("add", builder.inttoptr(values[0], whole.as_pointer()), whole(1), "monotonic")
-
-    return types.int64(types.int64), emit
+    return add(address, 1)

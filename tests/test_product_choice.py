@@ -12,7 +12,7 @@ import torch
 from lookahead.backend.cpu import product_choice
 from lookahead.backend.cpu.product_choice import measured_backends
 
-CASE = torch.float32, 7  # threads of no other test
+CASE = torch.float32, (7,)  # rows of no other test
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_a_later_process_makes_the_choice_of_the_first(monkeypatch, tmp_path):
     measured_backends.cache_clear()
     second = measured(monkeypatch)
     assert measured_backends(*CASE) == ("onednn", "packed") and not second
-    assert measured_backends(torch.bfloat16, 7) == () and len(second) == 1
+    assert measured_backends(torch.bfloat16, (7,)) == () and len(second) == 1
     assert len(json.loads(kept_in(tmp_path).read_text())["choices"]) == 2
 
 

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from lookahead.backend.cpu import exact_attention
 from lookahead.backend.cpu.exact_attention import PerNodeAttention, attend_per_node, has_bits_of_sdpa, takes_rows
 from lookahead.drafting.tree import TokenTree
-from lookahead.kernels import jobs, row_attention
+from lookahead.kernels import row_attention, team
 from lookahead.kernels.microkernel import LANES
 from lookahead.kernels.row_attention import BLOCK
 
@@ -137,11 +137,11 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("has_openmp", [False, True])
+@pytest.mark.parametrize("has_threads", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_several_threads_share_the_work_and_change_no_bit(kv_heads, has_openmp, threads, monkeypatch):
-    if not has_openmp:
-        monkeypatch.setattr(jobs, "_launcher", lambda: None)
+def test_several_threads_share_the_work_and_change_no_bit(kv_heads, has_threads, threads, monkeypatch):
+    if not has_threads:
+        monkeypatch.setattr(team, "_team", lambda: None)
     tree, tensors = tree_of(9, 4), tensors_of(700, 9, 8, kv_heads, 64)
     several = [by_rows(*tensors, tree, 691) for _ in range(8)]
     torch.set_num_threads(1)

@@ -52,6 +52,7 @@ class ModelState:
         self.has_failed_capture = False  # whether recording CUDA graphs failed; it is not tried again
         self.graphs: Any = None  # `KeptGraphs` that no call uses
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
+        self.threads: dict[int, int] = {}  # that share a pass on a CPU, by how many torch is set to
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
         self.problems: dict[str, str] = {}  # what turned a faster path off, by path
         self._reported: set[Hashable] = set()

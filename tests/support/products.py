@@ -37,7 +37,7 @@ def kept_choice(folder: Path, *backends: str) -> Iterator[None]:
         path = user_cache_path("lookahead", appauthor=False) / "products" / f"{product_choice._machine()}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         cases = [
-            f"{dtype}, 1 threads, rows {rows}, gain {gain}"
+            f"{dtype}, rows {rows}, gain {gain}"
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
             for rows, gain in ASKED
         ]

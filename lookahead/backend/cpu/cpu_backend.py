@@ -95,6 +95,8 @@ class CpuBackend(TorchBackend):
         plain, layers = linears.counts
         packed = linears.reason or f"{plain} of {layers} linear layers"
         one_call = "" if isinstance(self._whole, WholePass) else self._whole
+        threads = getattr(self._whole, "thread_count", 1)
+        shared = f"on {threads} threads" if threads > 1 else ""
         share = f"{len(fused.layers)} of {fused.total} layers"
         return [
             *super()._paths(),
@@ -104,7 +106,7 @@ class CpuBackend(TorchBackend):
             ),
             PathReport("packed weights", linears.packs, apart or packed),
             PathReport("fused layers", bool(fused.layers), apart or "; ".join(filter(None, (share, fused.reason)))),
-            PathReport("passes as one call", not one_call, apart or one_call),
+            PathReport("passes as one call", not one_call, apart or one_call or shared),
         ]  # fmt: skip
 
 

@@ -123,10 +123,10 @@ class LinearScope:
         if "forward" in model.__dict__ or not layers or not multiplies_as_shipped():
             self.reason = "torch's products, or calls of the model, are changed" if layers else "no layer is plain"
             return
-        dtype, threads = layers[0].weight.dtype, torch.get_num_threads()
-        backends = measured_backends(dtype, threads)
+        dtype = layers[0].weight.dtype
+        backends = measured_backends(dtype)
         if not backends:
-            self.reason = f"no product of {dtype} is faster than torch's with {threads} threads"
+            self.reason = f"no product of {dtype} is faster than torch's"
             if dtype == torch.float32:
                 return
         size = sum({id(each.weight): each.weight.nbytes for each in layers}.values())
@@ -139,7 +139,7 @@ class LinearScope:
         elif size > _SHARE_OF_MEMORY * memory:
             self.reason = f"they would take {size >> 20} MiB of {memory >> 20}"
         self.packs = not self.reason
-        is_fast = backends[:1] == ("packed",) and "packed" in measured_backends(dtype, threads, (1,), _ONE_ROW)
+        is_fast = backends[:1] == ("packed",) and "packed" in measured_backends(dtype, (1,), _ONE_ROW)
         self.fewest = 1 if is_fast else 2
         known = state_of(model).linears
         for layer in layers:
@@ -237,7 +237,7 @@ def _is_for_prompts(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool
     return (
         layout.block > 0
         and takes_any_rows(Kind.of(weight, bias), layout)
-        and "packed" in measured_backends(weight.dtype, torch.get_num_threads(), _MANY_ROWS)
+        and "packed" in measured_backends(weight.dtype, _MANY_ROWS)
     )
 
 
@@ -263,7 +263,7 @@ def _is_plain(layer: nn.Linear | Conv1D) -> bool:
 
 def _pack(weight: Tensor, bias: Tensor | None, policy: BitPolicy, others: Sequence[Packed]) -> Packed | None:
     """A packed weight, None where nothing multiplies faster or bits change; one of the others is not packed again."""
-    backends = measured_backends(weight.dtype, torch.get_num_threads())
+    backends = measured_backends(weight.dtype)
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:

@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from lookahead.backend.cpu.product_bits import Layout, lay_out
 from lookahead.kernels import packed_product
+from lookahead.kernels.jobs import torch_on_one_thread
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 
@@ -33,32 +34,31 @@ _CACHES = 1 << 26  # bytes that are read before each of them, so that weights co
 _FEW_ROWS = (4, 16)  # of those products
 _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
+_OTHERS = 1.5  # their time relative to the kernel of this package, which does whole layers and passes in one call
 
 _log = logging.getLogger(__name__)
 
 
 @cache
-def measured_backends(
-    dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN
-) -> tuple[str, ...]:
+def measured_backends(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN) -> tuple[str, ...]:
     """The backends that multiply by a packed weight faster than torch, "packed" and "onednn", fastest first.
 
-    It is measured once for a CPU, its number of threads, torch's version and the kernels. Where the cache folder cannot
-    be written, every process measures, and the last bits of float32 may differ from one process to the next.
+    It is measured once for a CPU, torch's version and the kernels. Where the cache folder cannot be written, every
+    process measures, and the last bits of float32 may differ from one process to the next.
     """
-    case = f"{dtype}, {threads} threads, rows {rows}, gain {gain}"
+    case = f"{dtype}, rows {rows}, gain {gain}"
     path = user_cache_path("lookahead", appauthor=False) / "products" / f"{_machine()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
             known = _read(path)
             if case not in known:
-                known[case] = measure(dtype, threads, rows, gain)
+                known[case] = measure(dtype, rows, gain)
                 write_atomically(path, json.dumps({"choices": known}, indent=1))
             return known[case]
     except OSError as error:
         _log.info("which products are faster is not kept: %s", error)
-        return measure(dtype, threads, rows, gain)
+        return measure(dtype, rows, gain)
 
 
 def _read(path: Path) -> dict[str, tuple[str, ...]]:
@@ -90,12 +90,15 @@ def _machine() -> str:
     return digest.hexdigest()
 
 
-def measure(
-    dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN
-) -> tuple[str, ...]:
-    """The backends by their time in products of some numbers of rows, those that take less than `gain` of torch's."""
+def measure(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN) -> tuple[str, ...]:
+    """The backends by their time in products of some numbers of rows, those that take less than `gain` of torch's.
+
+    The kernel of this package comes first unless another is much faster: around it, passes take less time too. One
+    thread multiplies, and its own time counts, whatever else the machine does: several wait for one another, most of
+    all where another program has a core.
+    """
     inputs, outputs = _TRIED
-    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+    with torch_on_one_thread(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         x, weight = (
             torch.linspace(-1, 1, n * inputs, dtype=torch.float32, device="cpu").view(n, inputs).sin()
             for n in (max(rows), outputs)
@@ -107,11 +110,20 @@ def measure(
                 packed = lay_out(weight, LAYOUTS[name]).product
                 if torch.allclose(packed(x, None), linear(x, weight), rtol=0.02, atol=1e-3):
                     products[name] = packed
-        seconds, others = dict[str, float](), torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
-        # Time of other processes does not count. On Windows the clock of a thread is too coarse.
-        clock = thread_time if threads == 1 and os.name == "posix" else perf_counter
-        for name, product in products.items():
-            calls = [partial(product, x[:count], None) for _ in range(_TRIALS) for count in rows]
-            taken = [timeit(call, others.sum, timer=clock, number=1) for call in calls]
-            seconds[name] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
-    return tuple(name for name in sorted(seconds, key=seconds.__getitem__) if seconds[name] < gain * seconds["torch"])
+        others = torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
+        # On Windows the clock of a thread is too coarse.
+        clock = thread_time if os.name == "posix" and torch.get_num_threads() == 1 else perf_counter
+        seconds = dict.fromkeys(products, 0.0)
+        for count in rows:
+            # The products take turns: a process that comes and goes would slow one of them down.
+            taken = [
+                [
+                    timeit(partial(each, x[:count], None), others.sum, timer=clock, number=1)
+                    for each in products.values()
+                ]
+                for _ in range(_TRIALS)
+            ]
+            for name, times in zip(products, zip(*taken, strict=True), strict=True):
+                seconds[name] += min(times)
+    ranks = {name: spent * (1 if name == "packed" else _OTHERS) for name, spent in seconds.items()}
+    return tuple(name for name in sorted(ranks, key=ranks.__getitem__) if seconds[name] < gain * seconds["torch"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -26,12 +29,15 @@ from lookahead.hf.attention import real_config
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
 from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, user_hooks_of
+from lookahead.hf.model_state import state_of
 from lookahead.kernels import row_attention
-from lookahead.kernels.jobs import Job, launcher, table_of
+from lookahead.kernels.jobs import Job, do_table, table_of, torch_on_one_thread
 from lookahead.kernels.packed_product import PackedWeight, product
 from lookahead.utils.addresses import KeepsAddresses
 
 MAX_TABLE_NODES = DEFAULT_NODES + 1  # of the tree of a pass that a table is made for, its root included
+_TRIALS = 3  # of a pass by a number of threads
+_FEWER, _HOPELESS = 0.95, 1.3  # time by fewer threads, relative to the least, to take them, and to try no fewer
 _FEWEST_SLOTS = 16  # of a cache, to see how numbers change with the slot
 
 
@@ -70,7 +76,6 @@ class PassTable(KeepsAddresses):
     ) -> None:
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
         self.query_size = weights[0].outputs  # numbers of the queries of a node
-        self._launch = launcher(torch.get_num_threads())
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # numbers of a node that it writes
         most, size = MAX_TABLE_NODES, hidden.shape[2]
         self._hidden = hidden.new_empty(1, most, size)
@@ -101,7 +106,9 @@ class PassTable(KeepsAddresses):
             and self._settings == list(_settings_of(parts))
         )
 
-    def run(self, hidden: Tensor, positions: Positions, tree: TokenTree, start: int, scored: int) -> Tensor:
+    def run(
+        self, hidden: Tensor, positions: Positions, tree: TokenTree, start: int, scored: int, threads: int
+    ) -> Tensor:
         """Do a pass.
 
         Args:
@@ -110,6 +117,7 @@ class PassTable(KeepsAddresses):
             tree: The tree.
             start: The slot of its root.
             scored: Its first nodes that are not in the pass.
+            threads: How many share the jobs, at most as many as torch is set to.
 
         Returns:
             The logits, `[1, tokens, vocab]`; without a head the normed hidden states.
@@ -122,7 +130,7 @@ class PassTable(KeepsAddresses):
         self._tree[0] = start, len(tree.tokens), scored
         written = hidden.new_empty(1, tokens, self.outputs)
         numbers = self._of(tokens, self._slots.start, written)  # they live until the call has ended
-        self._launch(numbers.ctypes.data)
+        do_table(numbers.ctypes.data, threads)
         return written
 
     def _of(self, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
@@ -150,7 +158,24 @@ class PassTable(KeepsAddresses):
         jobs.append(norm_of(norm, space.total, space.normed if head else written, **added))
         if head:
             jobs += product(self._of_head, space.normed, [head._parameters["bias"]], (written,), space.prepared)
-        return np.array(table_of(jobs, self._threads))
+        return np.array(table_of(jobs))
+
+
+def fastest_number(run: Callable[[int], object], most: int) -> int:
+    """The number of threads with which a call takes least time: `most`, or a half, a quarter and so on of it.
+
+    Fewer are taken where that saves a twentieth. Threads may share a core or the time that a container is given, and a
+    small model has too little work for many.
+    """
+    best, least, number = most, math.inf, most
+    while number:
+        taken = min(timeit.repeat(partial(run, number), number=1, repeat=_TRIALS)) if most > 1 else 0.0
+        if taken < _FEWER * least:
+            best, least = number, taken
+        elif taken > _HOPELESS * least:
+            break
+        number //= 2
+    return best
 
 
 def _settings_of(parts: PassParts) -> Iterator[float]:
@@ -187,6 +212,7 @@ class WholePass:
     def __init__(self, model: Any, parts: PassParts) -> None:
         self._model, self._decoder, self._parts = model, model.model, parts
         self._linears = [each for of_layer in parts.layers for each in of_layer.linears]
+        self._threads = state_of(model).threads  # of a pass, by those of torch
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
         layers = [each.attention for each in parts.layers]
         window = span_of(layers[0], {}).window  # of layers that pass none along
@@ -224,12 +250,23 @@ class WholePass:
         tree, start = tree_pass.trees[0], int(cache.slots.lengths[0])
         if not (table.is_right and self._attends(tree, start, table, is_exact=tree_pass.attends_per_node)):
             return None
-        hidden = self._decoder.embed_tokens(tree_pass.tokens)
-        if hidden.dtype != like.dtype:
-            return None
-        positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
-        written: Tensor = table.run(hidden, positions, tree, start, tree_pass.firsts[0])
+        with torch_on_one_thread():
+            hidden = self._decoder.embed_tokens(tree_pass.tokens)
+            if hidden.dtype != like.dtype:
+                return None
+            positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
+        run = partial(table.run, hidden, positions, tree, start, tree_pass.firsts[0])
+        most = torch.get_num_threads()
+        if most not in self._threads:
+            self._threads[most] = fastest_number(run, most)
+        written: Tensor = run(self._threads[most])
         return written if of_head else self._model.lm_head(written)
+
+    @property
+    def thread_count(self) -> int:
+        """How many threads share a pass; as many as torch has until the first was run."""
+        most = torch.get_num_threads()
+        return self._threads.get(most, most)
 
     def _takes(self, tree_pass: TreePass, cache: TreeCache) -> bool:
         """Whether it is a small pass of one row behind others, and the modules that it does not call are as found."""

@@ -1,0 +1,149 @@
+"""Threads share jobs: in order, every part once, for several callers, on more threads than cores, after a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lookahead.backend.cpu import product_choice
+from lookahead.backend.cpu.whole_pass import fastest_number
+from lookahead.kernels import jobs, team
+from lookahead.kernels.jobs import Job, claim_part, do_table, run, table_of, torch_on_one_thread
+from lookahead.utils.addresses import array_at
+
+PARTS, JOBS = 7, 60
+
+
+def _mix(address: Any) -> None:
+    """Each part adds up numbers of other parts of the job before: what comes early or twice changes the result."""
+    _, parts, before_at, after_at = array_at(address, (4,), np.int64)
+    before, after = array_at(before_at, (parts,), np.int64), array_at(after_at, (parts,), np.int64)
+    part = claim_part(address)
+    while part < parts:
+        after[part] += 3 * before[(part + 1) % parts] + before[(part + 3) % parts] + part
+        part = claim_part(address)
+
+
+def mixing() -> tuple[list[Job], np.ndarray[Any, Any]]:
+    """Jobs that depend on one another, and the numbers that they write, a row for each."""
+    numbers = np.zeros((JOBS + 1, PARTS), np.int64)
+    numbers[0] = np.arange(PARTS)
+    rows = [row.ctypes.data for row in numbers]
+    return [(_mix, PARTS, rows[at : at + 2], numbers) for at in range(JOBS)], numbers
+
+
+def expected() -> np.ndarray[Any, Any]:
+    rows = [np.arange(PARTS)]
+    for _ in range(JOBS):
+        with np.errstate(over="ignore"):
+            rows.append(3 * np.roll(rows[-1], -1) + np.roll(rows[-1], -3) + np.arange(PARTS))
+    return np.array(rows)
+
+
+def by_team(threads: int) -> np.ndarray[Any, Any]:
+    of_mixing, numbers = mixing()
+    table = np.array(table_of(of_mixing))
+    do_table(table.ctypes.data, threads)
+    return numbers
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_a_job_begins_when_the_one_before_is_done_and_no_part_is_done_twice(threads):
+    right = expected()
+    for _ in range(30):
+        assert (by_team(threads) == right).all()
+
+
+def test_fewer_threads_than_the_team_has_take_part_in_a_call(monkeypatch):
+    right = expected()
+    for threads in (6, 2, 1, 4):
+        assert (by_team(threads) == right).all()
+
+
+def test_callers_at_once_get_their_own_results():
+    right = expected()
+    with ThreadPoolExecutor(4) as pool:
+        assert all((got == right).all() for got in pool.map(lambda _: by_team(3), range(60)))
+
+
+@pytest.mark.parametrize("has_openmp", [True, False])
+@pytest.mark.parametrize("has_team", [True, False])
+def test_jobs_run_on_the_threads_of_torch_or_without_any(has_openmp, has_team, three_threads, monkeypatch):
+    if not has_openmp:
+        monkeypatch.setattr(jobs, "_torch_library", lambda: None)
+        monkeypatch.setattr(jobs, "_torch_launcher", lambda: None)
+    if not has_team:
+        monkeypatch.setattr(team, "_team", lambda: None)
+    for _ in range(20):
+        of_mixing, numbers = mixing()
+        run(*of_mixing)
+        assert (numbers == expected()).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_child_has_a_team_of_its_own():
+    program = """
+import os, sys
+from tests.test_team import by_team, expected
+assert (by_team(4) == expected()).all()
+child = os.fork()
+if not child:
+    os._exit(0 if (by_team(4) == expected()).all() else 3)
+assert (by_team(4) == expected()).all()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
+
+
+def test_torch_keeps_to_one_thread_here_and_to_its_own_elsewhere(three_threads):
+    with ThreadPoolExecutor(1) as pool:
+        with torch_on_one_thread():
+            assert torch.get_num_threads() == 1
+            assert pool.submit(torch.get_num_threads).result() == 3
+            with pytest.raises(KeyError), torch_on_one_thread():
+                raise KeyError
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+
+
+def test_products_are_compared_on_one_thread(three_threads, monkeypatch):
+    seen, own = list[int](), product_choice.linear
+    monkeypatch.setattr(product_choice, "_TRIED", (64, 64))
+    monkeypatch.setattr(product_choice, "linear", lambda *each: (seen.append(torch.get_num_threads()), own(*each))[1])
+    product_choice.measure(torch.float32)
+    assert set(seen) == {1}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        (lambda threads: 0.004 / threads, 8),
+        (lambda threads: 0.004 * threads, 1),
+        (lambda threads: 0.004 * abs(threads - 2) + 0.002, 2),
+        (lambda threads: 0.004, 8),
+    ],
+)
+def test_as_many_threads_share_a_pass_as_make_it_fast(seconds: Callable[[int], float], best: int) -> None:
+    assert fastest_number(lambda threads: time.sleep(seconds(threads)), 8) == best
+
+
+def test_one_thread_is_not_compared() -> None:
+    asked = list[int]()
+    assert fastest_number(asked.append, 1) == 1 and not asked
