@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -134,14 +133,19 @@ def test_products_are_compared_on_one_thread(three_threads, monkeypatch):
 @pytest.mark.parametrize(
     ("seconds", "best"),
     [
-        (lambda threads: 0.004 / threads, 8),
-        (lambda threads: 0.004 * threads, 1),
-        (lambda threads: 0.004 * abs(threads - 2) + 0.002, 2),
-        (lambda threads: 0.004, 8),
+        (lambda threads: 4 / threads, 8),
+        (lambda threads: 4 * threads, 1),
+        (lambda threads: 4 * abs(threads - 2) + 2, 2),
+        (lambda threads: 4, 8),
     ],
 )
 def test_as_many_threads_share_a_pass_as_make_it_fast(seconds: Callable[[int], float], best: int) -> None:
-    assert fastest_number(lambda threads: time.sleep(seconds(threads)), 8) == best
+    now = [0.0]
+
+    def run(threads: int) -> None:
+        now[0] += seconds(threads)
+
+    assert fastest_number(run, 8, lambda: now[0]) == best
 
 
 def test_one_thread_is_not_compared() -> None:

@@ -7,6 +7,7 @@ import timeit
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import is_
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,7 +162,7 @@ class PassTable(KeepsAddresses):
         return np.array(table_of(jobs))
 
 
-def fastest_number(run: Callable[[int], object], most: int) -> int:
+def fastest_number(run: Callable[[int], object], most: int, clock: Callable[[], float] = perf_counter) -> int:
     """The number of threads with which a call takes least time: `most`, or a half, a quarter and so on of it.
 
     Fewer are taken where that saves a twentieth. Threads may share a core or the time that a container is given, and a
@@ -169,7 +170,7 @@ def fastest_number(run: Callable[[int], object], most: int) -> int:
     """
     best, least, number = most, math.inf, most
     while number:
-        taken = min(timeit.repeat(partial(run, number), number=1, repeat=_TRIALS)) if most > 1 else 0.0
+        taken = min(timeit.repeat(partial(run, number), timer=clock, number=1, repeat=_TRIALS)) if most > 1 else 0.0
         if taken < _FEWER * least:
             best, least = number, taken
         elif taken > _HOPELESS * least:
