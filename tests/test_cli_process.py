@@ -45,6 +45,18 @@ def test_help_comes_at_once_without_loading_torch():
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch has another OpenMP")
+@pytest.mark.parametrize(("own", "used"), [(None, "3000"), ("77", "77")])
+def test_threads_of_torch_soon_sleep_while_they_wait_unless_the_user_says_how_long(own, used):
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}
+    environment.pop("GOMP_SPINCOUNT", None)
+    if own:
+        environment["GOMP_SPINCOUNT"] = own
+    command = [sys.executable, "-c", "import lookahead.cli.app, torch"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert f"GOMP_SPINCOUNT = '{used}'" in ran.stderr
+
+
 def test_ctrl_c_leaves_whole_lines_and_status_130(folder):
     output = folder / "out.jsonl"
     with command("summarize", "docs.jsonl", "-o", "out.jsonl", *OPTIONS, folder=folder) as process:
