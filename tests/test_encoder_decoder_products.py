@@ -126,4 +126,4 @@ def test_a_product_that_waits_for_other_processes_is_not_taken_for_slow(monkeypa
         return Packed(layout, product)
 
     monkeypatch.setattr(product_choice, "lay_out", lay_out)
-    assert "onednn" in product_choice.measure(torch.float32, 1)
+    assert "onednn" in product_choice.measure(torch.float32)

@@ -18,6 +18,7 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.protocol import BitPolicy
+from lookahead.hf.model_state import state_of
 from tests.support.small_layers import (
     HALF,
     MODELS,
@@ -249,3 +250,24 @@ def test_the_call_of_a_cache_is_prepared_once_whatever_blocks_its_passes_run_in(
         prepared.append(next(iter(target.cache.tables.values()), None))
     assert all(table is prepared[0] for table in prepared)
     assert tables == [1, 5, 9, 1] or not takes_rows(target._model.config)
+
+
+@on_x86
+def test_the_first_pass_that_several_threads_may_share_counts_for_no_other(fused, calls, tables):
+    before, model = torch.get_num_threads(), made(dtype=SINGLE, **WIDE)
+    torch.set_num_threads(3)
+    try:
+        target, colds = backend_for(model, rows=1, capacity=64), list[bool]()
+        with target.serving():
+            target.read([np.arange(3, 14, dtype=np.int32)])
+            for _ in range(3):
+                logits = target.score(trees_of(1, 9, 0), BitPolicy.ROUNDED)
+                colds.append(target.is_cold)
+        assert colds == [True, False, False] and len(tables) >= 3
+        assert state_of(model).threads[3] in (1, 3)
+    finally:
+        torch.set_num_threads(before)
+    alone = backend_for(made(dtype=SINGLE, **WIDE), rows=1, capacity=64)
+    with alone.serving():
+        alone.read([np.arange(3, 14, dtype=np.int32)])
+        torch.testing.assert_close(alone.score(trees_of(1, 9, 0), BitPolicy.ROUNDED), logits)

@@ -225,7 +225,7 @@ def test_a_weight_is_packed_once_for_all_calls(laid_out):
     model, cold = model_of(), []
     for _ in range(3):
         run(LinearScope(model), model, torch.randn(5, 24))
-        cold.append(cpu_pass.thread.has_packed)
+        cold.append(cpu_pass.thread.is_cold)
     assert cold == [True, False, False] and len(laid_out) == 1
 
 
@@ -311,7 +311,7 @@ def test_where_torch_was_built_without_it_torch_multiplies(name, monkeypatch):
 
     monkeypatch.setattr(product_choice, "_TRIED", (64, 64))
     monkeypatch.setattr(torch.ops.mkldnn, name, missing)
-    assert "onednn" not in product_choice.measure(torch.float32, 1)
+    assert "onednn" not in product_choice.measure(torch.float32)
 
 
 def test_a_model_decodes_by_packed_weights_to_the_tokens_of_generate(tiny_llama, multiplied):

@@ -126,6 +126,6 @@ class ChainBackend(CpuBackend):
                 use_cache=True,
                 **{CACHE: self._past},
             )
-            self.is_cold |= thread.has_packed
+            self.is_cold |= thread.is_cold
         logits: Tensor = output.logits
         return logits

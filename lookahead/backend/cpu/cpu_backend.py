@@ -20,7 +20,7 @@ from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.facts import processes_of
-from lookahead.hf.model_state import patched_attribute
+from lookahead.hf.model_state import patched_attribute, state_of
 
 
 class CpuBackend(TorchBackend):
@@ -44,6 +44,7 @@ class CpuBackend(TorchBackend):
             self._why_apart = "it is spread over several processes"
         self._served: nn.Module = nn.Identity() if self._why_apart else model
         self._linears = LinearScope(self._served, packs=packs)
+        self._threads = state_of(model).threads
         self._fused = FusedLayers([], [], [])
         self._whole: WholePass | str = "it was not in service yet"
         # A single node need not attend by torch either.
@@ -56,7 +57,7 @@ class CpuBackend(TorchBackend):
         # Chains are verified under the masks that the model makes, which may be a user's.
         self._whole = "it verifies chains, by its own masks"
         if self._scope is not None:
-            self._whole = whole_pass(self._served, self._fused, self._linears)
+            self._whole = whole_pass(self._served, self._fused, self._linears, self._threads)
         with patched_attribute("forward", [*self._fused.forwards, *self._linears.forwards()]), super()._patched():
             yield
 
@@ -87,7 +88,7 @@ class CpuBackend(TorchBackend):
                 logits = super()._forward(tree_pass, policy)
             else:
                 self.hidden = {}
-            self.is_cold = thread.has_packed
+            self.is_cold = thread.is_cold
         return logits
 
     def _paths(self) -> list[PathReport]:

@@ -26,7 +26,8 @@ class CpuPass(NamedTuple):
 
 
 thread = pass_local()
-"""`running` is the `CpuPass` of the thread, None or absent outside of passes; `has_packed`, that it packed a weight."""
+"""`running` is the `CpuPass` of the thread, None or absent outside of passes. `is_cold` tells that the pass took longer
+than others will: it packed a weight, or was run by several numbers of threads."""
 
 
 def running_pass() -> CpuPass | None:
@@ -55,7 +56,7 @@ def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None
     Under autocast, which chooses the type of products, and under a mode of torch that sees every operator, the model's
     own code runs. With `fuses` False layers are not fused.
     """
-    outer, thread.has_packed = getattr(thread, "running", None), False
+    outer, thread.is_cold = getattr(thread, "running", None), False
     is_left = torch.is_autocast_enabled("cpu") or is_intercepted()
     if fuses and not torch.is_grad_enabled():
         most = _MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS

@@ -87,7 +87,7 @@ class PackedLinear:
             if packed is not None and not others:
                 self._digest = _digest(own)
             self._packed[policy] = packed
-            thread.has_packed = True
+            thread.is_cold = True
         return self._packed[policy]
 
 

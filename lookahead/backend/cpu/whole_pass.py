@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lookahead.backend.cpu import exact_attention
-from lookahead.backend.cpu.cpu_pass import CpuPass
+from lookahead.backend.cpu.cpu_pass import CpuPass, thread
 from lookahead.backend.cpu.exact_attention import has_bits
 from lookahead.backend.cpu.fused_layers import FAMILIES, FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Space, jobs_after, jobs_before, norm_of
@@ -30,7 +30,6 @@ from lookahead.hf.attention import real_config
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
 from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, user_hooks_of
-from lookahead.hf.model_state import state_of
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import Job, do_table, table_of, torch_on_one_thread
 from lookahead.kernels.packed_product import PackedWeight, product
@@ -210,10 +209,10 @@ class WholePass:
     The embedding and the rotary positions are called as modules, and the head where hooks stand around it.
     """
 
-    def __init__(self, model: Any, parts: PassParts) -> None:
+    def __init__(self, model: Any, parts: PassParts, threads: dict[int, int]) -> None:
         self._model, self._decoder, self._parts = model, model.model, parts
         self._linears = [each for of_layer in parts.layers for each in of_layer.linears]
-        self._threads = state_of(model).threads  # of a pass, by those of torch
+        self._threads = threads  # of a pass, by those of torch; kept with the model
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
         layers = [each.attention for each in parts.layers]
         window = span_of(layers[0], {}).window  # of layers that pass none along
@@ -260,6 +259,7 @@ class WholePass:
         most = torch.get_num_threads()
         if most not in self._threads:
             self._threads[most] = fastest_number(run, most)
+            thread.is_cold = most > 1
         written: Tensor = run(self._threads[most])
         return written if of_head else self._model.lm_head(written)
 
@@ -305,7 +305,7 @@ class WholePass:
         return table.query_size * len(tree.tokens) * end <= exact_attention.MAX_KERNEL_PRODUCTS
 
 
-def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope) -> WholePass | str:
+def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: dict[int, int]) -> WholePass | str:
     """The passes of a model with these fused layers and packed weights, or why they are not one call."""
     layers = fused.layers
     if not layers:
@@ -331,4 +331,5 @@ def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope) -> WholePas
     if not all(linears.may_pack(each) for parts in layers for each in parts.linears):
         return "some of its weights are not packed"
     is_plain = head is not None and "weight" in head._parameters and linears.may_pack(head)
-    return WholePass(model, PassParts(layers, norm, head if is_plain and _is_called_alone(head) else None))
+    parts = PassParts(layers, norm, head if is_plain and _is_called_alone(head) else None)
+    return WholePass(model, parts, threads)
