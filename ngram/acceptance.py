@@ -206,7 +206,7 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
         row[1] += hits[i]
         row[2] += 1.0
         if row[2] >= _MEMORY:
-            row[1:] *= 0.5
+            row[1], row[2] = 0.5 * row[1], 0.5 * row[2]
         row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
 
 

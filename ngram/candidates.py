@@ -163,9 +163,9 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
     if longest >= COPY:
         # Short matches for other tokens do not reduce the probability of a copy.
         options[0]["prob"] = min(options[0]["prob"], CEILING)
-        left = _shrink(options["prob"][1:matches], CEILING - options[0]["prob"])
+        left = _shrink(options, 1, matches, CEILING - options[0]["prob"])
     elif is_long:
-        left = _shrink(options["prob"][:matches], CEILING)
+        left = _shrink(options, 0, matches, CEILING)
     count = matches
     if order > 0:
         for rank in range(TOP):
@@ -177,7 +177,7 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
         for rank in range(FREQUENT):
             feature = feature_of_frequent(rank, longest)
             count = _add(options, matches, count, frequent[rank, 0], 1, feature, hit_rate(table, feature), least)
-    _shrink(options["prob"][matches if is_long else 0 : count], left)
+    _shrink(options, matches if is_long else 0, count, left)
     return count
 
 
@@ -210,10 +210,13 @@ def _add(options, matches, count, token, sources, feature, prob, least):
 
 
 @jit_inline
-def _shrink(probs, most):
-    """Scale probabilities down where they sum up to more than `most`; returns the rest."""
-    mass = probs.sum()
+def _shrink(options, begin, end, most):
+    """Scale the probabilities of some options down where they sum up to more than `most`; returns the rest."""
+    mass = 0.0
+    for at in range(begin, end):
+        mass += options[at]["prob"]
     if mass <= most:
         return most - mass
-    probs *= most / mass
+    for at in range(begin, end):
+        options[at]["prob"] *= most / mass
     return 0.0

@@ -227,7 +227,11 @@ def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
             orders = hash_context(tail, tail.size, nodes["token"], nodes["parent"], at_node, hashes)
         offered = score(floor / node["path_prob"], options, matched, longest, memory, hashes, orders, rates)
         if is_chain and offered > 0:
-            options[0], offered = options[options["prob"][:offered].argmax()], 1
+            best = 0
+            for at_option in range(1, offered):
+                if options[at_option]["prob"] > options[best]["prob"]:
+                    best = at_option
+            options[0], offered = options[best], 1
         for at_option in range(offered):
             option = options[at_option]
             option["parent"], option["depth"] = at_node, node["depth"] + 1
@@ -236,13 +240,20 @@ def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
                 continue
             at = live
             if live == max_nodes - at_node:
-                at = int(tips["path_prob"][:live].argmin())
+                at = 0
+                for other in range(1, live):
+                    if tips[other]["path_prob"] < tips[at]["path_prob"]:
+                        at = other
                 if tips[at]["path_prob"] >= option["path_prob"]:
                     continue
             live = max(live, at + 1)
             tips[at] = option
         if live == 0:
             return at_node + 1
-        best, live = tips["path_prob"][:live].argmax(), live - 1
+        best = 0
+        for at in range(1, live):
+            if tips[at]["path_prob"] > tips[best]["path_prob"]:
+                best = at
+        live -= 1
         nodes[at_node + 1], tips[best] = tips[best], tips[live]
     return max_nodes + 1

@@ -264,8 +264,9 @@ def test_a_copy_made_while_a_model_is_in_service_has_its_own_weights(way):
 
 
 @pytest.fixture
-def forgets_products() -> Iterator[None]:
+def forgets_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """What was compared before is forgotten, and what a test compares too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     product_bits.rows_of.cache_clear()
     yield
     product_bits.rows_of.cache_clear()

@@ -11,6 +11,7 @@ import torch
 
 from lookahead.backend.cpu import product_choice
 from lookahead.backend.cpu.product_choice import measured_backends
+from lookahead.utils.machine import machine_fingerprint
 
 CASE = torch.float32, (7,)  # rows of no other test
 
@@ -42,17 +43,17 @@ def test_a_later_process_makes_the_choice_of_the_first(monkeypatch, tmp_path):
     second = measured(monkeypatch)
     assert measured_backends(*CASE) == ("onednn", "packed") and not second
     assert measured_backends(torch.bfloat16, (7,)) == () and len(second) == 1
-    assert len(json.loads(kept_in(tmp_path).read_text())["choices"]) == 2
+    assert len(json.loads(kept_in(tmp_path).read_text())["values"]) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"choices": 3}', '{"choices": {"a": 3}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"values": 3}', '{"values": {"a": 3}}'])
 def test_a_file_that_holds_something_else_is_written_anew(text, monkeypatch, tmp_path):
     measured(monkeypatch, "packed")
     measured_backends(*CASE)
     kept_in(tmp_path).write_text(text)
     measured_backends.cache_clear()
     assert measured_backends(*CASE) == ("packed",)
-    assert list(json.loads(kept_in(tmp_path).read_text())["choices"].values()) == [["packed"]]
+    assert ["packed"] in json.loads(kept_in(tmp_path).read_text())["values"].values()
 
 
 def test_ways_that_this_version_does_not_know_are_left_out(monkeypatch, tmp_path):
@@ -76,6 +77,6 @@ def test_another_cpu_has_choices_of_its_own(cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(
         Path, "read_text", lambda path, **kwargs: cpu if str(path) == "/proc/cpuinfo" else own(path, **kwargs)
     )
-    here, (one, another) = product_choice._machine(), ("model name : one", "model name : another")
+    here, (one, another) = machine_fingerprint.__wrapped__(), ("model name : one", "model name : another")
     monkeypatch.setattr(Path, "read_text", lambda path, **kwargs: another if cpu == one else one)
-    assert product_choice._machine() != here
+    assert machine_fingerprint.__wrapped__() != here

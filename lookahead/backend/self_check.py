@@ -32,6 +32,7 @@ from lookahead.hf.cache import CACHE
 from lookahead.hf.facts import attention_name, calls_registered_attention, decoder_vocabulary, empty_cache, input_device
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
+from lookahead.utils.kept_values import truth
 
 _SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
 _TRIALS = 8
@@ -45,7 +46,7 @@ def kernels_agree(model: PreTrainedModel, shape: Shape, *, packs: bool) -> bool:
     not agree, the log says so, and the model's own code is to run.
     """
     name = f"kernels for {shape}, packed: {packs}, {torch.get_num_threads()} threads"
-    return state_of(model).probed(name, model, partial(_kernels_agree, model, shape, packs))
+    return state_of(model).probed(name, model, partial(_kernels_agree, model, shape, packs), truth)
 
 
 @torch.inference_mode()
@@ -86,7 +87,7 @@ def keeps_solo_bits(model: PreTrainedModel) -> bool:
     if not may_keep_bits(model):
         return False
     name = f"bitwise, {torch.get_num_threads()} threads"
-    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model))
+    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model), truth)
 
 
 def may_keep_bits(model: PreTrainedModel) -> bool:

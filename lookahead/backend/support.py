@@ -34,6 +34,7 @@ from lookahead.hf.model_code import attention_code, changed_attention, changed_c
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
+from lookahead.utils.kept_values import truth
 from lookahead.utils.shipped import is_shipped
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -56,6 +57,15 @@ class Support:
     reason: str = ""  # why it is not trees
     ropes: tuple[tuple[str, int], ...] = ()  # embeddings of positions that change beyond some length: kind, limit
     by_node: bool = False  # whether trees are right too where every node attends alone, by the model's own function
+
+    @classmethod
+    def of(cls, values: Any) -> Support:
+        """What was kept as a value of JSON; KeyError, TypeError or ValueError if that is none."""
+        made = cls(values["shape"], values["reason"], tuple((kind, limit) for kind, limit in values["ropes"]))
+        ropes = all(type(kind) is str and type(limit) is int for kind, limit in made.ropes)
+        if made.shape not in ("trees", "chains", "none") or type(made.reason) is not str or not ropes:
+            raise ValueError(f"it is no verdict on what a model can verify: {values!r}")
+        return replace(made, by_node=truth(values["by_node"]))
 
 
 class ProbeError(Exception):
@@ -90,7 +100,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         return Support("none", reason)
     state = state_of(model)
     try:
-        verdict = state.probed("support", model, partial(_probe, model, config))
+        verdict = state.probed("support", model, partial(_probe, model, config), Support.of)
     except ProbeError as error:
         return Support("none", str(error))
     for kind, limit in verdict.ropes:

@@ -38,6 +38,7 @@ from lookahead.hf.cache import CACHE, TreeCache, cache_in, is_callers, tokens_in
 from lookahead.hf.calls import ResolvedCall, own_beam_search, read_prompt
 from lookahead.hf.facts import attention_name, empty_cache, processes_of, vocabulary_size
 from lookahead.hf.model_state import state_of
+from lookahead.utils.kept_values import truth
 from lookahead.verification.stopping import FinishReason, reason_of
 
 LONG_PROMPT = 64
@@ -53,7 +54,7 @@ def has_bits_of_beams(model: PreTrainedModel, beams: int) -> bool:
     if not may_keep_bits(model):
         return False
     name, vocabulary = f"bits of {beams} beams, {torch.get_num_threads()} threads", vocabulary_size(model)
-    return state_of(model).probed(name, model, partial(_compare_bits, model, beams, vocabulary))
+    return state_of(model).probed(name, model, partial(_compare_bits, model, beams, vocabulary), truth)
 
 
 @torch.inference_mode()

@@ -33,6 +33,7 @@ from lookahead.hf.facts import (
 from lookahead.hf.model_state import state_of
 from lookahead.proposers.pool_files import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
+from lookahead.utils.kept_values import truth
 
 # The least value of options that are whole numbers, and the range of those that are any number.
 _WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0, "num_beams": 1}
@@ -280,7 +281,7 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
             state_of(model).note_problem(f"{type(model).__name__} is not served with {name}", with_place(error))
             return True
 
-    return state_of(model).probed(name, model, probe)
+    return state_of(model).probed(name, model, probe, truth)
 
 
 def validate_past(

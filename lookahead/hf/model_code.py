@@ -32,6 +32,7 @@ _FUNCTIONS = FunctionType, BuiltinFunctionType, torch.Tensor
 _SHARED: tuple[Any, ...] = (torch.nn.functional, sdpa_attention, masking_utils)  # every model's layers call these
 _LINEARS = frozenset((nn.Linear, Conv1D))
 _CALLS = ("forward", "_call_impl")  # attributes of a module by which it is called
+_PACKAGES = "torch", "transformers", "lookahead"
 _USUAL_FLAGS = True, True
 _RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 _CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
@@ -63,6 +64,33 @@ def code_of(classes: frozenset[type]) -> Code:
         found = [each for space in called for value in list(space.values()) for each in _callables_in(value)]
         known = _known[classes] = Code(number, tuple(each for each in found if not is_shipped(each)), held)
     return known
+
+
+def shipped_code(model: Any) -> dict[str, Any] | None:
+    """The functions and classes that the passes of a model can reach, by where they stand.
+
+    None where something else takes part: a hook, a compiled module, a `forward` of a module's own, or code that neither
+    transformers nor torch ships, but for this package.
+    """
+    modules = list(model.modules())
+    kinds = frozenset(map(type, modules))
+    attention = [each for functions in attention_code(model, modules) for each in functions]
+    placed = [each for _, each in _hooks_of(modules)] + [vars(each)[name] for each in modules for name in set_on(each)]
+    compiled = any(each._compiled_call_impl is not None for each in modules)
+    foreign = [each for each in (*attention, *code_of(kinds).foreign) if not is_shipped(each)]
+    others = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _PACKAGES]
+    if compiled or foreign or others or not all(map(is_ours, placed)):
+        return None
+    bases = {base for kind in kinds for base in kind.__mro__ if base is not object}
+    spaces = {f"{base.__module__}.{base.__qualname__}": base for base in bases}
+    spaces |= {each.__name__: each for each in (*_SHARED, *(module for _, module in _files_of(kinds)))}
+    found = {
+        f"{name}: {key}": value
+        for name, space in sorted(spaces.items())
+        for key, value in sorted(vars(space).items())
+        if type(value) not in _DATA
+    }
+    return {**found, **{f"attention {at}": each for at, each in enumerate(attention)}}
 
 
 def _files_of(classes: Iterable[type]) -> Iterator[tuple[type, ModuleType]]:
@@ -211,16 +239,14 @@ def version_of(model: Any) -> Version:
     weights = [each for module in modules for each in module._parameters.values() if each is not None]
     # Offloaded weights are other objects after every pass, and inference tensors have no version.
     weights = [each for each in weights if not each.is_meta and not each.is_inference()]
-    owns = [(at, each[name]) for at, each in enumerate(map(vars, modules)) for name in _CALLS if name in each]
+    owns = [(at, vars(each)[name]) for at, each in enumerate(modules) for name in set_on(each)]
     owns = [(at, each) for at, each in owns if not is_ours(each)]
     compiled = [each for module in modules if (each := module._compiled_call_impl) is not None]
     hooks = [(at, each) for at, each in _hooks_of(modules) if not is_ours(each)]
     placed = [each for _, each in (*owns, *hooks)]
     attention = [each for functions in attention_code(model, modules) for each in functions]
     kinds = frozenset(map(type, modules))
-    foreign = [
-        kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "transformers", "lookahead")
-    ]
+    foreign = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _PACKAGES]
     code = code_of(kinds)
     users = [each for each in (*placed, *attention, *code.foreign) if not is_shipped(each)]
     configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
@@ -291,9 +317,14 @@ def is_ours(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("lookahead.")
 
 
+def set_on(module: nn.Module) -> list[str]:
+    """The names by which calling a module runs something that was set on itself."""
+    return [name for name in _CALLS if name in module.__dict__]
+
+
 def is_set_by_user(module: nn.Module) -> bool:
     """Whether calling a module runs something that was set on itself, and not by this package."""
-    return any(name in module.__dict__ and not is_ours(module.__dict__[name]) for name in _CALLS)
+    return not all(is_ours(module.__dict__[name]) for name in set_on(module))
 
 
 def _name_of(function: Any) -> str:

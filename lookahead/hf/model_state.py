@@ -6,6 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from threading import RLock, local
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -16,6 +17,8 @@ from lookahead.drafting.branch import BranchState
 from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.cost_model import StepCost
 from lookahead.hf.model_code import Version, is_ours, version_of
+from lookahead.hf.verdict_files import verdict_file
+from lookahead.utils.kept_values import Parse, find_kept, keep
 
 T = TypeVar("T")
 _MAX_VERSIONS = 4  # of a model, whose verdicts are kept
@@ -55,13 +58,16 @@ class ModelState:
         self.threads: dict[int, int] = {}  # that share a pass on a CPU, by how many torch is set to
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
         self.problems: dict[str, str] = {}  # what turned a faster path off, by path
+        self._noted = 0  # problems, repeated ones too
         self._reported: set[Hashable] = set()
         self._probed: defaultdict[str, dict[int, tuple[Version, Any]]] = defaultdict(dict)  # by name and version
+        self._file: tuple[int, Path | None] | None = None  # of the verdicts of a version
         self.newest: Version | None = None  # of the last verdict that was asked for
         self._probing = RLock()  # a signal handler may decode while its thread probes
 
     def note_problem(self, path: str, problem: str) -> None:
         """Keep what turned a faster path off, and log it once."""
+        self._noted += 1
         if self.problems.get(path) != problem:
             self.problems[path] = problem
             _log.warning("%s: %s", path, problem)
@@ -73,17 +79,25 @@ class ModelState:
             self._reported.add(kind)
             _log.info("%s", report)
 
-    def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
+    def probed(self, name: str, model: Any, probe: Callable[[], T], parse: Parse[T] | None = None) -> T:
         """The result of a probe for the weights and the code of a pass as they are; other threads wait for it.
 
-        The newest results are kept: hooks may come and go around every call.
+        The newest results are kept: hooks may come and go around every call. With `parse`, which makes a result of a
+        value of JSON, a later process finds the result in a file, unless a problem came with it, which it would not
+        tell again.
         """
         with self._probing:
             known, self.newest = self._probed[name], version_of(model)
             number = self.newest.number
             if number not in known:
-                with outside_passes(), torch.random.fork_rng():  # hooks may draw random numbers
-                    value = probe()
+                file = self._file_of(model, number) if parse is not None and len(known) < _MAX_VERSIONS else None
+                value = find_kept(file, name, parse) if file is not None and parse is not None else None
+                if value is None:
+                    noted = self._noted
+                    with outside_passes(), torch.random.fork_rng():  # hooks may draw random numbers
+                        value = probe()
+                    if file is not None and parse is not None and noted == self._noted:
+                        value = keep(file, name, value, parse)
                 version = version_of(model)
                 number = version.number
                 known[number] = version, value
@@ -91,6 +105,12 @@ class ModelState:
                     del known[next(iter(known))]
             result: T = known[number][1]
             return result
+
+    def _file_of(self, model: Any, number: int) -> Path | None:
+        """The file of verdicts for a version of the model; reading all weights for it takes longer than a pass."""
+        if self._file is None or self._file[0] != number:
+            self._file = number, verdict_file(model)
+        return self._file[1]
 
 
 _guard = RLock()

@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 from platformdirs import user_cache_path
 
 from lookahead.backend.calibration import measure_machine
-from lookahead.backend.cpu.product_choice import processor
 from lookahead.generation.api import generate
 from lookahead.generation.draft_selection import PROMPTS
 from lookahead.generation.plan import backend_report
@@ -28,6 +27,7 @@ from lookahead.kernels.microkernel import FEATURES
 from lookahead.ngram import search
 from lookahead.stats import DecodingStats, total_in_sequence
 from lookahead.summarization.summarizer import decode_plainly
+from lookahead.utils.machine import processor
 
 Facts = dict[str, Any]
 """Facts that are ready for JSON; sizes are in bytes, and what the system does not tell is None."""
@@ -49,7 +49,7 @@ _FEATURES = (
     *("avx2", "avx512f", "avx512bf16", "avx512vnni", "avxvnni", "avxneconvert"),
     *("amx-tile", "amx-bf16", "amx-int8", "neon", "bf16", "i8mm", "sve"),
 )
-_CACHES = ("products", "kernels", "costs", "models")
+_CACHES = ("products", "kernels", "costs", "models", "verdicts")
 _COPIED = 1 << 28  # bytes that are copied where no model says how many
 _TEST_S = 2.0
 _TEST_TOKENS = 32  # of each prompt

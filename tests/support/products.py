@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from platformdirs import user_cache_path
 from torch import nn
 
 from lookahead.backend.cpu import cpu_pass, linears, product_choice
@@ -17,6 +16,8 @@ from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.cpu.product_choice import measured_backends
 from lookahead.backend.protocol import BitPolicy
 from lookahead.hf.model_state import patched_attribute
+from lookahead.utils.kept_values import kept_file
+from lookahead.utils.machine import machine_fingerprint
 
 ASKED = [
     (product_choice._FEW_ROWS, product_choice._GAIN),
@@ -34,14 +35,14 @@ def kept_choice(folder: Path, *backends: str) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        path = user_cache_path("lookahead", appauthor=False) / "products" / f"{product_choice._machine()}.json"
+        path = kept_file("products", machine_fingerprint())
         path.parent.mkdir(parents=True, exist_ok=True)
         cases = [
             f"{dtype}, rows {rows}, gain {gain}"
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
             for rows, gain in ASKED
         ]
-        kept = json.dumps({"choices": dict.fromkeys(cases, backends)})
+        kept = json.dumps({"values": dict.fromkeys(cases, backends)})
         path.write_text(kept)
         measured_backends.cache_clear()
         try:

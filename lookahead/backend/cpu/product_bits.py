@@ -1,15 +1,16 @@
 """Products of half precision on a CPU, and which of them have the same bits: of a row alone, or of rows together.
 
 A product's bits depend on the order of its sums, and that on the number of rows, on the layout of the weight and on the
-CPU. So products of every shape are compared once, with numbers that nearly cancel: any other order shows there.
+CPU. So products of every shape are compared once for a machine, with numbers that nearly cancel: any other order shows
+there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,14 @@ from transformers import Conv1D
 
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.protocol import BitPolicy
-from lookahead.hf.model_code import arithmetic_flags
+from lookahead.hf.model_code import arithmetic_flags, multiplies_as_shipped
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import packed_product
 from lookahead.kernels.packed_product import PackedWeight
+from lookahead.utils.kept_values import Parse, kept, kept_file, truth
+from lookahead.utils.machine import machine_fingerprint
 
+T = TypeVar("T")
 FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
 _OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is left over
 _MANY_ROWS = 100  # of a prompt, which are compared where torch seems to multiply each by itself
@@ -129,8 +133,32 @@ def best_layout(weight: Tensor, bias: Tensor | None, policy: BitPolicy, backends
     return best, most
 
 
-@lru_cache(maxsize=1024)
-@torch.inference_mode()
+def _once(parse: Parse[T]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Keep what a function finds about the products of a kind for later processes, if weights are no small ones."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @lru_cache(maxsize=1024)
+        @wraps(function)
+        def find(kind: Kind, *case: Any) -> T:
+            make = torch.inference_mode()(partial(function, kind, *case))
+            if kind.shape.numel() < FEWEST_WEIGHTS or not multiplies_as_shipped():
+                return make()
+            file = kept_file("products", f"{machine_fingerprint()}-bits")
+            return kept(file, f"{function.__name__}{(kind, *case)}", parse, make)
+
+        return find
+
+    return decorate
+
+
+def _rows_from(value: Any) -> Rows:
+    solo, batch = value
+    if not all(type(each) is int and 0 <= each <= MAX_ROWS for each in (solo, batch)):
+        raise ValueError(f"rows must be two numbers up to {MAX_ROWS}, got {value}")
+    return Rows(solo, batch)
+
+
+@_once(truth)
 def takes_any_rows(kind: Kind, layout: Layout) -> bool:
     """Whether a layout has the bits of torch's product for any number of rows, each of which torch multiplies alone."""
     if not MAX_ROWS == rows_of(kind, Layout()).solo == rows_of(kind, layout).solo:
@@ -139,8 +167,7 @@ def takes_any_rows(kind: Kind, layout: Layout) -> bool:
     return torch.equal(lay_out(weight, layout).product(x, bias), by_torch(x, weight, bias))
 
 
-@lru_cache(maxsize=1024)
-@torch.inference_mode()
+@_once(_rows_from)
 def rows_of(kind: Kind, layout: Layout) -> Rows:
     """Most rows whose bits do not change in a product with a weight of this kind that is laid out so."""
     trials = range(max(1, _DIFFERENT // kind.shape[0]))  # of few outputs, few show another order
@@ -200,8 +227,7 @@ def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
     return not has_other_products(model) and all(_has_bits_of_copies(kind, rows, copies) for kind in kinds)
 
 
-@lru_cache(maxsize=1024)
-@torch.inference_mode()
+@_once(truth)
 def _has_bits_of_copies(kind: Kind, rows: int, copies: int) -> bool:
     _, weight, bias = _cancelling(kind, 1)
     layout, most = best_layout(weight, bias, BitPolicy.SOLO, ("packed",))

@@ -5,28 +5,23 @@ The choice decides in which order a product adds, so every process must make the
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
-from pathlib import Path
 from time import perf_counter, thread_time
 from timeit import timeit
+from typing import Any
 
 import torch
-import xxhash
-from platformdirs import user_cache_path
 from torch import Tensor
 from torch.nn.functional import linear
 
 from lookahead.backend.cpu.product_bits import Layout, lay_out
 from lookahead.kernels import packed_product
 from lookahead.kernels.jobs import torch_on_one_thread
-from lookahead.utils.atomic import read_json, write_atomically
-from lookahead.utils.locks import locked
+from lookahead.utils.kept_values import kept, kept_file
+from lookahead.utils.machine import machine_fingerprint
 
 LAYOUTS = {"packed": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
@@ -36,58 +31,21 @@ _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
 _OTHERS = 1.5  # their time relative to the kernel of this package, which does whole layers and passes in one call
 
-_log = logging.getLogger(__name__)
-
 
 @cache
 def measured_backends(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN) -> tuple[str, ...]:
     """The backends that multiply by a packed weight faster than torch, "packed" and "onednn", fastest first.
 
-    It is measured once for a CPU, torch's version and the kernels. Where the cache folder cannot be written, every
-    process measures, and the last bits of float32 may differ from one process to the next.
+    It is measured once for a `machine_fingerprint`. Where the cache folder cannot be written, every process measures,
+    and the last bits of float32 may differ from one process to the next.
     """
     case = f"{dtype}, rows {rows}, gain {gain}"
-    path = user_cache_path("lookahead", appauthor=False) / "products" / f"{_machine()}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path):
-            known = _read(path)
-            if case not in known:
-                known[case] = measure(dtype, rows, gain)
-                write_atomically(path, json.dumps({"choices": known}, indent=1))
-            return known[case]
-    except OSError as error:
-        _log.info("which products are faster is not kept: %s", error)
-        return measure(dtype, rows, gain)
+    return kept(kept_file("products", machine_fingerprint()), case, _known_backends, lambda: measure(dtype, rows, gain))
 
 
-def _read(path: Path) -> dict[str, tuple[str, ...]]:
-    """The choices of a file by case; none where there is no such file, or it holds something else."""
-    try:
-        return {
-            str(case): tuple(name for name in names if name in LAYOUTS)
-            for case, names in read_json(path)["choices"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def processor() -> str:
-    """The name of the CPU, or the number of an ARM one; as Python knows it where Linux does not tell."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        found = next(line for line in lines if line.startswith(("model name", "CPU part")))
-        return found.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _machine() -> str:
-    """16 hexadecimal digits for the CPU, torch and the kernels."""
-    sources = sorted(Path(str(packed_product.__file__)).parent.glob("*.py"))
-    digest = xxhash.xxh3_64(f"{processor()} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode())
-    for source in sources:
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
+def _known_backends(names: Any) -> tuple[str, ...]:
+    """The backends that a file names, but for those of another release."""
+    return tuple(name for name in names if name in LAYOUTS)
 
 
 def measure(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN) -> tuple[str, ...]:

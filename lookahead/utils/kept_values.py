@@ -1,0 +1,92 @@
+"""Small results that a later process finds again: JSON files of values by name, below the cache folder.
+
+A file that holds something else is ignored and written anew. Where the folder cannot be written, every process finds
+its results itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from platformdirs import user_cache_path
+
+from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.locks import locked
+
+T = TypeVar("T")
+Parse = Callable[[Any], T]
+"""Makes a result of a value of JSON; KeyError, TypeError or ValueError if that is none."""
+
+MAX_FILES = 128
+"""Files of a folder, of a kilobyte or so each; those written first go when there are more."""
+_NOT_SUCH = (KeyError, TypeError, ValueError)
+_log = logging.getLogger(__name__)
+
+
+def truth(value: Any) -> bool:
+    """A truth value that was kept; TypeError for anything else."""
+    if not isinstance(value, bool):
+        raise TypeError(f"it must be true or false, got {value!r}")
+    return value
+
+
+def kept_file(kind: str, name: str) -> Path:
+    """The file of a name among those of a kind."""
+    return user_cache_path("lookahead", appauthor=False) / kind / f"{name}.json"
+
+
+def kept(file: Path, name: str, parse: Parse[T], make: Callable[[], T]) -> T:
+    """The result of a name: as it is kept, or made and kept now."""
+    found = find_kept(file, name, parse)
+    return keep(file, name, make(), parse) if found is None else found
+
+
+def find_kept(file: Path, name: str, parse: Parse[T]) -> T | None:
+    """The result of a name; None where none is kept."""
+    try:
+        return _parsed(_read(file), name, parse)
+    except OSError:
+        return None
+
+
+def keep(file: Path, name: str, result: T, parse: Parse[T]) -> T:
+    """Keep a result, of a type that JSON has or a dataclass, and return it; what another process kept first stays."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with locked(file):
+            values = _read(file)
+            if (first := _parsed(values, name, parse)) is not None:
+                return first
+            write_atomically(file, json.dumps({"values": {**values, name: result}}, indent=1, default=asdict))
+        _remove_oldest(file.parent)
+    except OSError as error:
+        _log.info("%s of %s is not kept: %s", name, file, error)
+    return result
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The values of a file; none where there is no such file, or it holds something else."""
+    with suppress(FileNotFoundError, *_NOT_SUCH):
+        return {str(name): value for name, value in dict(read_json(file)["values"]).items()}
+    return {}
+
+
+def _parsed(values: dict[str, Any], name: str, parse: Parse[T]) -> T | None:
+    with suppress(*_NOT_SUCH):
+        return parse(values[name])
+    return None
+
+
+def _remove_oldest(folder: Path) -> None:
+    files = [(each.stat().st_mtime_ns, each) for each in folder.glob("*.json")]
+    for _, each in sorted(files)[:-MAX_FILES]:
+        for path in (each, each.with_name(f".{each.name}.lock")):
+            with suppress(OSError):
+                os.unlink(path)

@@ -1,0 +1,73 @@
+"""What identifies the machine, the releases and the sources that a kept result holds for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import torch
+import xxhash
+
+_PACKAGES = ("torch", "transformers", "numba", "llvmlite", "numpy")
+# Of environment variables that choose the instructions of torch's libraries and of Numba, and so the bits of a product.
+_SETTINGS = ("ATEN_CPU", "BLIS_", "DNNL_", "MKL_", "NUMBA_CPU", "NUMBA_DISABLE", "NUMBA_OPT", "ONEDNN_", "OPENBLAS_")
+_SOURCES = Path(__file__).parent.parent  # of this package
+
+
+def processor() -> str:
+    """The name of the CPU, or the number of an ARM one; as Python knows it where Linux does not tell."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        found = next(line for line in lines if line.startswith(("model name", "CPU part")))
+        return found.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def machine_fingerprint() -> str:
+    """16 hexadecimal digits for the CPU, the releases that compute on it, and the sources of this package.
+
+    Results that are kept under it are found anew after an update of any of these. Settings of torch's libraries that
+    are read from the environment count, the number of threads does not.
+    """
+    described = (
+        processor(),
+        sorted(llvm.get_host_cpu_features().items()),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.__config__.show(),
+        sys.version,
+        [*map(_release, _PACKAGES)],
+        sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)),
+    )
+    digest = xxhash.xxh3_64(repr(described).encode())
+    digest.update(sources_digest(_files_in(_SOURCES)))
+    return digest.hexdigest()
+
+
+def _release(package: str) -> str:
+    with suppress(metadata.PackageNotFoundError):  # it runs from its sources
+        return metadata.version(package)
+    return ""
+
+
+def sources_digest(files: Iterable[Path]) -> bytes:
+    """16 bytes that depend on the names and the contents of source files; one that is missing counts by its name."""
+    digest = xxhash.xxh3_128()
+    for file in sorted(files):
+        digest.update(file.name.encode())
+        with suppress(OSError):
+            digest.update(file.read_bytes())
+    return digest.digest()
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The source files below a folder, and below those that are linked into it."""
+    found = os.walk(folder, followlinks=True)
+    return [Path(place, name) for place, _, names in found for name in names if name.endswith(".py")]
