@@ -5,6 +5,8 @@ The choice decides in which order a product adds, so every process must make the
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +28,7 @@ LAYOUTS = {"packed": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
 _CACHES = 1 << 26  # bytes that are read before each of them, so that weights come from memory
 _FEW_ROWS = (4, 16)  # of those products
+_ANSWER = {1: 32, 8: 32, 64: 4}  # products of a layer by their rows: 64 passes, half with drafts, and a prompt
 _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
 
@@ -49,10 +52,38 @@ def _known_backends(names: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name in LAYOUTS)
 
 
+def bfloat16_gain(threads: int) -> float:
+    """How many times as fast as in float32 this CPU multiplies in bfloat16, measured once as by `measured_backends`.
+
+    The products are those of a layer for a short answer: passes over one node and over eight, and a prompt.
+    """
+
+    def measure_gain() -> float:
+        single, half = (_seconds(dtype, threads, tuple(_ANSWER)) for dtype in (torch.float32, torch.bfloat16))
+        passes = _ANSWER.values()
+        least = [min(sum(map(operator.mul, each, passes)) for each in taken.values()) for taken in (single, half)]
+        return float(least[0] / least[1])
+
+    file = kept_file("products", machine_fingerprint())
+    return kept(file, f"gain of bfloat16, {threads} threads", _known_gain, measure_gain)
+
+
+def _known_gain(gain: Any) -> float:
+    if not 0 < gain < math.inf:
+        raise ValueError(f"a gain must be above 0, got {gain}")
+    return float(gain)
+
+
 def measure(
     dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN
 ) -> tuple[str, ...]:
     """The backends by their time in products of some numbers of rows, those that take less than `gain` of torch's."""
+    seconds = {name: sum(taken) for name, taken in _seconds(dtype, threads, rows).items()}
+    return tuple(name for name in sorted(seconds, key=seconds.__getitem__) if seconds[name] < gain * seconds["torch"])
+
+
+def _seconds(dtype: torch.dtype, threads: int, rows: tuple[int, ...]) -> dict[str, list[float]]:
+    """The least seconds of a product of each number of rows, by backend, "torch" among them."""
     inputs, outputs = _TRIED
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         x, weight = (
@@ -66,11 +97,11 @@ def measure(
                 packed = lay_out(weight, LAYOUTS[name]).product
                 if torch.allclose(packed(x, None), linear(x, weight), rtol=0.02, atol=1e-3):
                     products[name] = packed
-        seconds, others = dict[str, float](), torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
+        seconds, others = dict[str, list[float]](), torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
         # Time of other processes does not count. On Windows the clock of a thread is too coarse.
         clock = thread_time if threads == 1 and os.name == "posix" else perf_counter
         for name, product in products.items():
             calls = [partial(product, x[:count], None) for _ in range(_TRIALS) for count in rows]
             taken = [timeit(call, others.sum, timer=clock, number=1) for call in calls]
-            seconds[name] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
-    return tuple(name for name in sorted(seconds, key=seconds.__getitem__) if seconds[name] < gain * seconds["torch"])
+            seconds[name] = [min(taken[i :: len(rows)]) for i in range(len(rows))]
+    return seconds
