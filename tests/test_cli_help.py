@@ -22,6 +22,7 @@ from lookahead.cli import terminal
 from lookahead.cli.app import app
 from lookahead.cli.job_options import JobOptions, to_toml
 from lookahead.cli.options import options_of
+from lookahead.utils import jit
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,6 +104,34 @@ def test_compiling_is_told_in_one_line_once_it_takes_a_while(monkeypatch, capsys
     numba.njit(lambda x: abs(min(x, 2)))(1)
     assert capsys.readouterr().err.count("\n") == lines
     assert notice.began < math.inf
+
+
+def test_the_line_that_moves_names_what_is_compiled_and_goes_on_with_its_own_text(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def _doubled(x: int) -> int:
+        return 2 * x
+
+    with terminal.status_line("reading the prompt"):
+        notice = terminal.watch_compilation()
+        shown = []
+        monkeypatch.setattr(notice.status, "update", shown.append)
+        assert numba.njit(_doubled)(3) == 6
+    assert (shown[0], shown[-1]) == ("compiling doubled, once after an install", "reading the prompt")
+    assert notice.status is None and notice.depth == 0
+
+
+def test_python_says_in_the_log_once_that_functions_of_the_package_are_compiled(caplog, monkeypatch):
+    monkeypatch.setattr(jit._first, "is_said", False)
+    caplog.set_level("INFO", "lookahead.utils.jit")
+    numba.njit(lambda x: x + 4)(1)
+    assert not caplog.messages
+    for factor in (5, 6):
+        function = eval(f"lambda x: x * {factor}", {"__name__": "lookahead.example"})
+        numba.njit(function)(1)
+    assert len(caplog.messages) == 1 and "once after an install" in caplog.text
 
 
 def test_what_is_said_beside_a_status_line_stands_above_it_in_one_piece(monkeypatch):

@@ -22,7 +22,8 @@ from lookahead.documents.readers import read_documents
 from tests.support.forked import command
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONS = ["--model", str(ROOT / "tests" / "models" / "summarizer"), "--max-new-tokens", "4", "--threads", "1"]
+MODEL = ["--model", str(ROOT / "tests" / "models" / "summarizer"), "--dtype", "fp32"]
+OPTIONS = [*MODEL, "--max-new-tokens", "4", "--threads", "1"]
 
 
 @pytest.fixture
@@ -55,6 +56,24 @@ def test_threads_of_torch_soon_sleep_while_they_wait_unless_the_user_says_how_lo
     command = [sys.executable, "-c", "import lookahead.cli.app, torch"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert f"GOMP_SPINCOUNT = '{used}'" in ran.stderr
+
+
+def test_a_text_model_is_decoded_without_packages_that_it_does_not_need(model_folder):
+    """They take seconds to import where they are installed; transformers itself imports accelerate and torchao."""
+    unused = {
+        *("PIL", "datasets", "deepspeed", "docx", "fastapi", "gguf", "jax", "pandas", "peft", "pyarrow", "pypdf"),
+        *("ray", "scipy", "sklearn", "tensorflow", "torchvision", "trafilatura", "uvicorn", "vllm"),
+        *("lookahead.integrations", "lookahead.reporting", "lookahead.summarization", "lookahead.training"),
+    }
+    script = (
+        "import sys\n"
+        "from lookahead.cli.app import app\n"
+        f"options = ['--model', {str(model_folder)!r}, '--raw', '--max-new-tokens', '4', '--threads', '1']\n"
+        "app(['generate', 'The cat', *options], standalone_mode=False)\n"
+        f"print(*sorted({unused!r} & set(sys.modules)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=300, capture_output=True)
+    assert not ran.stdout.splitlines()[-1]
 
 
 def test_ctrl_c_leaves_whole_lines_and_status_130(folder):

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from rich.filesize import decimal
 
-from lookahead.cli.options import DeviceOptions, ModelOptions, option
+from lookahead.cli.options import FASTEST, DeviceOptions, ModelOptions, fastest_option, option
 from lookahead.cli.terminal import console, load, say
 from lookahead.errors import ConfigError
 from lookahead.hf import loading
@@ -20,6 +20,7 @@ from lookahead.hf import loading
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(DeviceOptions):
     model: str | None = option(None, "Say what serves this model too, and how fast. (default: none is loaded)")
+    dtype: str = fastest_option()
     as_json: bool = option(False, "Print one JSON object.", "--json")
 
 
@@ -46,7 +47,7 @@ def doctor(options: DoctorOptions) -> None:
         raise ConfigError(f"quantize is for a model: name one with --model, got --quantize {options.quantize} alone")
     loading.prepare_process(options.threads)
     device = loading.resolve_device(options.device)
-    dtype = loading.resolve_dtype(options.dtype, device)
+    dtype = loading.resolve_dtype("auto" if options.dtype == FASTEST else options.dtype, device)
     with console(sys.stderr).status("measuring"):
         from lookahead.reporting import diagnosis
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lookahead.cli.options import (
+    FASTEST,
     INPUTS,
     DocumentOptions,
     DraftingOptions,
@@ -133,6 +134,8 @@ class JobOptions(DocumentOptions, SummaryOptions):
         request = SummaryRequest(prompt=prompt, style=self.style, overlap=self.overlap, refine=self.refine)
         own = {each.name for each in fields(self)}
         shared = {each.name: getattr(self, each.name) for each in fields(JobSettings) if each.name in own}
+        if self.dtype == FASTEST:  # workers on several machines would choose several types
+            shared["dtype"] = "auto"
         return JobSettings(**shared, request=request, config=self.config())
 
     def for_workers(self, settings: JobSettings) -> JobSettings:

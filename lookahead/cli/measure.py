@@ -224,6 +224,7 @@ class TrainOptions(ModelOptions):
     max_new_tokens: int = new_tokens_option(256, "Most tokens of an answer, if the model answers a prompt itself.")
     hold_out_every: int = option(20, "One example in N is held out for evaluation.")
     seed: int = option(0, "Seed of the initial weights and the order of the examples.")
+    dtype: str = option("auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")
     resume: bool = option(False, "Continue from the last checkpoint in DIR.")
     as_json: bool = option(False, "Print one JSON object.", "--json")
 

@@ -58,10 +58,22 @@ class DeviceOptions:
     threads: int | None = option(None, "CPU threads. (default: as PyTorch chooses)", min=1, max=1024)
 
 
+FASTEST = "fastest"
+"""The type of a model that a command chooses: on a CPU the checkpoint's own bf16 where that is faster, else "auto"."""
+
+
+def fastest_option() -> Any:
+    """The option of the type, for commands that decode."""
+    return option(
+        FASTEST, "fp32, bf16, fp16, auto: fp32 on a CPU; or fastest: there the checkpoint's own bf16, if faster."
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(DeviceOptions):
     panel: ClassVar[str] = "Model"
 
+    dtype: str = fastest_option()
     model: str = option(DEFAULT_MODEL, "Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")
 
 

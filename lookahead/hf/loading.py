@@ -19,7 +19,7 @@ from lookahead.hf.gguf_files import convert_once, is_gguf
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_MODEL = "smollm2"
 """SmolLM2-135M-Instruct, which a separate package installs; used if no model is named."""
@@ -105,6 +105,19 @@ def load(
 def load_default() -> LoadedModel:
     """Load the default model, once per process; UnsupportedModelError if it is not installed."""
     return load()
+
+
+def load_config(model: str) -> PretrainedConfig:
+    """The configuration of a model, by a name as for `load`."""
+    location, is_local = locate_model(model)
+    location = to_safetensors(location)
+    from transformers import AutoConfig
+
+    with _loading(f"model {model!r}"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            location, local_files_only=is_local, trust_remote_code=False
+        )
+    return config
 
 
 def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:

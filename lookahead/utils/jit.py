@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numba
+from numba.core import event
 
 from lookahead.utils.cache_folders import temporary_folder
 
 _NO_FOLDER = "no locator available"  # in Numba's error, which has no type of its own
+_log = logging.getLogger(__name__)
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
 
 
@@ -52,5 +55,22 @@ def _temporary_cache() -> str | None:
         return None
 
 
+class _FirstCompilation(event.Listener):
+    """Says in the log, once in a process, that functions of this package are compiled, which takes a while."""
+
+    is_said = False
+
+    def on_start(self, event: Any) -> None:
+        function = event.data["dispatcher"].py_func
+        if not self.is_said and function.__module__.startswith("lookahead."):
+            self.is_said = True
+            _log.info("compiling what drafts and attends, once after an install: about 20 s")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+_first = _FirstCompilation()
+event.register("numba:compile", _first)
 njit: Any = _with_any_cache(numba.njit)
 cfunc: Any = _with_any_cache(numba.cfunc)

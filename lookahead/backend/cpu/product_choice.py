@@ -5,6 +5,8 @@ The choice decides in which order a product adds, so every process must make the
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +29,7 @@ LAYOUTS = {"packed": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
 _CACHES = 1 << 26  # bytes that are read before each of them, so that weights come from memory
 _FEW_ROWS = (4, 16)  # of those products
+_ANSWER = {1: 32, 8: 32, 64: 4}  # products of a layer by their rows: 64 passes, half with drafts, and a prompt
 _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
 _OTHERS = 1.5  # their time relative to the kernel of this package, which does whole layers and passes in one call
@@ -48,12 +51,42 @@ def _known_backends(names: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name in LAYOUTS)
 
 
+def bfloat16_gain() -> float:
+    """How many times as fast as in float32 this CPU multiplies in bfloat16, measured once as by `measured_backends`.
+
+    The products are those of a layer for a short answer: passes over one node and over eight, and a prompt.
+    """
+
+    def measure_gain() -> float:
+        single, half = (_seconds(dtype, tuple(_ANSWER)) for dtype in (torch.float32, torch.bfloat16))
+        passes = _ANSWER.values()
+        least = [min(sum(map(operator.mul, each, passes)) for each in taken.values()) for taken in (single, half)]
+        return float(least[0] / least[1])
+
+    return kept(kept_file("products", machine_fingerprint()), "gain of bfloat16", _known_gain, measure_gain)
+
+
+def _known_gain(gain: Any) -> float:
+    if not 0 < gain < math.inf:
+        raise ValueError(f"a gain must be above 0, got {gain}")
+    return float(gain)
+
+
 def measure(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN) -> tuple[str, ...]:
     """The backends by their time in products of some numbers of rows, those that take less than `gain` of torch's.
 
-    The kernel of this package comes first unless another is much faster: around it, passes take less time too. One
-    thread multiplies, and its own time counts, whatever else the machine does: several wait for one another, most of
-    all where another program has a core.
+    The kernel of this package comes first unless another is much faster: around it, passes take less time too.
+    """
+    seconds = {name: sum(taken) for name, taken in _seconds(dtype, rows).items()}
+    ranks = {name: spent * (1 if name == "packed" else _OTHERS) for name, spent in seconds.items()}
+    return tuple(name for name in sorted(ranks, key=ranks.__getitem__) if seconds[name] < gain * seconds["torch"])
+
+
+def _seconds(dtype: torch.dtype, rows: tuple[int, ...]) -> dict[str, list[float]]:
+    """The least seconds of a product of each number of rows, by backend, "torch" among them.
+
+    One thread multiplies, and its own time counts, whatever else the machine does: several wait for one another, most
+    of all where another program has a core.
     """
     inputs, outputs = _TRIED
     with torch_on_one_thread(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
@@ -71,17 +104,11 @@ def measure(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float =
         others = torch.ones(_CACHES // 4, dtype=torch.float32, device="cpu")
         # On Windows the clock of a thread is too coarse.
         clock = thread_time if os.name == "posix" and torch.get_num_threads() == 1 else perf_counter
-        seconds = dict.fromkeys(products, 0.0)
+        seconds = {name: list[float]() for name in products}
         for count in rows:
-            # The products take turns: a process that comes and goes would slow one of them down.
-            taken = [
-                [
-                    timeit(partial(each, x[:count], None), others.sum, timer=clock, number=1)
-                    for each in products.values()
-                ]
-                for _ in range(_TRIALS)
-            ]
+            calls, taken = [partial(each, x[:count], None) for each in products.values()], list[list[float]]()
+            for _ in range(_TRIALS):  # the products take turns: other work may come and go
+                taken.append([timeit(call, others.sum, timer=clock, number=1) for call in calls])
             for name, times in zip(products, zip(*taken, strict=True), strict=True):
-                seconds[name] += min(times)
-    ranks = {name: spent * (1 if name == "packed" else _OTHERS) for name, spent in seconds.items()}
-    return tuple(name for name in sorted(ranks, key=ranks.__getitem__) if seconds[name] < gain * seconds["torch"])
+                seconds[name].append(min(times))
+    return seconds
