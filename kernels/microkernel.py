@@ -1,14 +1,14 @@
 """Products of small matrices, of which kernels for a CPU are made.
 
-They are written in LLVM IR, which keeps their sums in registers. Compiled from loops over arrays they have a
-third of the speed, because their sums are stored after every few products.
+They are written in LLVM IR, which keeps their sums in registers. Compiled from loops over arrays they have a third of
+the speed: sums are stored after every few products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -20,6 +20,10 @@ from lookahead.kernels.scalars import to_intrinsic
 FEATURES = llvm.get_host_cpu_features()
 LANES = 16 if FEATURES.get("avx512f") else 8  # float32 of a vector register
 ROWS = LANES // 2  # of a tile: with 2 registers each its sums fill half of them, and a product waits for no earlier one
+MOST_ROWS = max(6, ROWS)  # of 16 registers 12 hold sums, 2 a line of the right matrix, and one a number of the left one
+HALVES = 32  # sums that are added by halves, each of pairs
+CACHE_LINE = 64  # bytes
+_FEW_SUMS = 8  # with which registers are left for both parts of an element of the right matrix
 
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
@@ -28,6 +32,7 @@ _BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 _FIRST_LANE = ir.Constant(_PAIRS, None)
 _UPPER_HALVES = ir.Constant(_PAIRS, [-65536] * LANES)
 _WHOLE = ir.IntType(64)
+_ZERO, _START = ir.Constant(_VECTOR, None), _WHOLE(0)
 _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 _DOT_OF_BYTES = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
@@ -35,6 +40,20 @@ _SUMS_OF_PAIRS = {  # the sum of two products of unsigned and signed bytes as in
     8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
     16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
 }[LANES]
+
+
+class _Tile(NamedTuple):
+    """What is known of a product while it is emitted."""
+
+    builder: Any
+    kind: str
+    registers: int  # of a row
+    rows: list[Any]  # addresses of the left matrix
+    inner_step: Any
+    right: Sequence[Any]  # the address of the matrix, the place of its first element, and the step between its terms
+    ahead: Sequence[Any]  # a place of the right matrix, and bytes to fetch for each cache line; or nothing
+    terms: Any
+    places: list[Any]  # addresses of the registers of the product, row by row
 
 
 def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1, ROWS + 1)) -> Any:
@@ -45,46 +64,25 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
     It takes the left matrix, with the place of its first element and the steps between its rows and its terms; the
     right matrix, with the place of its first element and the step between its terms; the matrix for the product, with
     the place of its first element and the step between its rows; the number of rows, one of `rows`; and the number of
-    terms. A row of the product fills so many registers. The kind `"fours"` adds four products at a time, paired by
-    twos, to what the matrix for the product holds.
+    terms. A row of the product fills so many registers. The right matrix may come with another of its places, which is
+    read later, and the bytes that are fetched from there for each cache line of the tile.
 
-    The kind `"pairs"` takes int32 that hold two bfloat16 in the right matrix, and the two float32 that they are
-    multiplied by in the left one, side by side. A row of the product fills so many registers with the sums of the
-    first of them, and so many, `2 * LANES` elements further on, with those of the second.
+    The kind `"sums"` adds the product to what the matrix for it holds, and `"fours"` four products at a time, paired
+    by twos.
 
-    The kind `"bytes"` adds to that too. Its elements are int32 that hold four signed bytes in the left matrix, from
-    -127 on, and in the right four such with 128 added. Behind the terms of both stands the float32 by which their sum
-    is multiplied; a row of the left one has before that -128 times the sum of its bytes.
+    The kind `"halves"` takes int32 that hold two bfloat16 in the right matrix, and the two float32 that they are
+    multiplied by in the left one, side by side. Both have `HALVES` times the terms. The sums of so many terms are added
+    by halves, those of the first of two apart from those of the second; at last these two are added, to 0.
+
+    The kind `"bytes"` adds to what the matrix for the product holds too. Its elements are int32 that hold four signed
+    bytes in the left matrix, from -127 on, and in the right four such with 128 added. Behind the terms of both stands
+    the float32 by which their sum is multiplied; a row of the left one has before that -128 times the sum of its bytes.
 
     The kind `"nibbles"` has at most 4 terms, each of four numbers from 0 to 15 in the lower halves of the right
     matrix's bytes, and of four in the upper halves; the left matrix has two elements a term. Behind the terms of the
     right one stand two bfloat16: the upper one is its factor, and the lower one, times what the left one has before
     its own, is added to the sum that is multiplied by that factor.
     """
-    parts = 2 if kind == "pairs" else 1
-
-    def emit_rows(builder: Any, count: int, matrices: Any, terms: Any) -> None:
-        (left, at, row_step, inner_step), right, (out, to, out_step) = matrices
-        wholes = [_WHOLE(row) for row in range(count)]
-        lefts = [builder.gep(left, [builder.add(at, builder.mul(row_step, row))]) for row in wholes]
-        places = [
-            [
-                _vector_at(builder, out, builder.add(first, _WHOLE((2 * part + i) * LANES)))
-                for part in range(parts)
-                for i in range(registers)
-            ]
-            for first in [builder.add(to, builder.mul(out_step, row)) for row in wholes]
-        ]
-        if kind in ("bytes", "nibbles"):
-            sums = _emit_quantized(builder, kind, lefts, right, terms, places)
-        else:
-            begun = [[ir.Constant(_VECTOR, None)] * len(line) for line in places]
-            if kind == "fours":
-                begun = [[builder.load(place, align=4) for place in line] for line in places]
-            sums = _emit_sums(builder, kind, registers, begun, lefts, inner_step, right, terms)
-        for line, to_line in zip(sums, places, strict=True):
-            for each, place in zip(line, to_line, strict=True):
-                builder.store(each, place, align=4)
 
     @to_intrinsic
     def tile(context: Any, left: Any, right: Any, out: Any, count: Any, terms: Any) -> Any:
@@ -97,7 +95,7 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
                 case = builder.append_basic_block("rows")
                 choice.add_case(_WHOLE(count), case)
                 builder.position_at_end(case)
-                emit_rows(builder, count, matrices, terms)
+                emit_tile(builder, kind, count, registers, matrices, terms)
                 builder.branch(done)
             builder.position_at_end(done)
             return target.get_dummy_value()
@@ -105,6 +103,19 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
         return types.void(left, right, out, count, terms), emit
 
     return tile
+
+
+def emit_tile(
+    builder: Any, kind: str, rows: int, registers: int, matrices: Sequence[Sequence[Any]], terms: Any
+) -> None:
+    """Emit the product of a tile; matrices are as `tile_of` has them, with addresses in place of arrays."""
+    (left, at, row_step, inner_step), (right, column, right_step, *ahead), (out, to, out_step) = matrices
+    lefts = [builder.gep(left, [builder.add(at, builder.mul(row_step, _WHOLE(row)))]) for row in range(rows)]
+    firsts = [builder.gep(out, [builder.add(to, builder.mul(out_step, _WHOLE(row)))]) for row in range(rows)]
+    places = [_vector_at(builder, first, _WHOLE(i * LANES)) for first in firsts for i in range(registers)]
+    tile = _Tile(builder, kind, registers, lefts, inner_step, (right, column, right_step), ahead, terms, places)
+    for each, place in zip(_KINDS[kind][0](tile), places, strict=True):
+        builder.store(each, place, align=4)
 
 
 def _matrices_of(target: Any, builder: Any, signature: Any, values: Any) -> list[list[Any]]:
@@ -116,10 +127,25 @@ def _matrices_of(target: Any, builder: Any, signature: Any, values: Any) -> list
     return matrices
 
 
-def _load_line(builder: Any, array: Any, place: Any, registers: int, kind: Any) -> list[Any]:
-    """Load so many registers of a line of a matrix."""
-    places = [_vector_at(builder, array, builder.add(place, _WHOLE(i * LANES)), kind) for i in range(registers)]
+def _load_line(tile: _Tile, term: Any) -> list[Any]:
+    """Load a line of the right matrix."""
+    builder, (array, column, step) = tile.builder, tile.right
+    line, kind = (
+        builder.gep(array, [builder.add(column, builder.mul(term, step))]),
+        ir.VectorType(array.type.pointee, LANES),
+    )
+    places = [_vector_at(builder, line, _WHOLE(i * LANES), kind) for i in range(tile.registers)]
     return [builder.load(each, align=4) for each in places]
+
+
+def _emit_fetch(tile: _Tile, term: Any) -> None:
+    """Fetch what stands ahead of a line of the right matrix, into a cache behind the one that holds what is read."""
+    builder, lines = tile.builder, tile.registers * LANES * 4 // CACHE_LINE
+    for i in range(lines if tile.ahead else 0):
+        start = builder.bitcast(builder.gep(tile.right[0], tile.ahead[:1]), ir.IntType(8).as_pointer())
+        line = builder.add(builder.mul(term, _WHOLE(lines)), _WHOLE(i))
+        place = builder.gep(start, [builder.mul(line, tile.ahead[1])])
+        _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *map(ir.IntType(32), (0, 2, 1)))
 
 
 def _vector_at(builder: Any, array: Any, place: Any, kind: Any = _VECTOR) -> Any:
@@ -186,32 +212,75 @@ def _emit_sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
     return builder.add(*products)
 
 
-def _emit_quantized(builder: Any, kind: str, lefts: list[Any], right: Any, terms: Any, places: Any) -> list[list[Any]]:
+def _emit_floats(tile: _Tile) -> list[Any]:
+    def held() -> list[Any]:
+        return [tile.builder.load(place, align=4) for place in tile.places]
+
+    sums = _emit_terms(tile, held() if tile.kind == "fours" else [_ZERO] * len(tile.places))
+    return [tile.builder.fadd(*each) for each in zip(held(), sums, strict=True)] if tile.kind == "sums" else sums
+
+
+def _emit_by_halves(tile: _Tile) -> list[Any]:
+    """Sums wait in memory to be added; those of the second half are added to those of the first at once."""
+    builder, size = tile.builder, len(tile.places)
+    with builder.goto_entry_block():
+        waiting = builder.alloca(ir.ArrayType(_VECTOR, HALVES * size))
+
+    def at(first: Any, i: int = 0) -> Any:
+        return builder.gep(waiting, [_START, builder.add(first, _WHOLE(i))])
+
+    def clear(i: Any, _: list[Any]) -> list[Any]:
+        builder.store(ir.Constant(_VECTOR, [-0.0] * LANES), at(i), align=4)  # plus a number, that is the number
+        return []
+
+    def add_terms(turn: Any, _: list[Any]) -> list[Any]:
+        first = builder.mul(builder.and_(turn, _WHOLE(HALVES // 2 - 1)), _WHOLE(2 * size))
+        for parts in [(0, 1)] if 2 * size <= _FEW_SUMS else [(0,), (1,)]:
+            sums = _emit_terms(tile, [_ZERO] * size * len(parts), builder.mul(turn, tile.terms), parts)
+            for i, each in enumerate(sums, parts[0] * size):
+                builder.store(builder.fadd(builder.load(at(first, i), align=4), each), at(first, i), align=4)
+        return []
+
+    def sum_of(i: Any, place: int = 0, step: int = 1) -> Any:
+        if step == HALVES:
+            return builder.load(at(i, place * size), align=4)
+        return builder.fadd(sum_of(i, place, 2 * step), sum_of(i, place + step, 2 * step))
+
+    def add_halves(i: Any, _: list[Any]) -> list[Any]:
+        builder.store(sum_of(i), at(i), align=4)
+        return []
+
+    for count, emit in ((HALVES * size, clear), (HALVES, add_terms), (size, add_halves)):
+        _emit_loop(builder, _WHOLE(count), [], emit)
+    return [builder.fadd(_ZERO, builder.load(at(_WHOLE(i)), align=4)) for i in range(size)]
+
+
+def _emit_quantized(tile: _Tile) -> list[Any]:
     """Whole sums times the steps of columns and of rows, plus what stands at the places."""
-    (array, column, right_step), registers, of_term = right, len(places[0]), _WHOLE(2 if kind == "nibbles" else 1)
-    line = builder.add(column, builder.mul(terms, right_step))
-    ends = [builder.gep(left, [builder.mul(terms, of_term)]) for left in lefts]
+    builder, kind, registers, parts = tile.builder, tile.kind, tile.registers, range(2 if tile.kind == "nibbles" else 1)
+    of_term = _WHOLE(len(parts))
+    ends = [builder.gep(row, [builder.mul(tile.terms, of_term)]) for row in tile.rows]
     numbers = [_spread(builder, builder.load(end)) for end in ends]
     adds_neighbours = kind == "nibbles" and not _has_dot_of_bytes()
-    begun = [[ir.Constant(_SHORTS if adds_neighbours else _PAIRS, None)] * registers for _ in lefts]
+    begun = [ir.Constant(_SHORTS if adds_neighbours else _PAIRS, None)] * len(tile.places)
     if kind == "bytes" and _has_dot_of_bytes():
-        begun = [[number] * registers for number in numbers]
-    sums = _emit_sums(builder, kind, registers, begun, lefts, of_term, right, terms)
-    steps = _load_line(builder, array, line, registers, _PAIRS)
-    scaled = list[list[Any]]()
-    for totals, number, end, to_line in zip(sums, numbers, ends, places, strict=True):
-        own = builder.bitcast(_spread(builder, builder.load(builder.gep(end, [_WHOLE(1)]))), _VECTOR)
-        scaled.append([])
-        for total, step, place in zip(totals, steps, to_line, strict=True):
-            whole = builder.sitofp(_sums_of_neighbours(builder, total) if adds_neighbours else total, _VECTOR)
-            if kind == "bytes":
-                product = builder.fmul(whole, builder.bitcast(step, _VECTOR))
-            else:  # of two products one can be fused with their sum: it has to be the same always
-                least, factor = _halves_of(builder, step)
-                least = builder.fmul(builder.sitofp(number, _VECTOR), least)
-                product = builder.fadd(least, builder.fmul(whole, factor, **_FUSED), **_FUSED)
-            product = builder.fmul(product, own, **_FUSED)
-            scaled[-1].append(builder.fadd(builder.load(place, align=4), product, **_FUSED))
+        begun = [number for number in numbers for _ in range(registers)]
+    sums = _emit_terms(tile._replace(inner_step=of_term), begun, parts=parts)
+    _emit_fetch(tile, tile.terms)
+    steps = _load_line(tile, tile.terms)
+    scaled = list[Any]()
+    for i, (total, place) in enumerate(zip(sums, tile.places, strict=True)):
+        row, step = i // registers, steps[i % registers]
+        own = builder.bitcast(_spread(builder, builder.load(builder.gep(ends[row], [_WHOLE(1)]))), _VECTOR)
+        whole = builder.sitofp(_sums_of_neighbours(builder, total) if adds_neighbours else total, _VECTOR)
+        if kind == "bytes":
+            product = builder.fmul(whole, builder.bitcast(step, _VECTOR))
+        else:  # of two products one can be fused with their sum: it has to be the same always
+            least, factor = (_half_of(builder, step, part) for part in (0, 1))
+            least = builder.fmul(builder.sitofp(numbers[row], _VECTOR), least)
+            product = builder.fadd(least, builder.fmul(whole, factor, **_FUSED), **_FUSED)
+        product = builder.fmul(product, own, **_FUSED)
+        scaled.append(builder.fadd(builder.load(place, align=4), product, **_FUSED))
     return scaled
 
 
@@ -230,76 +299,75 @@ def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
     return builder.fadd(total, builder.fadd(even, odd))
 
 
-def _emit_sums(
-    builder: Any,
-    kind: str,
-    registers: int,
-    begun: list[list[Any]],
-    rows: list[Any],
-    inner_step: Any,
-    right: Any,
-    terms: Any,
-) -> list[list[Any]]:
-    """Emit a loop over the terms, at least once; returns the sums of each row, in registers.
+def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Sequence[int] = (0,)) -> list[Any]:
+    """Emit a loop over the terms from `first` on, which adds to the sums that are begun, in registers.
 
-    An element of the right matrix may have two parts. Where the sums of a row fill more registers, each has its own.
+    Sums stand row by row, and that for each part of the right matrix's elements; those of all parts are added where no
+    more are begun than there are places.
     """
-    emit_term, together, halves_of = _EMIT[kind], 4 if kind == "fours" else 1, _PARTS.get(kind)
-    (array, column, right_step), parts = right, range(2 if halves_of else 1)
-    before, loop, after = builder.block, builder.append_basic_block("terms"), builder.append_basic_block("sums")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    term = builder.phi(_WHOLE)
-    sums = [[builder.phi(each.type) for each in line] for line in begun]
-    here = [builder.add(term, _WHOLE(i)) for i in range(together)]
-    lines = [builder.add(column, builder.mul(each, right_step)) for each in here]
-    vectors = ir.VectorType(array.type.pointee, LANES)
-    loaded = list(zip(*(_load_line(builder, array, line, registers, vectors) for line in lines), strict=True))
-    if halves_of:
-        halves = [halves_of(builder, each) for (each,) in loaded]
-        loaded = [(each[part],) for part in parts for each in halves]
-    grown = []
-    for row, totals in zip(rows, sums, strict=True):
-        places = [builder.mul(each, inner_step) for each in here]
-        factors = [
-            [_spread(builder, builder.load(builder.gep(row, [builder.add(place, _WHOLE(part))]))) for place in places]
-            for part in parts
-            for _ in range(registers)
-        ]
-        line = list(totals)
-        for i, each in enumerate(zip(factors, loaded, strict=True)):
-            line[i % len(line)] = emit_term(builder, line[i % len(line)], *each)
-        grown.append(line)
-    following = builder.add(term, _WHOLE(together))
-    builder.cbranch(builder.icmp_signed("<", following, terms), loop, after)
-    loops = (term, sums), (_WHOLE(0), begun), (following, grown)
-    for phi, begin, update in zip(*([first, *chain(*lines)] for first, lines in loops), strict=True):
-        phi.add_incoming(begin, before)
-        phi.add_incoming(update, loop)
+    builder, (_, emit_term, part_of, together) = tile.builder, _KINDS[tile.kind]
+
+    def add_terms(turn: Any, sums: list[Any]) -> list[Any]:
+        start = builder.add(first, builder.mul(turn, _WHOLE(together)))
+        terms = [builder.add(start, _WHOLE(i)) for i in range(together)]
+        if 0 in parts:
+            _emit_fetch(tile, start)
+        columns = list(zip(*(_load_line(tile, term) for term in terms), strict=True))
+        grown = list(sums)
+        for i, (part, row) in enumerate(product(parts, tile.rows)):
+            places = [builder.add(builder.mul(term, tile.inner_step), _WHOLE(part)) for term in terms]
+            left = [_spread(builder, builder.load(builder.gep(row, [place]))) for place in places]
+            for register, column in enumerate(columns):
+                right = [part_of(builder, each, part) for each in column] if part_of else column
+                at = (i * tile.registers + register) % len(sums)
+                grown[at] = emit_term(builder, grown[at], left, right)
+        return grown
+
+    return _emit_loop(builder, builder.udiv(tile.terms, _WHOLE(together)), begun, add_terms)
+
+
+def _emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Emit a loop of so many turns, each of which makes new values of its number and the values of the last one."""
+    before, head, body, after = builder.block, *(builder.append_basic_block(each) for each in ("turn", "body", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    turn, *values = phis = [builder.phi(each.type) for each in (count, *begun)]
+    builder.cbranch(builder.icmp_signed("<", turn, count), body, after)
+    builder.position_at_end(body)
+    following = [*emit(turn, values), builder.add(turn, _WHOLE(1))]
+    for phi, first, update in zip(phis, (_WHOLE(0), *begun), (following.pop(), *following), strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(update, builder.block)
+    # An unrolled loop has too few registers for so many sums, and leaves turns over.
+    rolled = builder.module.add_metadata([ir.MetaDataString(builder.module, "llvm.loop.unroll.runtime.disable")])
+    loop = builder.module.add_metadata([_WHOLE(len(builder.module.metadata)), rolled])
+    loop.operands = loop, rolled  # the first is the loop itself
+    builder.branch(head).set_metadata("llvm.loop", loop)
     builder.position_at_end(after)
-    return grown
+    return values
 
 
-def _halves_of(builder: Any, pairs: Any) -> list[Any]:
-    """The lower and the upper bfloat16 of every lane as float32."""
-    halves = builder.shl(pairs, ir.Constant(_PAIRS, [16] * LANES)), builder.and_(pairs, _UPPER_HALVES)
-    return [builder.bitcast(each, _VECTOR) for each in halves]
+def _half_of(builder: Any, pairs: Any, part: int) -> Any:
+    """The lower or the upper bfloat16 of every lane as float32."""
+    half = builder.and_(pairs, _UPPER_HALVES) if part else builder.shl(pairs, ir.Constant(_PAIRS, [16] * LANES))
+    return builder.bitcast(half, _VECTOR)
 
 
-def _nibbles_of(builder: Any, pairs: Any) -> list[Any]:
-    """The lower and the upper half of every byte."""
-    halves = pairs, builder.lshr(pairs, ir.Constant(_PAIRS, [4] * LANES))
-    return [builder.and_(each, ir.Constant(_PAIRS, [0x0F0F0F0F] * LANES)) for each in halves]
+def _nibble_of(builder: Any, pairs: Any, part: int) -> Any:
+    """The lower or the upper half of every byte."""
+    half = builder.lshr(pairs, ir.Constant(_PAIRS, [4] * LANES)) if part else pairs
+    return builder.and_(half, ir.Constant(_PAIRS, [0x0F0F0F0F] * LANES))
 
 
-_EMIT = {
-    "product": _emit_product,
-    "pairs": _emit_product,
-    "fours": _emit_four,
-    "bytes": _emit_bytes,
-    "nibbles": _emit_nibbles,
+# What emits a product, adds a term and takes a part of the right matrix's elements; and the terms added at once.
+_KINDS: dict[str, tuple[Callable[[_Tile], list[Any]], Callable[..., Any], Callable[..., Any] | None, int]] = {
+    "product": (_emit_floats, _emit_product, None, 1),
+    "sums": (_emit_floats, _emit_product, None, 1),
+    "fours": (_emit_floats, _emit_four, None, 4),
+    "halves": (_emit_by_halves, _emit_product, _half_of, 1),
+    "bytes": (_emit_quantized, _emit_bytes, None, 1),
+    "nibbles": (_emit_quantized, _emit_nibbles, _nibble_of, 1),
 }
-_PARTS = {"pairs": _halves_of, "nibbles": _nibbles_of}
 
 
 @to_intrinsic
@@ -323,7 +391,7 @@ def transpose(context: Any, source: Any, out: Any) -> Any:
                 )
             step *= 2
         for row, pairs in enumerate(rows):
-            wide = [pairs] if is_wide else _halves_of(builder, pairs)
+            wide = [pairs] if is_wide else [_half_of(builder, pairs, part) for part in (0, 1)]
             for i, each in enumerate(wide):
                 place = builder.add(to, builder.mul(out_step, _WHOLE(len(wide) * row + i)))
                 builder.store(each, _vector_at(builder, out, place), align=4)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.large_pages import zeros
-from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of, transpose
+from lookahead.kernels.microkernel import CACHE_LINE, FEATURES, HALVES, LANES, MOST_ROWS, ROWS, tile_of, transpose
 from lookahead.kernels.scalars import jit_part, narrow, widen
 from lookahead.utils.addresses import array_at
 
@@ -34,14 +34,16 @@ _LINES = {torch.uint8: 16, torch.int8: 4}  # of the weight that hold them
 _HIGHEST = 15  # number of 4 bits
 _PIECE = 1 << 16  # weights that are rounded to such at a time
 _TURNS = 4  # of rounding to such, and of fitting a line to what is rounded
-_SHARED, _EACH = 8, 5  # numbers that a call of the kernel receives, and those of each weight
+_SHARED, _EACH = 9, 5  # numbers that a call of the kernel receives, and those of each weight
 _F = np.float32
 _SMALLEST = _F(1e-30)  # largest number of a block that is not taken for zeros
 _HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
-_SUMS = 64  # of a row and an output in bfloat16 with AVX2
-_ORDER = np.array([int(f"{i:05b}"[::-1], 2) for i in range(_SUMS // 2)])  # of pairs of them: those added first are near
-_LEVELS = 6  # of pairs of sums that wait to be added
-_FEW, _MANY = 3, 6  # rows of a tile of two registers there, and of one register
+_SUMS = 2 * HALVES  # of a row and an output in bfloat16 with AVX2
+_AT_ONCE = 512  # lines of a quantized panel that are multiplied at a time, about
+# Most rows of a tile, rows from which on memory is read ahead, and fewest tiles then; of products in one step, of those
+# by halves and of quantized weights. As measured on a Zen 4.
+_TILING = (MOST_ROWS, 6, 1) if LANES == 16 else (MOST_ROWS, 2, 2)
+_TILING_OF_HALVES, _TILING_OF_QUANTIZED = (MOST_ROWS, 2, 1), (ROWS, 6 if LANES == 16 else 5, 1)
 _TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a sum adds at a time: one product, or two
 
 
@@ -81,39 +83,34 @@ def pack(weight: Tensor, block: int) -> PackedWeight:
     terms = weight.detach().view(_TERM[weight.dtype])
     if weight.dtype == torch.float32 or _HAS_DOT:
         return PackedWeight.of(_panels_of(terms), len(weight), block)
-    lines = np.arange(terms.shape[1]).reshape(len(_ORDER), -1)[np.argsort(_ORDER)].T.ravel()
-    return PackedWeight.of(_panels_of(terms, lines).view(torch.bfloat16), len(weight), _SUMS)
+    return PackedWeight.of(_panels_of(terms, HALVES).view(torch.bfloat16), len(weight), _SUMS)
 
 
-def _panels_of(terms: Tensor, lines: np.ndarray[Any, Any] | None = None) -> Tensor:
-    """Lay terms `[outputs, terms]` of 32 bits out by outputs; `lines` says where each stands in a panel, if moved."""
-    lines = np.arange(terms.shape[1]) if lines is None else lines
+def _panels_of(terms: Tensor, apart: int | None = None) -> Tensor:
+    """Lay terms `[outputs, terms]` of 32 bits out by outputs; in a panel, those that are `apart` follow each other."""
     packed, terms = zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS, dtype=terms.dtype), terms.contiguous()
-    of_job = terms.data_ptr(), packed.data_ptr(), lines.ctypes.data, *terms.shape
-    run((_lay_out, len(packed), of_job, (terms, packed, lines)))
+    of_job = terms.data_ptr(), packed.data_ptr(), *terms.shape, apart or terms.shape[1]
+    run((_lay_out, len(packed), of_job, (terms, packed)))
     return packed
 
 
 def _lay_out(address: Any) -> None:
     """Transpose panel by panel, a square of registers at a time."""
-    _, panels, terms_at, packed_at, lines_at, outputs, count = array_at(address, (7,), np.int64)
-    terms, lines = array_at(terms_at, (outputs * count,), np.float32), array_at(lines_at, (count,), np.int64)
-    packed = array_at(packed_at, (panels, count, COLUMNS), np.float32)
-    square = np.empty(LANES * LANES, np.float32)
+    _, panels, terms_at, packed_at, outputs, count, apart = array_at(address, (7,), np.int64)
+    terms = array_at(terms_at, (outputs * count,), np.float32)
+    packed, step = array_at(packed_at, (panels * count * COLUMNS,), np.float32), count // apart * COLUMNS
     panel = claim_part(address)
     while panel < panels:
         for column in range(0, min(COLUMNS, outputs - panel * COLUMNS), LANES):
-            row = panel * COLUMNS + column
+            row, first = panel * COLUMNS + column, panel * count * COLUMNS + column
             whole = count // LANES * LANES if row + LANES <= outputs else 0
             for term in range(0, whole, LANES):
-                transpose((terms, row * count + term, count), (square, 0, LANES))
-                for i in range(LANES):
-                    line = packed[panel, lines[term + i]]
-                    for lane in range(LANES):
-                        line[column + lane] = square[i * LANES + lane]
+                place = first + term % apart * step + term // apart * COLUMNS
+                transpose((terms, row * count + term, count), (packed, place, step))
             for term in range(whole, count):
+                place = first + term % apart * step + term // apart * COLUMNS
                 for i in range(min(LANES, outputs - row)):
-                    packed[panel, lines[term], column + i] = terms[(row + i) * count + term]
+                    packed[place + i] = terms[(row + i) * count + term]
         panel = claim_part(address)
 
 
@@ -197,13 +194,16 @@ def product(
     """
     packed, _, block, _, terms, together = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
-    rows, left, length, of_block = x.numel() // inputs, x, terms, block * terms // inputs
+    rows, left, length = x.numel() // inputs, x, terms
+    lines = numbers = block * terms // inputs  # of a panel at a time, and what a row has for them
     if prepared is not None and (prepared_length := _prepared_length(weights[0])):
         left, length = prepared, prepared_length
-        of_block = _LINES.get(packed.dtype, inputs // _SUMS)
-        prepare = _ROUNDING[x.dtype] if packed.dtype in _LINES else _order_halves
+        prepare, lines = _order_halves, terms  # all at a time
+        if own := _LINES.get(packed.dtype):
+            blocks = _AT_ONCE // (own + 1)
+            prepare, lines, numbers = _ROUNDING[x.dtype], blocks * (own + 1), blocks * (block // 4 + 2)
         jobs.append((prepare, rows, (x.data_ptr(), left.data_ptr(), inputs, length, block), (x, left)))
-    of_job, parts = [left.data_ptr(), rows, length, terms, of_block, together], 0
+    of_job, parts = [left.data_ptr(), rows, length, terms, lines, numbers, together], 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
         places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
         of_job += (*places, each.panels, each.outputs)
@@ -212,18 +212,18 @@ def product(
     return jobs
 
 
-_tile: Any = tile_of(2)
+_tile: Any = tile_of(2, "sums", range(1, MOST_ROWS + 1))
+_tile_of_halves: Any = tile_of(2, "halves", range(1, MOST_ROWS + 1))
 _tile_of_bytes: Any = tile_of(2, "bytes")
 _tile_of_nibbles: Any = tile_of(2, "nibbles")
-_few_of_pairs: Any = tile_of(2, "pairs", rows=range(1, _FEW + 1))
-_many_of_pairs: Any = tile_of(1, "pairs", rows=range(_FEW + 1, _MANY + 1))
 
 
-def _multiplying(left: Any, kind: Any, number: Any, add: Any, most: int = ROWS) -> Callable[[Any], None]:
+def multiplying(types: tuple[Any, Any, Any], add: Any, tiling: tuple[int, int, int]) -> Callable[[Any], None]:
     """The function of a job that multiplies: by the types of rows, of the weight and of the results."""
+    left, kind, number = types
 
     def multiply_panels(address: Any) -> None:
-        _multiply(address, left, kind, number, add, most)
+        _multiply(address, left, kind, number, add, tiling)
 
     return multiply_panels
 
@@ -249,7 +249,7 @@ def _order_halves(address: Any) -> None:
     while row < rows:
         for i in range(_SUMS // 2):
             for turn in range(turns):
-                pair = x[row, turn, _ORDER[i]]
+                pair = x[row, turn, i]
                 out[row, i, turn, 0], out[row, i, turn, 1] = widen(pair[0]), widen(pair[1])
         row = claim_part(address)
 
@@ -290,69 +290,58 @@ def _round_block(line, out, count):
 
 
 @jit_part
-def _add_products(x, first, rows, terms, block, panel, sums, others):
-    """The sums of blocks, and their sum."""
-    length = x.shape[1]
-    for term in range(0, terms, block):
-        count, to = min(block, terms - term), others if term else sums
-        at, column = first * length + term, term * COLUMNS
-        _tile((x, at, length, 1), (panel, column, COLUMNS), (to, 0, COLUMNS), rows, count)
-        if term:
-            for i in range(rows * COLUMNS):
-                sums[i] = others[i] + sums[i]
+def _add_products(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
+    """The sums of a block are added to those of earlier ones."""
+    _tile((x, at, length, 1), (packed, place, COLUMNS, ahead, step), (sums, to, COLUMNS), rows, lines)
 
 
 @jit_part
-def _add_bytes(x, first, rows, terms, block, panel, sums, others):
-    _add_quantized(_tile_of_bytes, block, block, x, first, rows, terms, panel, sums)
-
-
-@jit_part
-def _add_nibbles(x, first, rows, terms, block, panel, sums, others):
-    _add_quantized(_tile_of_nibbles, 4, 8, x, first, rows, terms, panel, sums)  # constants take a third less time
-
-
-@jit_part
-def _add_quantized(tile, block, own, x, first, rows, terms, panel, sums):
-    """The sums of blocks, which have steps: of so many lines of the weight, and so many int32 of a row."""
-    length, sums[:] = x.shape[1], 0.0
-    for place in range(terms // (block + 1)):
-        at, column = first * length + place * (own + 2), place * (block + 1) * COLUMNS
-        tile((x, at, length, 1), (panel, column, COLUMNS), (sums, 0, COLUMNS), rows, block)
-
-
-@jit_part
-def _add_by_halves(x, first, rows, terms, block, panel, sums, others):
+def _add_by_halves(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
     """Sums of every 64th product. Each is added to the one 32 further on, these to those 16 further on, and so on."""
-    length, size, waiting = x.shape[1], 2 * rows * COLUMNS, 0
-    for place in range(_SUMS // 2):
-        at, line, to, step = first * length + 2 * place * block, place * block * COLUMNS, waiting * size, 2 * COLUMNS
-        if rows <= _FEW:
-            _few_of_pairs((x, at, length, 2), (panel, line, COLUMNS), (others, to, step), rows, block)
-        else:
-            for i in range(0, COLUMNS, LANES):
-                _many_of_pairs((x, at, length, 2), (panel, line + i, COLUMNS), (others, to + i, step), rows, block)
-        waiting, done = waiting + 1, place + 1
-        while done & 1 == 0:
-            waiting, done = waiting - 1, done >> 1
-            left, right = others[(waiting - 1) * size : waiting * size], others[waiting * size : (waiting + 1) * size]
-            for i in range(size):
-                left[i] += right[i]
-    for row in range(rows):
-        even, odd = others[2 * row * COLUMNS :], others[(2 * row + 1) * COLUMNS :]
-        for i in range(COLUMNS):
-            sums[row * COLUMNS + i] = even[i] + odd[i]
+    weights = packed, place, COLUMNS, ahead, step
+    _tile_of_halves((x, at, length, 2), weights, (sums, to, COLUMNS), rows, 2 * lines // _SUMS)
 
 
 @jit_part
-def _multiply(address, left, kind, number, add, most):
-    """Panel by panel, which stays in a near cache for all rows, so many rows at a time.
+def _add_bytes(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
+    _add_quantized(_tile_of_bytes, 16, 16, x, at, length, packed, place, ahead, step, sums, to, rows, lines)
 
-    The types are those of rows, of the weight and of the results.
+
+@jit_part
+def _add_nibbles(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
+    _add_quantized(_tile_of_nibbles, 4, 8, x, at, length, packed, place, ahead, step, sums, to, rows, lines)
+
+
+@jit_part
+def _add_quantized(tile, block, own, x, at, length, packed, place, ahead, step, sums, to, rows, lines):
+    """The sums of blocks, which have steps: of so many lines of the weight, and so many int32 of a row.
+
+    Constants take a third less time, here and for the sizes of a matrix.
     """
-    _, parts, x_at, rows, length, terms, block, together = array_at(address, (_SHARED,), np.int64)
-    x = array_at(x_at, (rows, length), left)
-    sums, others = np.empty(most * COLUMNS, np.float32), np.empty(2 * _LEVELS * most * COLUMNS, np.float32)
+    for i in range(lines // (block + 1)):
+        line = i * (block + 1) * COLUMNS
+        weights = packed, place + line, COLUMNS, ahead + line * step // CACHE_LINE, step
+        tile((x, at + i * (own + 2), length, 1), weights, (sums, to, COLUMNS), rows, block)
+
+
+@jit_part
+def _multiply(address, left, kind, number, add, tiling):
+    """Panel by panel, and so many lines of it at a time that they stay in a near cache for all tiles of rows.
+
+    While a tile is multiplied, its share of the lines that come next is read from memory. Few rows wait for memory
+    anyway, and it is read faster as the CPU itself foresees. The types are those of rows, of the weight and of the
+    results.
+
+    Source of tiles that find the right matrix in a cache: Goto, van de Geijn 2008, "Anatomy of High-Performance Matrix
+    Multiplication", §4.
+    """
+    _, parts, x_at, rows, length, terms, lines, numbers, together = array_at(address, (_SHARED,), np.int64)
+    x, sums, (most, fetched, fewest) = (
+        array_at(x_at, (rows * length,), left),
+        np.empty(rows * COLUMNS, np.float32),
+        tiling,
+    )
+    tiles = max(-(-rows // most), fewest if rows >= fetched else 1)
     part = claim_part(address)
     while part < parts:
         of, own = address + 8 * _SHARED, part
@@ -360,20 +349,25 @@ def _multiply(address, left, kind, number, add, most):
         while own * together >= panels:  # the part is one of a later weight
             own, of = own - (panels + together - 1) // together, of + 8 * _EACH
             packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
-        packed = array_at(packed_at, (panels, terms, COLUMNS), kind)
+        packed = array_at(packed_at, (panels * terms * COLUMNS,), kind)
         out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
-        for place in range(own * together, min(panels, (own + 1) * together)):
-            begin = place * COLUMNS
+        for panel in range(own * together, min(panels, (own + 1) * together)):
+            sums[:] = -0.0  # plus a number, even -0, is that number
+            for line in range(0, terms, lines):
+                count, place = min(lines, terms - line), (panel * terms + line) * COLUMNS
+                for tile in range(tiles):
+                    first, end = rows * tile // tiles, rows * (tile + 1) // tiles
+                    at, ahead, step = first * length + line // lines * numbers, place, 0
+                    if rows >= fetched:  # a line that is left out takes longer than one that is fetched twice
+                        ahead, step = place + (lines + count * tile // tiles) * COLUMNS, -(-CACHE_LINE // tiles)
+                    add(x, at, length, packed, place, ahead, step, sums, first * COLUMNS, end - first, count)
+            begin = panel * COLUMNS
             count = min(COLUMNS, outputs - begin)
-            for first in range(0, rows, most):
-                taken = min(most, rows - first)
-                add(x, first, taken, terms, block, packed[place], sums, others)
-                for row in range(taken):
-                    sum_of = sums[row * COLUMNS : row * COLUMNS + count]
-                    own_bias = bias[begin : begin + count]
-                    for i in range(count if bias_at else 0):
-                        sum_of[i] += widen(own_bias[i])
-                    _store(sum_of, out[first + row, begin : begin + count])
+            for row in range(rows):
+                sum_of, own_bias = sums[row * COLUMNS : row * COLUMNS + count], bias[begin : begin + count]
+                for i in range(count if bias_at else 0):
+                    sum_of[i] += widen(own_bias[i])
+                _store(sum_of, out[row, begin : begin + count])
         part = claim_part(address)
 
 
@@ -390,11 +384,11 @@ def _store(line, out):
 
 # By the types of a packed weight and of rows.
 _ENTRIES = {
-    (torch.float32, torch.float32): _multiplying(np.float32, np.float32, np.float32, _add_products),
-    (torch.int32, torch.bfloat16): _multiplying(np.int32, np.int32, np.uint16, _add_products),
-    (torch.bfloat16, torch.bfloat16): _multiplying(np.float32, np.int32, np.uint16, _add_by_halves, _MANY),
-    (torch.uint8, torch.float32): _multiplying(np.int32, np.int32, np.float32, _add_bytes),
-    (torch.uint8, torch.bfloat16): _multiplying(np.int32, np.int32, np.uint16, _add_bytes),
-    (torch.int8, torch.float32): _multiplying(np.int32, np.int32, np.float32, _add_nibbles),
-    (torch.int8, torch.bfloat16): _multiplying(np.int32, np.int32, np.uint16, _add_nibbles),
+    (torch.float32, torch.float32): multiplying((np.float32, np.float32, np.float32), _add_products, _TILING),
+    (torch.int32, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_products, _TILING),
+    (torch.bfloat16, torch.bfloat16): multiplying((np.float32, np.int32, np.uint16), _add_by_halves, _TILING_OF_HALVES),
+    (torch.uint8, torch.float32): multiplying((np.int32, np.int32, np.float32), _add_bytes, _TILING_OF_QUANTIZED),
+    (torch.uint8, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_bytes, _TILING_OF_QUANTIZED),
+    (torch.int8, torch.float32): multiplying((np.int32, np.int32, np.float32), _add_nibbles, _TILING_OF_QUANTIZED),
+    (torch.int8, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_nibbles, _TILING_OF_QUANTIZED),
 }

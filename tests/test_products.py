@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import llvmlite.binding as llvm
 import pytest
 import torch
+from llvmlite import ir
 from torch import nn
 from torch.nn.functional import linear
 
@@ -16,7 +18,7 @@ from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.cpu.product_bits import Kind, Layout, best_layout, takes_any_rows
 from lookahead.backend.protocol import BitPolicy
-from lookahead.kernels import packed_product
+from lookahead.kernels import microkernel, packed_product
 from tests.support.products import cancelling_rows, half_model, kept_choice, run
 
 SIZES = 64  # of which the inputs of a weight in bfloat16 are a multiple, whatever the CPU
@@ -48,6 +50,42 @@ def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs, d
         assert torch.equal(packed_product.multiply(packed_product.pack(weight, 512), moved, each), got)
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """What tells -0 from 0 too."""
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+@own_types
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 1100), (37, 2050), (1, 2), (33, 514)])
+def test_a_row_has_the_same_bits_among_any_number_of_others(outputs, inputs, dtype):
+    inputs = inputs if takes(dtype, inputs) else -(-inputs // SIZES) * SIZES
+    x, weight = torch.randn(70, inputs).to(dtype), packed_product.pack(torch.randn(outputs, inputs).to(dtype), 512)
+    alone = torch.cat([packed_product.multiply(weight, row, None) for row in x.split(1)])
+    for rows in (*range(1, 21), 70):
+        got = packed_product.multiply(weight, x[-rows:], None)
+        assert torch.equal(bits(got), bits(alone[-rows:])), rows
+
+
+@own_types
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 3.0e38])
+@pytest.mark.parametrize("rows", [2, 7, 20])
+def test_a_row_that_is_not_finite_changes_no_other(rows, wrong, dtype):
+    x, weight = torch.randn(rows, 1536).to(dtype), packed_product.pack(torch.randn(70, 1536).to(dtype), 512)
+    before, x[rows // 2] = packed_product.multiply(weight, x, None), wrong
+    got, others = packed_product.multiply(weight, x, None), torch.arange(rows) != rows // 2
+    assert torch.equal(bits(got[others]), bits(before[others]))
+    assert not got[rows // 2].isfinite().any()
+
+
+@needs_halves
+def test_a_sum_that_vanishes_has_the_sign_that_torch_gives_it():
+    x, weight = (torch.full((rows, 1536), 2.0**-100, dtype=torch.bfloat16) for rows in (9, 96))
+    x[::2] *= -1
+    got = packed_product.multiply(packed_product.pack(weight, 512), x, None)
+    expected = torch.cat([linear(row, weight) for row in x.split(1)])
+    assert torch.equal(bits(got), bits(expected)) and not got.any()
+
+
 @own_types
 def test_products_on_several_threads_have_the_same_bits(dtype):
     before, (x, weight) = torch.get_num_threads(), (torch.randn(n, 1536).to(dtype) for n in (17, 2000))
@@ -66,7 +104,7 @@ def test_long_rows_have_the_bits_of_torch_for_one_row():
         pytest.skip("torch sums one row in an order that is not known")
     x, weight = torch.randn(32, 1536).bfloat16(), torch.randn(96, 1536).bfloat16()
     expected = torch.cat([linear(row, weight) for row in x.split(1)])
-    assert torch.equal(product_bits.lay_out(weight, layout, most).product(x, None), expected)
+    assert torch.equal(bits(product_bits.lay_out(weight, layout, most).product(x, None)), bits(expected))
 
 
 @own_types
@@ -183,3 +221,36 @@ def test_rows_that_count_as_those_alone_have_these_bits_whatever_is_multiplied(o
     for _ in range(200):
         x = torch.randn(rows, 32, generator=source).to(torch.bfloat16)
         assert torch.equal(linear(x, weight, added), torch.cat([linear(each, weight, added) for each in x.split(1)]))
+
+
+def assembly_for_arm(kind: str, rows: int, features: str) -> str:
+    """What LLVM makes of a tile for 64-bit ARM, with the steps between lines known and the terms not."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    number, word, whole = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+    left, right = {"sums": (number, number), "halves": (number, word)}.get(kind, (word, word))
+    module, columns = ir.Module(), 2 * microkernel.LANES
+    arguments = *(each.as_pointer() for each in (left, right, number)), whole
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "product")
+    x, weight, out, terms = function.args
+    builder = ir.IRBuilder(function.append_basic_block())
+    steps = [whole(each) for each in (0, 576, 1)], [whole(each) for each in (0, columns, 512 * columns, 64)]
+    matrices = (x, *steps[0]), (weight, *steps[1]), (out, whole(0), whole(columns))
+    microkernel.emit_tile(builder, kind, rows, 2, matrices, terms)
+    builder.ret_void()
+    parsed = llvm.parse_assembly(str(module))
+    parsed.triple = "aarch64-unknown-linux-gnu"
+    machine = llvm.Target.from_triple(parsed.triple).create_target_machine(opt=3, features=features)
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(parsed, passes)
+    return machine.emit_assembly(parsed)
+
+
+@pytest.mark.parametrize("features", ["", "+sve"])
+@pytest.mark.parametrize("kind", ["sums", "halves", "bytes", "nibbles"])
+def test_tiles_compile_for_arm_to_fused_products_and_no_calls(kind, features, monkeypatch):
+    monkeypatch.setattr(microkernel, "FEATURES", {})
+    for rows in (1, microkernel.ROWS):
+        assembly = assembly_for_arm(kind, rows, features)
+        assert "fmla" in assembly and "prfm" in assembly
+        assert not re.search(r"^\s+(bl|blr)\s", assembly, re.MULTILINE)
