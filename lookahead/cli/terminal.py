@@ -224,10 +224,9 @@ def _load(options: ModelOptions, name: str, dtype: str) -> loading.LoadedModel:
 
 
 def _load_fastest(options: ModelOptions, name: str) -> loading.LoadedModel:
-    """Load a model in the bf16 of its checkpoint if this CPU is faster in it, and tell; any other as by "auto".
+    """Load a model in the bf16 of its checkpoint if this CPU is faster in it, and say so; any other as by "auto".
 
-    That of transformers rounds by the number of tokens in a pass, so that only a model whose bits can be kept is
-    loaded in it.
+    A model is loaded in bf16 only if passes over trees have the bits of passes over one token: tokens would change.
     """
     import torch
 
@@ -236,7 +235,8 @@ def _load_fastest(options: ModelOptions, name: str) -> loading.LoadedModel:
 
     config, is_cpu = loading.load_config(name), loading.resolve_device(options.device).type == "cpu"
     is_own = getattr(config.get_text_config(), "dtype", None) == torch.bfloat16 and not config.is_encoder_decoder
-    if is_own and is_cpu and options.quantize is None:
+    is_quantized = options.quantize is not None or getattr(config, "quantization_config", None) is not None
+    if is_own and is_cpu and not is_quantized:
         gain = bfloat16_gain()
         if gain > _LEAST_GAIN:
             loaded = _load(options, name, "bf16")
