@@ -16,9 +16,9 @@ from lookahead.cli.app import app
 from lookahead.cli.generate import GenerateOptions
 from lookahead.cli.options import options_of
 from lookahead.cli.summarize import SummarizeOptions
+from lookahead.generation.comparison import decode_plainly
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.summarization.prompting import PromptFitter
-from lookahead.summarization.summarizer import decode_plainly
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "The cat sat on the mat. The dog sat by the door. "
@@ -178,8 +178,8 @@ def test_many_documents_are_compared_in_a_table_that_stays_short(summarize, cli_
     ("dtype", "status", "hint"), [("fp32", 1, "in fp32 that is a bug"), ("bf16", 0, "--dtype fp32 is exact")]
 )
 def test_a_difference_is_told_loudly_and_is_a_failure_in_fp32(summarize, monkeypatch, dtype, status, hint):
-    def wrong(*call):
-        rows, figures = decode_plainly(*call)
+    def wrong(*call, **options):
+        rows, figures = decode_plainly(*call, **options)
         return [[*row[:-1], row[-1] + 1] for row in rows], figures
 
     monkeypatch.setattr("lookahead.summarization.summarizer.decode_plainly", wrong)

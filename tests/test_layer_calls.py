@@ -112,9 +112,12 @@ def test_where_masked_attention_takes_less_time_float32_attends_by_it(fused, cal
         target.read([np.arange(3, 14, dtype=np.int32)])
         expected = target.score(trees_of(1, 9, 0), BitPolicy.SOLO)
         assert len(tables) == 1
-        monkeypatch.setattr(exact_attention, "MAX_KERNEL_PRODUCTS", 6 * 32 * 9 * 11 - 1)
+        monkeypatch.setattr(exact_attention, "MAX_KERNEL_PRODUCTS", 6 * 32 * 8 * 11 - 1)
         torch.testing.assert_close(target.score(trees_of(1, 9, 0), BitPolicy.SOLO), expected, rtol=1e-4, atol=1e-4)
-    assert len(tables) == 1
+        assert len(tables) == 1
+        monkeypatch.setattr(exact_attention, "MAX_KERNEL_PRODUCTS", 0)
+        target.score(trees_of(1, 1, 0), BitPolicy.SOLO)
+    assert len(tables) == 2, "a root alone attends by the kernel at any length"
 
 
 def logits_behind(model: Any, first: int = 3) -> torch.Tensor:

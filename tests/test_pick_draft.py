@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from lookahead import DecodingStats, DraftModel, LookaheadConfig
 from lookahead.backend.calibration import pass_seconds
 from lookahead.cli.app import app
-from lookahead.generation.draft_selection import NAMES, PLAIN, PROMPTS, Score, compare, pick_draft
+from lookahead.generation.comparison import PROMPTS, Score, compare
+from lookahead.generation.draft_selection import NAMES, PLAIN, pick_draft
 from lookahead.hf.model_state import state_of
 
 

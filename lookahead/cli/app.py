@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import lookahead
+from lookahead.cli.bench import bench
 from lookahead.cli.commands import App
 from lookahead.cli.doctor import doctor
 from lookahead.cli.draft_files import memory_app, pool_app
@@ -18,7 +19,7 @@ from lookahead.cli.measure import calibrate, explain, pick_draft, train
 from lookahead.cli.summarize import report, summarize
 
 app = App(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (summarize, generate, chat, serve, calibrate, explain, pick_draft, train, report, doctor):
+for command in (summarize, generate, chat, serve, calibrate, bench, explain, pick_draft, train, report, doctor):
     app.add(command)
 app.add_typer(pool_app, name="pool")
 app.add_typer(memory_app, name="memory")

@@ -16,6 +16,13 @@ from lookahead.cli.terminal import console, load, say
 from lookahead.errors import ConfigError
 from lookahead.hf import loading
 
+_PRODUCTS = {
+    "kernel": "packed, multiplied by a kernel of lookahead",
+    "onednn": "packed, multiplied by oneDNN",
+    "quantized": "quantized, multiplied by a kernel of lookahead",
+    "torch": "multiplied by torch",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(DeviceOptions):
@@ -92,6 +99,11 @@ def _model_lines(model: dict[str, Any], bytes_per_s: float) -> Iterator[str]:
     yield f"  {report['model']}, {model['parameters']:,} parameters, {model['dtype']}"
     packed = f"packed copies of weights: {decimal(model['packed_weights'])}"
     yield f"  weights: {decimal(weights)}, read in {1e3 * weights / bytes_per_s:.2f} ms at best; {packed}"
+    if model["resident"] is not None:
+        yield f"  memory of this process: {decimal(model['resident'])}"
+    for each in model["products"]:
+        by = _PRODUCTS[each["product"]]
+        yield f"  {each['layers']} linear layers of {each['outputs']} x {each['inputs']}: {by}"
     yield f"  served by {report['backend']}"
     for each in report["paths"]:
         yield f"    {each['path']}: {'yes' if each['serves'] else 'no'}{each['reason'] and ', ' + each['reason']}"

@@ -174,7 +174,8 @@ def pick_draft(options: PickDraftOptions) -> None:
     lines = [] if options.prompts is None else read_prompt_file(str(options.prompts)).splitlines()
     prompts = [line.strip() for line in lines if line.strip()]
     loaded = load(options, measures_costs=False)
-    from lookahead.generation.draft_selection import PROMPTS, pick_draft
+    from lookahead.generation.comparison import PROMPTS
+    from lookahead.generation.draft_selection import pick_draft
 
     drafts = {}
     for name in names:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
-import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -16,17 +17,16 @@ from packaging.requirements import Requirement
 from platformdirs import user_cache_path
 
 from lookahead.backend.calibration import measure_machine
-from lookahead.generation.api import generate
-from lookahead.generation.draft_selection import PROMPTS
+from lookahead.backend.cpu.product_bits import linear_layers, matrix_of
+from lookahead.generation.comparison import PROMPTS, compare
 from lookahead.generation.plan import backend_report
 from lookahead.hf.loading import LoadedModel
 from lookahead.hf.model_state import state_of
 from lookahead.hf.private_names import missing_names
+from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import scalars
 from lookahead.kernels.microkernel import FEATURES
 from lookahead.ngram import search
-from lookahead.stats import DecodingStats, total_in_sequence
-from lookahead.summarization.summarizer import decode_plainly
 from lookahead.utils.machine import processor
 
 Facts = dict[str, Any]
@@ -145,6 +145,8 @@ def model_facts(loaded: LoadedModel) -> Facts:
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": model.num_parameters(),
         "weights": sum(each.nbytes for each in model.parameters()),
+        "resident": _resident_bytes(),
+        "products": _products(model),
         "packed_weights": sum(each.nbytes for each in state_of(model).linears.values()),
         "report": asdict(backend_report(model)),
         "problems": state_of(model).problems,
@@ -152,29 +154,35 @@ def model_facts(loaded: LoadedModel) -> Facts:
     }
 
 
+def _products(model: Any) -> list[Facts]:
+    """The linear layers by shape and by what multiplies their rows, behind passes."""
+    packed = state_of(model).linears
+    layers: Any = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    kinds = Counter((each.out_features, each.in_features, "quantized") for each in layers)
+    for each in linear_layers(model):
+        outputs, inputs = matrix_of(each).shape
+        kinds[outputs, inputs, packed[each].product if each in packed else "torch"] += 1
+    fields = "outputs", "inputs", "product"
+    return [{"layers": count, **dict(zip(fields, kind, strict=True))} for kind, count in kinds.items()]
+
+
+def _resident_bytes() -> int | None:
+    """Bytes of this process that lie in memory."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+    return None
+
+
 def _speed(loaded: LoadedModel) -> Facts:
     """Milliseconds of a token behind the first, by `model.generate` and by `generate`, over two seconds of prompts."""
-    plain, drafted = list[DecodingStats](), list[DecodingStats]()
-    same, begin = 0, 0.0
-    for number, prompt in enumerate(PROMPTS):
-        ids = loaded.tokenizer.encode(prompt)
-        (expected,), figures = decode_plainly(*loaded, [ids], _TEST_TOKENS, 1)
-        result = generate(*loaded, ids, max_new_tokens=_TEST_TOKENS, do_sample=False, num_beams=1)
-        if number == 0:  # it packs and compiles
-            begin = time.perf_counter()
-            continue
-        plain.append(figures)
-        drafted.append(result.stats)
-        same += result.token_ids[0] == expected
-        if time.perf_counter() - begin > _TEST_S:
-            break
-    stats = total_in_sequence(drafted)
+    options: Any = {"max_new_tokens": _TEST_TOKENS, "do_sample": False, "num_beams": 1}
+    plain, ours = compare(*loaded, PROMPTS, {"lookahead": None}, seconds=_TEST_S, **options).values()
     return {
-        "prompts": len(plain),
-        "same_tokens": same,
-        "plain_ms": 1e3 * total_in_sequence(plain).tpot_s,
-        "lookahead_ms": 1e3 * stats.tpot_s,
-        "counters": stats.to_dict(),
+        "prompts": ours.prompts,
+        "same_tokens": ours.identical,
+        "plain_ms": 1e3 * plain.stats.tpot_s,
+        "lookahead_ms": 1e3 * ours.stats.tpot_s,
+        "counters": ours.stats.to_dict(),
     }
 
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.protocol import OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.generation.api import GenerationResult, generate
-from lookahead.generation.prompts import PromptReader, pad_prompts, pad_token_of
+from lookahead.generation.comparison import decode_plainly
+from lookahead.generation.prompts import PromptReader
 from lookahead.generation.scheduler import Completion, Scheduler, cache_tokens_of
-from lookahead.stats import DecodingStats, total, total_in_sequence
+from lookahead.stats import total, total_in_sequence
 from lookahead.summarization.pipeline import PlainFigures, Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompting import PromptFitter, SummaryRequest
 
@@ -29,49 +28,6 @@ __all__ = ["PlainFigures", "Summarized", "Summarizer", "Summary"]
 Outcome = Summarized | Reject
 
 _ROWS_TOGETHER = 8  # prompts of one document
-
-
-def decode_plainly(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], max_new_tokens: int, num_beams: int
-) -> tuple[list[list[int]], DecodingStats]:
-    """The new tokens of each prompt by `model.generate`, up to its end-of-sequence token, and the counters.
-
-    Args:
-        model: The model.
-        tokenizer: The tokenizer of `model`.
-        prompts: Token ids, decoded together with padding.
-        max_new_tokens: Most new tokens of each, at least 1.
-        num_beams: Beams of the search, 1 for greedy decoding.
-    """
-    pad, has_encoder = pad_token_of(tokenizer), model.config.is_encoder_decoder
-    ids, mask = pad_prompts(prompts, pad, on_the_right=has_encoder)
-    ticks: list[float] = []  # when each token was there; the first ends the prefill
-
-    def tick(input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        ticks.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    start = time.perf_counter()
-    output: torch.Tensor = model.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=num_beams,
-        pad_token_id=pad,
-        stopping_criteria=StoppingCriteriaList([tick]),
-    )
-    seconds: Any = {"prefill_s": ticks[0] - start, "decode_s": time.perf_counter() - ticks[0]}
-    stops = model.generation_config.eos_token_id if model.generation_config is not None else None
-    stop_ids = set(stops) if isinstance(stops, list) else {stops}
-    begin = 1 if has_encoder else len(ids[0])  # an encoder-decoder's output begins with its start token
-    rows = [
-        row[: next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))]
-        for row in output[:, begin:].tolist()
-    ]
-    emitted = sum(map(len, rows))
-    passes = Counter({1: emitted - len(rows)})  # the prefill gives the first token of each row
-    return rows, DecodingStats(emitted_tokens=emitted, acceptance_histogram=passes, **seconds)
 
 
 class Summarizer:
@@ -179,7 +135,9 @@ class Summarizer:
             result = self._generate(batch, limit)
             if self._compare:
                 beams = self._num_beams
-                tokens, stats = decode_plainly(self._model, self._tokenizer, ids[start : start + rows], limit, beams)
+                tokens, stats = decode_plainly(
+                    self._model, self._tokenizer, ids[start : start + rows], limit, num_beams=beams
+                )
                 plain += PlainFigures(stats, tokens == result.token_ids)
             done.append(result)
         return done, plain

@@ -7,6 +7,7 @@ its own path, in the call that the model would make for one token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -21,14 +22,15 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.hf.facts import Attention, attention_name, is_sdpa
 from lookahead.hf.model_code import arithmetic_flags
 from lookahead.kernels import row_attention
+from lookahead.kernels.microkernel import LANES
 
 Step = tuple[int, int, int, Tensor | None]
 """A node, its depth, the first depth whose slot must change before the node attends, and the nodes whose KV goes there
 and into the slots behind it."""
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
-# Numbers of the queries times slots up to which the kernel for rows, in one call with all layers, takes less time than
-# masked attention in calls of its own; where bits do not matter.
-MAX_KERNEL_PRODUCTS = 7 << 20
+# Numbers of the queries behind the root times slots up to which the kernel for rows, in one call with all layers, takes
+# less time than masked attention in calls of its own, where bits do not matter. With 16 lanes it always does.
+MAX_KERNEL_PRODUCTS = sys.maxsize if LANES == 16 else 12 << 20
 _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows is compared with SDPA
 
 

@@ -67,6 +67,12 @@ class PackedLinear:
         weight = 0 if self._own is None else self._own.nbytes
         return sum(weight if own is None else own.packed.nbytes for own in copies.values())
 
+    @property
+    def product(self) -> str:
+        """What multiplies by the layer's packed weights, "kernel" or "onednn"; "torch" where none is packed."""
+        found = next((each for each in self._packed.values() if each is not None), None)
+        return "torch" if found is None else "onednn" if found.own is None else "kernel"
+
     def check(self) -> None:
         """Forget packed weights if the layer's own has other bytes: writes through `.data` count no version up."""
         if self._own is not None and any(self._packed.values()) and _digest(self._own) != self._digest:

@@ -302,7 +302,7 @@ class WholePass:
             return False
         if is_exact:
             return self._has_bits
-        return table.query_size * len(tree.tokens) * end <= exact_attention.MAX_KERNEL_PRODUCTS
+        return table.query_size * (len(tree.tokens) - 1) * end <= exact_attention.MAX_KERNEL_PRODUCTS
 
 
 def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: dict[int, int]) -> WholePass | str:

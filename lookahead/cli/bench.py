@@ -1,0 +1,123 @@
+"""The command that measures lookahead beside transformers on a user's own prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from lookahead.cli.options import (
+    DocumentOptions,
+    DraftingOptions,
+    ModelOptions,
+    PromptOptions,
+    new_tokens_option,
+    option,
+)
+from lookahead.cli.terminal import console, find_sources, load, say, table
+from lookahead.config import LookaheadConfig
+from lookahead.documents.byte_sources import MEGABYTE
+from lookahead.documents.decode_text import Reject
+from lookahead.documents.readers import read_documents
+from lookahead.errors import PromptError
+from lookahead.hf.loading import locate_model
+
+_LOOKUP = {"transformers' prompt lookup": {"prompt_lookup_num_tokens": 10}}
+_NO_DRAFTS, _OURS = "lookahead without drafts", "lookahead"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(PromptOptions, DocumentOptions, DraftingOptions, ModelOptions):
+    prompts: list[str] | None = option(
+        None,
+        "File of a prompt (.txt, .md), or of many (.jsonl); may be repeated. (default: a few of several kinds)",
+        metavar="FILE",
+    )
+    max_new_tokens: int = new_tokens_option(128, "Most tokens to write for each prompt.", min=2)
+    as_json: bool = option(False, "Print one JSON object.", "--json")
+
+
+def bench(options: BenchOptions) -> None:
+    """Measure lookahead beside transformers on your own prompts, and compare the tokens.
+
+    Every prompt is decoded greedily by transformers, by its prompt lookup, by
+    lookahead without drafts and by lookahead, in turn, in an order that rotates. If
+    the tokenizer has a chat template, a prompt is a user's message; with --raw, and
+    for other models, it is text to continue. Prompts are read as documents are, so
+    that --field names the field of JSON lines.
+
+    "ms a token" is of tokens behind the first, "times" how many times as fast as
+    transformers that is, and "with the prompt" the same of whole calls. What
+    lookahead has learned from one prompt drafts for the next ones. Nothing is written.
+
+    For example:
+
+      lookahead bench --model ./my-model --dtype bf16
+      lookahead bench --model ./my-model --prompts mine.txt --prompts more.jsonl --field prompt --json
+
+    Exit status: 0 all outputs of lookahead are those of transformers; 1 one is not; 2
+    an argument is wrong.
+    """
+    locate_model(options.model)
+    config, texts = options.config(), _read_prompts(options)
+    loaded = load(options, measures_costs=False)
+    from lookahead.generation.comparison import PROMPTS, TRANSFORMERS, Score, compare
+    from lookahead.generation.prompts import as_chat
+
+    prompts = [text if options.raw else as_chat(loaded.tokenizer, text) for text in texts or PROMPTS]
+    settings: Any = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "num_beams": 1}
+    configs = {_NO_DRAFTS: LookaheadConfig(proposers=()), _OURS: config}
+    with console(sys.stderr).status("measuring"):
+        scores = compare(*loaded, prompts, configs, baselines=_LOOKUP, truncate=options.truncate, **settings)
+    plain = scores[TRANSFORMERS]
+
+    def figures(score: Score) -> dict[str, Any]:
+        ours, seconds = score.stats.tpot_s, score.call_s
+        return {
+            "ms_per_token": round(1e3 * ours, 3),
+            "times": round(plain.stats.tpot_s / ours, 3) if ours else None,
+            "times_with_prompt": round(plain.call_s / seconds, 3) if seconds else None,
+            **score.to_dict(),
+        }
+
+    methods = {name: figures(score) for name, score in scores.items()}
+    if options.as_json:
+        model, dtype = loaded.model.name_or_path, str(loaded.model.dtype).removeprefix("torch.")
+        shown = {"max_new_tokens": options.max_new_tokens, "backend": scores[_OURS].stats.backend}
+        print(json.dumps({"model": model, "dtype": dtype, **shown, "methods": methods}))
+    else:
+        rows = [
+            {
+                "": name,
+                "ms a\ntoken": f"{each['ms_per_token']:.2f}",
+                "times": _shown(each["times"]),
+                "with the\nprompt": _shown(each["times_with_prompt"]),
+                "tokens\na pass": f"{each['mean_acceptance_length']:.2f}",
+                "same": f"{each['identical']}/{each['prompts']}",
+            }
+            for name, each in methods.items()
+        ]
+        console(sys.stdout).print(table(rows))
+    if differ := [name for name in configs if scores[name].identical < plain.prompts]:
+        say("NOT IDENTICAL", f"{' and '.join(differ)} wrote other tokens than transformers")
+        raise typer.Exit(1)
+
+
+def _read_prompts(options: BenchOptions) -> list[str]:
+    """The texts of the files, none without a file; an error if one cannot be read."""
+    if options.prompts is None:
+        return []
+    sources, _ = find_sources(options.prompts, options.field)
+    texts = []
+    for each in read_documents(sources, limit=int(options.max_document_mb * MEGABYTE)):
+        if isinstance(each, Reject):
+            raise PromptError(each.error)
+        texts.append(each.text)
+    return texts
+
+
+def _shown(times: float | None) -> str:
+    return "-" if times is None else f"{times:.2f}"
