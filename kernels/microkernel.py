@@ -95,7 +95,7 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
                 case = builder.append_basic_block("rows")
                 choice.add_case(_WHOLE(count), case)
                 builder.position_at_end(case)
-                emit_tile(builder, kind, count, registers, matrices, terms)
+                emit_tile(builder, kind, (count, registers), (*matrices, terms))
                 builder.branch(done)
             builder.position_at_end(done)
             return target.get_dummy_value()
@@ -105,15 +105,13 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
     return tile
 
 
-def emit_tile(
-    builder: Any, kind: str, rows: int, registers: int, matrices: Sequence[Sequence[Any]], terms: Any
-) -> None:
-    """Emit the product of a tile; matrices are as `tile_of` has them, with addresses in place of arrays."""
-    (left, at, row_step, inner_step), (right, column, right_step, *ahead), (out, to, out_step) = matrices
+def emit_tile(builder: Any, kind: str, size: tuple[int, int], operands: Sequence[Any]) -> None:
+    """Emit a product of rows and registers: of matrices as `tile_of` has them, by address, and of so many terms."""
+    (rows, registers), ((left, at, row_step, inner_step), right, (out, to, out_step), terms) = size, operands
     lefts = [builder.gep(left, [builder.add(at, builder.mul(row_step, _WHOLE(row)))]) for row in range(rows)]
     firsts = [builder.gep(out, [builder.add(to, builder.mul(out_step, _WHOLE(row)))]) for row in range(rows)]
     places = [_vector_at(builder, first, _WHOLE(i * LANES)) for first in firsts for i in range(registers)]
-    tile = _Tile(builder, kind, registers, lefts, inner_step, (right, column, right_step), ahead, terms, places)
+    tile = _Tile(builder, kind, registers, lefts, inner_step, right[:3], right[3:], terms, places)
     for each, place in zip(_KINDS[kind][0](tile), places, strict=True):
         builder.store(each, place, align=4)
 

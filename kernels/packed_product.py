@@ -40,8 +40,8 @@ _SMALLEST = _F(1e-30)  # largest number of a block that is not taken for zeros
 _HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
 _SUMS = 2 * HALVES  # of a row and an output in bfloat16 with AVX2
 _AT_ONCE = 512  # lines of a quantized panel that are multiplied at a time, about
-# Most rows of a tile, rows from which on memory is read ahead, and fewest tiles then; of products in one step, of those
-# by halves and of quantized weights. As measured on a Zen 4.
+# Most rows of a tile, rows from which on memory is read ahead, and fewest tiles then, as measured on a Zen 4: where a
+# product is one step, where 64 sums are added by halves, and for quantized weights.
 _TILING = (MOST_ROWS, 6, 1) if LANES == 16 else (MOST_ROWS, 2, 2)
 _TILING_OF_HALVES, _TILING_OF_QUANTIZED = (MOST_ROWS, 2, 1), (ROWS, 6 if LANES == 16 else 5, 1)
 _TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a sum adds at a time: one product, or two
@@ -328,19 +328,15 @@ def _add_quantized(tile, block, own, x, at, length, packed, place, ahead, step, 
 def _multiply(address, left, kind, number, add, tiling):
     """Panel by panel, and so many lines of it at a time that they stay in a near cache for all tiles of rows.
 
-    While a tile is multiplied, its share of the lines that come next is read from memory. Few rows wait for memory
-    anyway, and it is read faster as the CPU itself foresees. The types are those of rows, of the weight and of the
-    results.
+    While a tile is multiplied, its share of the lines that come next is fetched. Few rows wait for memory anyway, and
+    a CPU reads it faster as it foresees itself. The types are those of rows, of the weight and of the results.
 
     Source of tiles that find the right matrix in a cache: Goto, van de Geijn 2008, "Anatomy of High-Performance Matrix
     Multiplication", §4.
     """
     _, parts, x_at, rows, length, terms, lines, numbers, together = array_at(address, (_SHARED,), np.int64)
-    x, sums, (most, fetched, fewest) = (
-        array_at(x_at, (rows * length,), left),
-        np.empty(rows * COLUMNS, np.float32),
-        tiling,
-    )
+    x, sums = array_at(x_at, (rows * length,), left), np.empty(rows * COLUMNS, np.float32)
+    most, fetched, fewest = tiling
     tiles = max(-(-rows // most), fewest if rows >= fetched else 1)
     part = claim_part(address)
     while part < parts:

@@ -235,8 +235,8 @@ def assembly_for_arm(kind: str, rows: int, features: str) -> str:
     x, weight, out, terms = function.args
     builder = ir.IRBuilder(function.append_basic_block())
     steps = [whole(each) for each in (0, 576, 1)], [whole(each) for each in (0, columns, 512 * columns, 64)]
-    matrices = (x, *steps[0]), (weight, *steps[1]), (out, whole(0), whole(columns))
-    microkernel.emit_tile(builder, kind, rows, 2, matrices, terms)
+    operands = (x, *steps[0]), (weight, *steps[1]), (out, whole(0), whole(columns)), terms
+    microkernel.emit_tile(builder, kind, (rows, 2), operands)
     builder.ret_void()
     parsed = llvm.parse_assembly(str(module))
     parsed.triple = "aarch64-unknown-linux-gnu"
