@@ -18,10 +18,10 @@ import torch
 import transformers
 
 from lookahead import LookaheadConfig
-from lookahead.backend.cpu.product_choice import processor
 from lookahead.engine.engine import Engine
 from lookahead.generation.plan import plan_request
 from lookahead.hf.calls import resolve_call
+from lookahead.utils.machine import processor
 
 
 def parser_of(

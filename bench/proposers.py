@@ -38,7 +38,7 @@ from bench.prompts import OPENINGS, SUMMARIZER, read_texts, summary_prompts
 from lookahead import DraftModel, Heads, LookaheadConfig
 from lookahead.backend.calibration import pass_seconds
 from lookahead.drafting.proposal import ProposerFactory
-from lookahead.generation.draft_selection import Score, compare
+from lookahead.generation.comparison import Score, compare
 from lookahead.hf.loading import load
 
 NAMES = ("prompt", "outputs", "recycled")
@@ -76,7 +76,8 @@ class Stage(NamedTuple):
         if not ways:
             return {}
         configs = {name: LookaheadConfig(proposers=self.ways[name](), **drafting) for name in ways}
-        return compare(self.target, self.tokenizer, self.prompts, configs, **generating)
+        scores = compare(self.target, self.tokenizer, self.prompts, configs, **generating)
+        return {name: scores[name] for name in configs}
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:

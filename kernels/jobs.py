@@ -56,7 +56,7 @@ def do_table(address: int, threads: int) -> None:
 
     It is for calls so long that no operator of torch runs shortly before.
     """
-    _leader()(team_of(threads), address, threads)
+    _leader()(team_of(threads) if threads > 1 else 0, address, threads)
 
 
 @cache

@@ -37,17 +37,12 @@ def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.flo
     step = max(1, _AT_ONCE // vocabulary)
     for begin in range(0, rows * nodes, step):
         part = slice(begin, begin + step)
-        values = _as_float32(flat[part])
+        if logits.dtype == torch.bfloat16:  # threads of torch, once woken, keep a core busy for milliseconds
+            values = _widen(flat[part].contiguous().view(torch.int16).numpy()).view(np.float32)
+        else:
+            values = flat[part].float().numpy()
         _rank(values, values.view(np.int32), argmax[part], top[part], chances[part])
     return argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count)
-
-
-def _as_float32(logits: Tensor) -> NDArray[np.float32]:
-    """Logits of bfloat16 are widened here: threads of torch, once woken, keep a core busy for milliseconds."""
-    if logits.dtype != torch.bfloat16:
-        return logits.float().numpy()
-    wide: NDArray[np.float32] = _widen(logits.contiguous().view(torch.int16).numpy()).view(np.float32)
-    return wide
 
 
 @njit(cache=True, nogil=True)

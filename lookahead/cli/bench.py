@@ -96,7 +96,7 @@ def bench(options: BenchOptions) -> None:
                 "times": _shown(each["times"]),
                 "with the\nprompt": _shown(each["times_with_prompt"]),
                 "tokens\na pass": f"{each['mean_acceptance_length']:.2f}",
-                "same": f"{each['identical']}/{each['prompts']}",
+                "same": f"{scores[name].identical}/{scores[name].prompts}",
             }
             for name, each in methods.items()
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import timeit
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import is_
 from time import perf_counter
@@ -250,13 +251,13 @@ class WholePass:
         tree, start = tree_pass.trees[0], int(cache.slots.lengths[0])
         if not (table.is_right and self._attends(tree, start, table, is_exact=tree_pass.attends_per_node)):
             return None
-        with torch_on_one_thread():
+        most = torch.get_num_threads()
+        with torch_on_one_thread() if most > 1 else nullcontext():
             hidden = self._decoder.embed_tokens(tree_pass.tokens)
             if hidden.dtype != like.dtype:
                 return None
             positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
         run = partial(table.run, hidden, positions, tree, start, tree_pass.firsts[0])
-        most = torch.get_num_threads()
         if most not in self._threads:
             self._threads[most] = fastest_number(run, most)
             thread.is_cold = most > 1
