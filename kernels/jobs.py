@@ -37,13 +37,13 @@ def run(*jobs: Job) -> None:
         launch, memory = _torch_launcher(), memory_of_team()
     address, held[2] = held.buffer_info()[0], memory
     if launch is None or not memory:
-        do_table(address, threads)
+        leader()(team_of(threads) if threads > 1 else 0, address, threads)
     else:
         launch(_compile(join).address, address, threads, 0)
 
 
 def table_of(jobs: Sequence[Job]) -> list[int]:
-    """The numbers of jobs as int64, for one call of `do_table`."""
+    """The numbers of jobs as int64, for one call of the `leader`."""
     table, passed = [len(jobs), 0, 0], list[int]()
     for function, parts, numbers, _ in jobs:
         table += _compile(function).address, 8 * (HEAD + ROW * len(jobs) + len(passed)), 0
@@ -51,16 +51,13 @@ def table_of(jobs: Sequence[Job]) -> list[int]:
     return table + passed
 
 
-def do_table(address: int, threads: int) -> None:
-    """Do the jobs of a table at an address, which counts their parts, on so many threads of our own.
-
-    It is for calls so long that no operator of torch runs shortly before.
-    """
-    _leader()(team_of(threads) if threads > 1 else 0, address, threads)
-
-
 @cache
-def _leader() -> Callable[[int, int, int], None]:
+def leader() -> Callable[[int, int, int], None]:
+    """What does the jobs of a table, which counts their parts, on so many threads of our own.
+
+    It takes the address of a `team_of` threads, that of the table, and the number of threads. It is for calls so long
+    that no operator of torch runs shortly before.
+    """
     kind = types.void(types.int64, types.int64, types.int64)
     return cfunc(kind, cache=True, error_model="numpy")(lead).ctypes  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ import torch
 from lookahead.backend.cpu import product_choice
 from lookahead.backend.cpu.whole_pass import fastest_number
 from lookahead.kernels import jobs, team
-from lookahead.kernels.jobs import Job, claim_part, do_table, run, table_of, torch_on_one_thread
+from lookahead.kernels.jobs import Job, claim_part, leader, run, table_of, torch_on_one_thread
 from lookahead.utils.addresses import array_at
 
 PARTS, JOBS = 7, 60
@@ -51,7 +51,7 @@ def expected() -> np.ndarray[Any, Any]:
 def by_team(threads: int) -> np.ndarray[Any, Any]:
     of_mixing, numbers = mixing()
     table = np.array(table_of(of_mixing))
-    do_table(table.ctypes.data, threads)
+    leader()(team.team_of(threads), table.ctypes.data, threads)
     return numbers
 
 

@@ -32,8 +32,9 @@ from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
 from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, user_hooks_of
 from lookahead.kernels import row_attention
-from lookahead.kernels.jobs import Job, do_table, table_of, torch_on_one_thread
+from lookahead.kernels.jobs import Job, leader, table_of, torch_on_one_thread
 from lookahead.kernels.packed_product import PackedWeight, product
+from lookahead.kernels.team import team_of
 from lookahead.utils.addresses import KeepsAddresses
 
 MAX_TABLE_NODES = DEFAULT_NODES + 1  # of the tree of a pass that a table is made for, its root included
@@ -131,7 +132,7 @@ class PassTable(KeepsAddresses):
         self._tree[0] = start, len(tree.tokens), scored
         written = hidden.new_empty(1, tokens, self.outputs)
         numbers = self._of(tokens, self._slots.start, written)  # they live until the call has ended
-        do_table(numbers.ctypes.data, threads)
+        leader()(team_of(threads) if threads > 1 else 0, numbers.ctypes.data, threads)
         return written
 
     def _of(self, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
