@@ -222,7 +222,7 @@ def test_the_command_says_in_a_line_what_was_changed_and_how_to_go_on(kind: str,
     change, message, _ = CHANGES[kind]
     Path("docs.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 5000)
     words = ("summarize", "docs.jsonl", "-o", "out.jsonl", "--model", str(MODEL), "--max-new-tokens", "4")
-    with command(*words, "--threads", "1", folder=folder) as process:
+    with command(*words, "--threads", "1", "--dtype", "fp32", folder=folder) as process:
         process.until(lambda: OUT.exists() and OUT.read_bytes().count(b"\n") > 2)
         spoil(OUT, 1) if kind == "a line spoilt" else change(OUT)
         assert process.wait() == 1
@@ -237,7 +237,7 @@ def test_the_command_names_the_file_that_it_could_not_write(folder: Path) -> Non
     manifest = Path("out.jsonl.manifest.json")
     Path("docs.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 300)
     words = ("summarize", "docs.jsonl", "-o", "out.jsonl", "--model", str(MODEL), "--max-new-tokens", "4")
-    with command(*words, "--threads", "1", folder=folder) as process:
+    with command(*words, "--threads", "1", "--dtype", "fp32", folder=folder) as process:
         process.until(manifest.exists)
         replace_by(manifest, None)
         assert process.wait() == 1
