@@ -120,8 +120,8 @@ def lead(team: Any, table: Any, threads: Any) -> None:
     array_at(team + _TABLE, (1,), np.int64)[0] = table
     add(team + _CALL, 1)
     _wake(team)
-    _wait(_is_done, team, _do_jobs(team, table), table)
-    add(team + _CALL, 1)  # nobody joins from here on
+    _do_jobs(team, table)
+    add(team + _CALL, 1)  # nobody joins from here on; whoever has joined leaves when its parts are done
     _wait(_is_empty, team, team + _INSIDE, 0)
     _exchange(team + _IN_USE, 0)
 
@@ -133,7 +133,7 @@ def join(table: Any) -> None:
 
 @jit_part
 def _do_jobs(team, table):
-    """Do parts of all jobs, each when the one before is done; returns the place of the last row."""
+    """Do parts of all jobs, each when the one before is done."""
     row = table + 8 * HEAD
     for at in range(_load(table)):
         if at:
@@ -145,7 +145,6 @@ def _do_jobs(team, table):
             call(_load(row), numbers, 0)
             add(row + 16, -1)
             _wake(team)
-    return row
 
 
 @jit_part

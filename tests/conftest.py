@@ -33,6 +33,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def three_threads(one_thread: None) -> None:
+    """Three threads of torch, until the next test sets one."""
+    import torch
+
+    torch.set_num_threads(3)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What the command line keeps between runs is not kept where its user's is."""

@@ -85,6 +85,7 @@ def test_all_layers_are_one_call_for_one_prompt_and_two_each_for_several(dtype, 
                     assert torch.equal(target.score(trees_of(rows, 9, 0), policy), expected)
                     assert len([count for count in calls if count > 1]) == (0 if rows == 1 else 6)
                     assert len(tables) == (1 if rows == 1 else 0)
+                assert target.report().summary.endswith("passes as one call") == (rows == 1)
     finally:
         torch.set_num_threads(before)
 
@@ -257,20 +258,24 @@ def test_the_call_of_a_cache_is_prepared_once_whatever_blocks_its_passes_run_in(
 
 @on_x86
 def test_the_first_pass_that_several_threads_may_share_counts_for_no_other(fused, calls, tables):
-    before, model = torch.get_num_threads(), made(dtype=SINGLE, **WIDE)
-    torch.set_num_threads(3)
-    try:
-        target, colds = backend_for(model, rows=1, capacity=64), list[bool]()
-        with target.serving():
-            target.read([np.arange(3, 14, dtype=np.int32)])
-            for _ in range(3):
-                logits = target.score(trees_of(1, 9, 0), BitPolicy.ROUNDED)
-                colds.append(target.is_cold)
-        assert colds == [True, False, False] and len(tables) >= 3
-        assert state_of(model).threads[3] in (1, 3)
-    finally:
-        torch.set_num_threads(before)
-    alone = backend_for(made(dtype=SINGLE, **WIDE), rows=1, capacity=64)
-    with alone.serving():
-        alone.read([np.arange(3, 14, dtype=np.int32)])
-        torch.testing.assert_close(alone.score(trees_of(1, 9, 0), BitPolicy.ROUNDED), logits)
+    model = made(dtype=SINGLE, **WIDE)
+    target, before = backend_for(model, rows=1, capacity=64), torch.get_num_threads()
+
+    def scored() -> torch.Tensor:
+        tables.clear()
+        return target.score(trees_of(1, 9, 0), BitPolicy.ROUNDED)
+
+    with target.serving():
+        target.read([np.arange(3, 14, dtype=np.int32)])
+        expected = scored()  # it packs the weights
+        scored()
+        assert not target.is_cold and len(tables) == 1
+        torch.set_num_threads(3)
+        try:
+            assert torch.equal(scored(), expected)
+            assert target.is_cold and len(tables) > 2
+            assert torch.equal(scored(), expected)
+            assert not target.is_cold and len(tables) == 1
+        finally:
+            torch.set_num_threads(before)
+    assert 3 in state_of(model).threads

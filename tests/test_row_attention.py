@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -128,18 +127,9 @@ def test_slots_behind_the_tree_and_other_paths_are_not_read():
     assert torch.equal(got[[n for n in range(12) if n != leaf]], expected[[n for n in range(12) if n != leaf]])
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Three threads of torch, as many as there were afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("has_threads", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_several_threads_share_the_work_and_change_no_bit(kv_heads, has_threads, threads, monkeypatch):
+def test_several_threads_share_the_work_and_change_no_bit(kv_heads, has_threads, three_threads, monkeypatch):
     if not has_threads:
         monkeypatch.setattr(team, "_team", lambda: None)
     tree, tensors = tree_of(9, 4), tensors_of(700, 9, 8, kv_heads, 64)
@@ -149,7 +139,7 @@ def test_several_threads_share_the_work_and_change_no_bit(kv_heads, has_threads,
     assert all(torch.equal(each, alone) for each in several)
 
 
-def test_calls_from_several_threads_at_once_are_apart(threads):
+def test_calls_from_several_threads_at_once_are_apart(three_threads):
     tree = tree_of(9, 4)
     tensors = [tensors_of(300 + i, 9, 8, 4, 64) for i in range(4)]
     expected = [by_rows(*each, tree, 291 + i) for i, each in enumerate(tensors)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ from lookahead.backend.cpu import product_choice
 from lookahead.backend.cpu.whole_pass import fastest_number
 from lookahead.kernels import jobs, team
 from lookahead.kernels.jobs import Job, claim_part, leader, run, table_of, torch_on_one_thread
+from lookahead.kernels.team import add
 from lookahead.utils.addresses import array_at
 
 PARTS, JOBS = 7, 60
@@ -29,6 +30,20 @@ def _mix(address: Any) -> None:
     part = claim_part(address)
     while part < parts:
         after[part] += 3 * before[(part + 1) % parts] + before[(part + 3) % parts] + part
+        part = claim_part(address)
+
+
+def _count(address: Any) -> None:
+    """Count who takes part, and do parts that take a millisecond or so, each of which leaves a number."""
+    _, parts, taking_part_at, out_at = array_at(address, (4,), np.int64)
+    add(taking_part_at, 1)
+    out = array_at(out_at, (parts,), np.int64)
+    part = claim_part(address)
+    while part < parts:
+        number = part
+        for _ in range(500_000):
+            number = (number * 1103515245 + 12345) % 2147483648
+        out[part] = number + 1
         part = claim_part(address)
 
 
@@ -55,14 +70,6 @@ def by_team(threads: int) -> np.ndarray[Any, Any]:
     return numbers
 
 
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_a_job_begins_when_the_one_before_is_done_and_no_part_is_done_twice(threads):
     right = expected()
@@ -74,6 +81,17 @@ def test_fewer_threads_than_the_team_has_take_part_in_a_call(monkeypatch):
     right = expected()
     for threads in (6, 2, 1, 4):
         assert (by_team(threads) == right).all()
+
+
+@pytest.mark.parametrize(("threads", "parts"), [(2, 3), (3, 5), (2, 60)])
+def test_a_call_ends_when_all_parts_are_done_by_no_more_threads_than_asked_for(threads, parts):
+    team.team_of(8)
+    for _ in range(10):
+        numbers = np.zeros(1 + parts, np.int64)
+        places = numbers.ctypes.data, numbers[1:].ctypes.data
+        table = np.array(table_of([(_count, parts, places, numbers)]))
+        leader()(team.team_of(threads), table.ctypes.data, threads)
+        assert numbers.all() and 1 <= numbers[0] <= threads
 
 
 def test_callers_at_once_get_their_own_results():
@@ -100,11 +118,13 @@ def test_jobs_run_on_the_threads_of_torch_or_without_any(has_openmp, has_team, t
 def test_a_forked_child_has_a_team_of_its_own():
     program = """
 import os, sys
+from lookahead.kernels.team import team_of
 from tests.test_team import by_team, expected
 assert (by_team(4) == expected()).all()
+before = team_of(4)
 child = os.fork()
 if not child:
-    os._exit(0 if (by_team(4) == expected()).all() else 3)
+    os._exit(0 if (by_team(4) == expected()).all() and team_of(4) != before else 3)
 assert (by_team(4) == expected()).all()
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

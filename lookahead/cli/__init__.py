@@ -2,6 +2,6 @@
 
 import os
 
-# Read when torch loads its OpenMP. By default its threads wait for milliseconds without sleeping, so that a prompt is
-# read at half the speed beside a program that has one of two cores. An idle machine sees no difference.
+# Read when torch loads its OpenMP. By default its threads wait for milliseconds without sleeping, which slows down the
+# reading of a prompt beside a program that has one of the cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -96,6 +96,8 @@ class CpuBackend(TorchBackend):
         plain, layers = linears.counts
         packed = linears.reason or f"{plain} of {layers} linear layers"
         one_call = "" if isinstance(self._whole, WholePass) else self._whole
+        if self._rows > 1:
+            one_call = one_call or "only a pass over one row is"
         threads = getattr(self._whole, "thread_count", 1)
         shared = f"on {threads} threads" if threads > 1 else ""
         share = f"{len(fused.layers)} of {fused.total} layers"

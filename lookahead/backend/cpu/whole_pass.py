@@ -39,7 +39,7 @@ from lookahead.utils.addresses import KeepsAddresses
 
 MAX_TABLE_NODES = DEFAULT_NODES + 1  # of the tree of a pass that a table is made for, its root included
 _TRIALS = 3  # of a pass by a number of threads
-_FEWER, _HOPELESS = 0.95, 1.3  # time by fewer threads, relative to the least, to take them, and to try no fewer
+_FEWER, _HOPELESS = 0.9, 1.3  # time by fewer threads, relative to the least, to take them, and to try no fewer
 _FEWEST_SLOTS = 16  # of a cache, to see how numbers change with the slot
 
 
@@ -166,7 +166,8 @@ class PassTable(KeepsAddresses):
 def fastest_number(run: Callable[[int], object], most: int, clock: Callable[[], float] = perf_counter) -> int:
     """The number of threads with which a call takes least time: `most`, or a half, a quarter and so on of it.
 
-    Fewer are taken where that saves a twentieth. Threads may share a core or the time that a container is given, and a
+    Fewer are taken where that saves a tenth: what is busy now may not be so later, and threads that wait cost little.
+    Threads may share a core or the time that a container is given, and a
     small model has too little work for many.
     """
     best, least, number = most, math.inf, most
