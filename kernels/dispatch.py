@@ -219,6 +219,42 @@ def masked_attention(
     return out.reshape(rows, width, heads, -1).contiguous()
 
 
+def takes_parts(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `causal_in_parts` takes these tensors: float32 on a CPU, where a mask takes longer."""
+    is_single = query.device.type == "cpu" and query.dtype == key.dtype == value.dtype == torch.float32
+    return is_single and query.shape[3] == value.shape[3]
+
+
+def causal_in_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
+    """Attention of the last tokens of a text to all of it, by flash attention of a CPU without a mask.
+
+    The tokens attend to what stands before them, and to themselves causally, so that no product is made in vain. The
+    logarithms of the sums of weights merge the two, as in `_behind_prefix`.
+
+    Args:
+        query: `[rows, heads, width, dim]`.
+        key: `[rows, kv_heads, slots, dim]`; the last `width` slots hold the tokens, and more stand before them.
+        value: Likewise.
+        scaling: Factor on the scores, above 0; `dim ** -0.5` if None.
+
+    Returns:
+        `[rows, width, heads, dim]`, contiguous.
+    """
+    (rows, heads, width, dim), kv_heads = query.shape, key.shape[1]
+    start, groups = key.shape[2] - width, heads // kv_heads
+    grouped = query.reshape(rows * kv_heads, groups, width, dim)
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def attend(slots: slice, is_causal: bool) -> tuple[Tensor, Tensor]:
+        shared = (each[:, :, slots].flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for each in (key, value))
+        out, log_sum = flash(grouped, *shared, is_causal=is_causal, scale=scaling)
+        return out, log_sum
+
+    (before, log_before), (own, log_own) = attend(slice(start), False), attend(slice(start, None), True)
+    out = torch.lerp(before, own, torch.sigmoid(log_own - log_before)[..., None])
+    return out.view(rows, heads, width, dim).transpose(1, 2).contiguous()
+
+
 def _behind_prefix(packed: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """Attention of packed queries that see all slots before those of the mask.
 

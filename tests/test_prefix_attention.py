@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 
 import lookahead
 from lookahead.backend.choice import backend_for
@@ -160,3 +161,39 @@ def test_passes_of_a_fixed_shape_keep_masks_of_all_slots() -> None:
     static = FixedShapePass(slots, 2, 8, CPU)
     static.fill([random_tree(1, 5), random_tree(2, 8)])
     assert static.prefix == 0, "its lengths are values on the device"
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1)], ids=str)
+@pytest.mark.parametrize("width", [1, 7, 64])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("scaling", [None, 0.5])
+def test_a_part_of_a_text_attends_to_what_stands_before_and_to_itself_causally(
+    scaling: float | None, rows: int, width: int, heads: tuple[int, int]
+) -> None:
+    source = torch.Generator().manual_seed(width)
+    query, key, value = (
+        3 * torch.randn(rows, slots, each, 16, generator=source).transpose(1, 2)
+        for slots, each in ((width, heads[0]), (90, heads[1]), (90, heads[1]))
+    )
+    key, value = key[:, :, :80], value[:, :, :80]  # as the cache shows its first slots
+    causal = torch.ones(width, 80, dtype=torch.bool).tril(80 - width)
+    double = (each.double() for each in (query, key, value))
+    expected = scaled_dot_product_attention(*double, attn_mask=causal, scale=scaling, enable_gqa=True).transpose(1, 2)
+    got = dispatch.causal_in_parts(query, key, value, scaling)
+    assert got.is_contiguous()
+    assert relative_error(got, expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_further_parts_of_prompts_of_one_length_need_no_mask_in_float32(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, logits = build("Llama"), []
+    prompts = [np.arange(3 + row, 53 + row, dtype=np.int32) for row in range(rows)]
+    for size in (64, 16):
+        monkeypatch.setattr("lookahead.backend.torch_backend.PREFILL_CHUNK", size)
+        target = backend_for(model, rows=rows, capacity=64)
+        with target.serving():
+            logits.append(target.read(prompts))
+        monkeypatch.setattr(TreePass, "mask", None)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)

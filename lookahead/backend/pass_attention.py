@@ -80,8 +80,11 @@ def attend(
             return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux)
     reached = _within(span, slots)
     is_plain = softcap is None and s_aux is None and reached == AttentionSpan()
-    if is_plain and tree_pass.is_causal and (tree_pass.is_from_empty or dispatch.takes_flash(query, key, value)):
-        return _causal(tree_pass, query, key, value, scaling)
+    if is_plain and tree_pass.is_causal:
+        if tree_pass.is_from_empty or dispatch.takes_flash(query, key, value):
+            return _causal(tree_pass, query, key, value, scaling)
+        if dispatch.takes_parts(query, key, value) and not torch.compiler.is_compiling():
+            return dispatch.causal_in_parts(query, key, value, scaling)
     return _by_torch(tree_pass, query, key, value, reached, scaling, softcap, s_aux)
 
 
