@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from transformers.models.llama import modeling_llama
 import lookahead
 from lookahead.backend.support import Support
 from lookahead.hf import model_state
+from lookahead.hf.model_code import version_of
 from lookahead.hf.model_state import state_of
+from lookahead.hf.quantized import QuantizedLinear
 from lookahead.hf.verdict_files import verdict_file
 from lookahead.utils import kept_values
 from lookahead.utils.kept_values import truth
@@ -142,6 +145,26 @@ def test_nothing_is_kept_where_another_process_could_not_tell_what_runs(change, 
     model = llama()
     change(model, monkeypatch)
     assert is_probed(model) and not kept.exists()
+
+
+def _quantized() -> LlamaForCausalLM:
+    model = llama().bfloat16()
+    model.set_submodule("lm_head", QuantizedLinear(model.lm_head))
+    return model
+
+
+def test_layers_of_this_package_are_known_code_unless_a_user_changes_them(kept, monkeypatch):
+    assert not version_of(_quantized()).users
+    assert is_probed(_quantized()) and not is_probed(_quantized())
+    files = len(list(kept.iterdir()))
+
+    @functools.wraps(QuantizedLinear.forward)
+    def changed(self: Any, x: Any) -> Any:
+        return changed.__wrapped__(self, x) * 2
+
+    monkeypatch.setattr(QuantizedLinear, "forward", changed)
+    assert version_of(_quantized()).users == ["QuantizedLinear.forward"]
+    assert is_probed(_quantized()) and len(list(kept.iterdir())) == files
 
 
 def test_a_hook_of_all_modules_keeps_verdicts_from_files(kept):

@@ -77,7 +77,7 @@ def shipped_code(model: Any) -> dict[str, Any] | None:
     attention = [each for functions in attention_code(model, modules) for each in functions]
     placed = [each for _, each in _hooks_of(modules)] + [vars(each)[name] for each in modules for name in set_on(each)]
     compiled = any(each._compiled_call_impl is not None for each in modules)
-    foreign = [each for each in (*attention, *code_of(kinds).foreign) if not is_shipped(each)]
+    foreign = [each for each in (*attention, *code_of(kinds).foreign) if not is_shipped(each, or_ours=True)]
     others = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _PACKAGES]
     if compiled or foreign or others or not all(map(is_ours, placed)):
         return None
@@ -224,7 +224,7 @@ class Version(NamedTuple):
 
     number: int
     references: list[Any]
-    users: list[str]  # the names of functions that neither transformers nor torch ships
+    users: list[str]  # the names of functions that neither transformers, torch nor this package ships
 
 
 def version_of(model: Any) -> Version:
@@ -248,7 +248,7 @@ def version_of(model: Any) -> Version:
     kinds = frozenset(map(type, modules))
     foreign = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _PACKAGES]
     code = code_of(kinds)
-    users = [each for each in (*placed, *attention, *code.foreign) if not is_shipped(each)]
+    users = [each for each in (*placed, *attention, *code.foreign) if not is_shipped(each, or_ours=True)]
     configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
     flags = [
         [_plain(value) for each in configs for value in list(vars(each).values())],

@@ -20,13 +20,18 @@ from typing import Any
 _PACKAGES = ("torch", "transformers")
 _SPECS = [spec for spec in map(importlib.util.find_spec, _PACKAGES) if spec is not None]
 _FOLDERS = tuple(os.path.dirname(str(spec.origin)) + os.sep for spec in _SPECS)
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DECORATORS = contextlib.__file__, functools.__file__, typing.__file__  # files of wrappers that both packages use
 _AUTOCAST = os.path.join("amp", "autocast_mode.py")  # as a decorator it changes what it wraps
 _COMPILED = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType
 
 
-def is_shipped(function: Any) -> bool:
-    """Whether a callable and all that it wraps stand in files of transformers or torch, or are compiled code."""
+def is_shipped(function: Any, *, or_ours: bool = False) -> bool:
+    """Whether a callable and all that it wraps stand in files of transformers or torch, or are compiled code.
+
+    With `or_ours` files of this package count too.
+    """
+    folders = (*_FOLDERS, _OWN) if or_ours else _FOLDERS
     while function is not None:
         if isinstance(function, functools.partial) and (function.args or function.keywords):
             return False  # the arguments are a user's
@@ -36,7 +41,7 @@ def is_shipped(function: Any) -> bool:
             function = function.__func__
         elif type(function) is FunctionType:
             file = function.__code__.co_filename
-            if (not file.startswith(_FOLDERS) and file not in _DECORATORS) or file.endswith(_AUTOCAST):
+            if (not file.startswith(folders) and file not in _DECORATORS) or file.endswith(_AUTOCAST):
                 return False
             function = getattr(function, "__wrapped__", None)
         elif hasattr(function, "__wrapped__"):  # a cache of functools
