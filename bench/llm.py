@@ -39,7 +39,7 @@ from bench.prompts import cut, loops
 from lookahead import Heads, LookaheadConfig
 from lookahead.hf.loading import DEFAULT_MODEL, load
 from lookahead.hf.model_state import LearnedState, use_learned
-from lookahead.hf.quantized import QUANTIZED
+from lookahead.hf.quantized import OWN_BLOCKS, QUANTIZED
 from tests.support.pass_recorder import counted_passes
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -233,7 +233,7 @@ def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argpars
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True, threads=True)
-    parser.add_argument("--quantize", choices=QUANTIZED, help="weights of the linear layers")
+    parser.add_argument("--quantize", choices=(*QUANTIZED, OWN_BLOCKS), help="weights of the linear layers")
     parser.add_argument("--label", help="what the result calls the model; its last part when left out")
     add_prompt_options(parser, per_category=2)
     parser.add_argument("--warmup", type=int, default=2, help="prompts beside those measured, to warm up with")

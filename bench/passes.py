@@ -32,7 +32,7 @@ from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.cache import CACHE
 from lookahead.hf.loading import DEFAULT_MODEL
-from lookahead.hf.quantized import QUANTIZED, QuantizedLinear
+from lookahead.hf.quantized import OWN_BLOCKS, QUANTIZED, QuantizedLinear
 
 STEP = "transformers, 1 token"
 WAYS: dict[str, dict[str, Any]] = {"exact": {}, "fast": {}, "unpacked": {"packs": False}}
@@ -58,7 +58,7 @@ def machine(dtype: torch.dtype, clock: Callable[[], float]) -> tuple[float, floa
 
 def perfect_ms(model: PreTrainedModel, nodes: int, bandwidth: float, peak: float) -> float:
     """Milliseconds of a pass that does nothing but read or multiply the weights of the linear layers."""
-    modules: list[Any] = [each for each in model.modules() if type(each) in (torch.nn.Linear, QuantizedLinear)]
+    modules: list[Any] = [each for each in model.modules() if isinstance(each, (torch.nn.Linear, QuantizedLinear))]
     layers = {id(each.weight): each for each in modules}.values()
     size = sum(each.weight.nbytes for each in layers)
     products = 2 * nodes * sum(each.in_features * each.out_features for each in layers)
@@ -119,7 +119,7 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True, threads=True)
-    parser.add_argument("--quantize", choices=QUANTIZED, help="weights of the linear layers")
+    parser.add_argument("--quantize", choices=(*QUANTIZED, OWN_BLOCKS), help="weights of the linear layers")
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
     parser.add_argument("--rounds", type=int, default=9)

@@ -25,15 +25,15 @@ HALVES = 32  # sums that are added by halves, each of pairs
 CACHE_LINE = 64  # bytes
 _FEW_SUMS = 8  # with which registers are left for both parts of an element of the right matrix
 
-_VECTOR = ir.VectorType(ir.FloatType(), LANES)
-_PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
+VECTOR = ir.VectorType(ir.FloatType(), LANES)
+PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
-_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
-_FIRST_LANE = ir.Constant(_PAIRS, None)
-_UPPER_HALVES = ir.Constant(_PAIRS, [-65536] * LANES)
-_WHOLE = ir.IntType(64)
-_ZERO, _START = ir.Constant(_VECTOR, None), _WHOLE(0)
-_FUSED = {"flags": ("contract",)}
+BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
+_FIRST_LANE = ir.Constant(PAIRS, None)
+_UPPER_HALVES = ir.Constant(PAIRS, [-65536] * LANES)
+WHOLE = ir.IntType(64)
+_ZERO, _START = ir.Constant(VECTOR, None), WHOLE(0)
+FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 _DOT_OF_BYTES = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
 _SUMS_OF_PAIRS = {  # the sum of two products of unsigned and signed bytes as int16, and of two of int16
@@ -88,12 +88,12 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
     def tile(context: Any, left: Any, right: Any, out: Any, count: Any, terms: Any) -> Any:
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
             *operands, asked, terms = values
-            matrices = _matrices_of(target, builder, signature, operands)
+            matrices = matrices_of(target, builder, signature, operands)
             done = builder.append_basic_block("done")
             choice = builder.switch(asked, done)  # a constant leaves one case
             for count in rows:
                 case = builder.append_basic_block("rows")
-                choice.add_case(_WHOLE(count), case)
+                choice.add_case(WHOLE(count), case)
                 builder.position_at_end(case)
                 emit_tile(builder, kind, (count, registers), (*matrices, terms))
                 builder.branch(done)
@@ -108,15 +108,15 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
 def emit_tile(builder: Any, kind: str, size: tuple[int, int], operands: Sequence[Any]) -> None:
     """Emit a product of rows and registers: of matrices as `tile_of` has them, by address, and of so many terms."""
     (rows, registers), ((left, at, row_step, inner_step), right, (out, to, out_step), terms) = size, operands
-    lefts = [builder.gep(left, [builder.add(at, builder.mul(row_step, _WHOLE(row)))]) for row in range(rows)]
-    firsts = [builder.gep(out, [builder.add(to, builder.mul(out_step, _WHOLE(row)))]) for row in range(rows)]
-    places = [_vector_at(builder, first, _WHOLE(i * LANES)) for first in firsts for i in range(registers)]
+    lefts = [builder.gep(left, [builder.add(at, builder.mul(row_step, WHOLE(row)))]) for row in range(rows)]
+    firsts = [builder.gep(out, [builder.add(to, builder.mul(out_step, WHOLE(row)))]) for row in range(rows)]
+    places = [vector_at(builder, first, WHOLE(i * LANES)) for first in firsts for i in range(registers)]
     tile = _Tile(builder, kind, registers, lefts, inner_step, right[:3], right[3:], terms, places)
     for each, place in zip(_KINDS[kind][0](tile), places, strict=True):
         builder.store(each, place, align=4)
 
 
-def _matrices_of(target: Any, builder: Any, signature: Any, values: Any) -> list[list[Any]]:
+def matrices_of(target: Any, builder: Any, signature: Any, values: Any) -> list[list[Any]]:
     """The parts of tuples of an array, a place in it and steps, with the array's address in place of the array."""
     matrices = []
     for kind, value in zip(signature.args, values, strict=False):
@@ -128,11 +128,9 @@ def _matrices_of(target: Any, builder: Any, signature: Any, values: Any) -> list
 def _load_line(tile: _Tile, term: Any) -> list[Any]:
     """Load a line of the right matrix."""
     builder, (array, column, step) = tile.builder, tile.right
-    line, kind = (
-        builder.gep(array, [builder.add(column, builder.mul(term, step))]),
-        ir.VectorType(array.type.pointee, LANES),
-    )
-    places = [_vector_at(builder, line, _WHOLE(i * LANES), kind) for i in range(tile.registers)]
+    line = builder.gep(array, [builder.add(column, builder.mul(term, step))])
+    kind = ir.VectorType(array.type.pointee, LANES)
+    places = [vector_at(builder, line, WHOLE(i * LANES), kind) for i in range(tile.registers)]
     return [builder.load(each, align=4) for each in places]
 
 
@@ -141,17 +139,17 @@ def _emit_fetch(tile: _Tile, term: Any) -> None:
     builder, lines = tile.builder, tile.registers * LANES * 4 // CACHE_LINE
     for i in range(lines if tile.ahead else 0):
         start = builder.bitcast(builder.gep(tile.right[0], tile.ahead[:1]), ir.IntType(8).as_pointer())
-        line = builder.add(builder.mul(term, _WHOLE(lines)), _WHOLE(i))
+        line = builder.add(builder.mul(term, WHOLE(lines)), WHOLE(i))
         place = builder.gep(start, [builder.mul(line, tile.ahead[1])])
-        _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *map(ir.IntType(32), (0, 2, 1)))
+        call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *map(ir.IntType(32), (0, 2, 1)))
 
 
-def _vector_at(builder: Any, array: Any, place: Any, kind: Any = _VECTOR) -> Any:
+def vector_at(builder: Any, array: Any, place: Any, kind: Any = VECTOR) -> Any:
     """A pointer to the `LANES` elements from `place` on."""
     return builder.bitcast(builder.gep(array, [place]), kind.as_pointer())
 
 
-def _spread(builder: Any, number: Any) -> Any:
+def spread(builder: Any, number: Any) -> Any:
     """A vector that holds a number in every lane."""
     empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     return builder.shuffle_vector(builder.insert_element(empty, number, ir.IntType(32)(0)), empty, _FIRST_LANE)
@@ -159,49 +157,51 @@ def _spread(builder: Any, number: Any) -> Any:
 
 def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the product of vectors: of float32 by what becomes one instruction, else both products of every lane."""
-    if left[0].type == _VECTOR:
-        return builder.fadd(total, builder.fmul(left[0], right[0], **_FUSED), **_FUSED)
-    return _call(builder, _DOT_OF_PAIRS, total.type, total, left[0], right[0])
+    if left[0].type == VECTOR:
+        return builder.fadd(total, builder.fmul(left[0], right[0], **FUSED), **FUSED)
+    return call(builder, _DOT_OF_PAIRS, total.type, total, left[0], right[0])
 
 
-def _emit_bytes(builder: Any, total: Any, left: Any, right: Any) -> Any:
+def emit_bytes(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the four products of every lane.
 
     Without an instruction for that, rows take the signs of weights, so that the sum of two products fits int16.
     """
-    if _has_dot_of_bytes():
-        return _call(builder, _DOT_OF_BYTES, total.type, total, right[0], left[0])
-    row, weight = (builder.bitcast(each[0], _BYTES) for each in (left, right))
-    weight, zero = builder.xor(weight, ir.Constant(_BYTES, [-128] * 4 * LANES)), ir.Constant(_BYTES, None)
+    if has_dot_of_bytes():
+        return call(builder, _DOT_OF_BYTES, total.type, total, right[0], left[0])
+    row, weight = (builder.bitcast(each[0], BYTES) for each in (left, right))
+    weight, zero = builder.xor(weight, ir.Constant(BYTES, [-128] * 4 * LANES)), ir.Constant(BYTES, None)
     is_negative = builder.icmp_signed("<", weight, zero)
     size, signed = (builder.select(is_negative, builder.sub(zero, each), each) for each in (weight, row))
     if LANES == 8 and FEATURES.get("avx2"):
-        signed = _call(builder, "llvm.x86.avx2.psign.b", _BYTES, row, weight)
-    return builder.add(total, _sums_of_neighbours(builder, _emit_sums_of_pairs(builder, size, signed)))
+        signed = call(builder, "llvm.x86.avx2.psign.b", BYTES, row, weight)
+    return builder.add(total, sums_of_neighbours(builder, emit_sums_of_pairs(builder, size, signed)))
 
 
 def _emit_nibbles(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the four products of every lane; or the sums of two to int16, which holds 16 products of 15 and 127."""
-    if _has_dot_of_bytes():
-        return _emit_bytes(builder, total, left, right)
-    weight, row = (builder.bitcast(each[0], _BYTES) for each in (right, left))
-    return builder.add(total, _emit_sums_of_pairs(builder, weight, row))
+    if has_dot_of_bytes():
+        return emit_bytes(builder, total, left, right)
+    weight, row = (builder.bitcast(each[0], BYTES) for each in (right, left))
+    return builder.add(total, emit_sums_of_pairs(builder, weight, row))
 
 
-def _has_dot_of_bytes() -> bool:
+def has_dot_of_bytes() -> bool:
+    """Whether one instruction adds the four products of every lane."""
     return bool(FEATURES.get("avx512vnni") or FEATURES.get("avxvnni"))
 
 
-def _sums_of_neighbours(builder: Any, shorts: Any) -> Any:
-    return _emit_sums_of_pairs(builder, shorts, ir.Constant(_SHORTS, [1] * 2 * LANES))
+def sums_of_neighbours(builder: Any, shorts: Any) -> Any:
+    """Add every two int16."""
+    return emit_sums_of_pairs(builder, shorts, ir.Constant(_SHORTS, [1] * 2 * LANES))
 
 
-def _emit_sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
+def emit_sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
     """Multiply unsigned bytes by signed ones, or int16 by int16, and add neighbours."""
-    is_bytes = left.type == _BYTES
-    kind, widen_left = (_SHORTS, builder.zext) if is_bytes else (_PAIRS, builder.sext)
+    is_bytes = left.type == BYTES
+    kind, widen_left = (_SHORTS, builder.zext) if is_bytes else (PAIRS, builder.sext)
     if FEATURES.get("avx512bw" if LANES == 16 else "avx2"):
-        return _call(builder, _SUMS_OF_PAIRS[not is_bytes], kind, left, right)
+        return call(builder, _SUMS_OF_PAIRS[not is_bytes], kind, left, right)
     products = []
     for place in (0, 1):
         order = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), list(range(place, 2 * kind.count, 2)))
@@ -222,17 +222,17 @@ def _emit_by_halves(tile: _Tile) -> list[Any]:
     """Sums wait in memory to be added; those of the second half are added to those of the first at once."""
     builder, size = tile.builder, len(tile.places)
     with builder.goto_entry_block():
-        waiting = builder.alloca(ir.ArrayType(_VECTOR, HALVES * size))
+        waiting = builder.alloca(ir.ArrayType(VECTOR, HALVES * size))
 
     def at(first: Any, i: int = 0) -> Any:
-        return builder.gep(waiting, [_START, builder.add(first, _WHOLE(i))])
+        return builder.gep(waiting, [_START, builder.add(first, WHOLE(i))])
 
     def clear(i: Any, _: list[Any]) -> list[Any]:
-        builder.store(ir.Constant(_VECTOR, [-0.0] * LANES), at(i), align=4)  # plus a number, that is the number
+        builder.store(ir.Constant(VECTOR, [-0.0] * LANES), at(i), align=4)  # plus a number, that is the number
         return []
 
     def add_terms(turn: Any, _: list[Any]) -> list[Any]:
-        first = builder.mul(builder.and_(turn, _WHOLE(HALVES // 2 - 1)), _WHOLE(2 * size))
+        first = builder.mul(builder.and_(turn, WHOLE(HALVES // 2 - 1)), WHOLE(2 * size))
         for parts in [(0, 1)] if 2 * size <= _FEW_SUMS else [(0,), (1,)]:
             sums = _emit_terms(tile, [_ZERO] * size * len(parts), builder.mul(turn, tile.terms), parts)
             for i, each in enumerate(sums, parts[0] * size):
@@ -249,19 +249,19 @@ def _emit_by_halves(tile: _Tile) -> list[Any]:
         return []
 
     for count, emit in ((HALVES * size, clear), (HALVES, add_terms), (size, add_halves)):
-        _emit_loop(builder, _WHOLE(count), [], emit)
-    return [builder.fadd(_ZERO, builder.load(at(_WHOLE(i)), align=4)) for i in range(size)]
+        _emit_loop(builder, WHOLE(count), [], emit)
+    return [builder.fadd(_ZERO, builder.load(at(WHOLE(i)), align=4)) for i in range(size)]
 
 
 def _emit_quantized(tile: _Tile) -> list[Any]:
     """Whole sums times the steps of columns and of rows, plus what stands at the places."""
     builder, kind, registers, parts = tile.builder, tile.kind, tile.registers, range(2 if tile.kind == "nibbles" else 1)
-    of_term = _WHOLE(len(parts))
+    of_term = WHOLE(len(parts))
     ends = [builder.gep(row, [builder.mul(tile.terms, of_term)]) for row in tile.rows]
-    numbers = [_spread(builder, builder.load(end)) for end in ends]
-    adds_neighbours = kind == "nibbles" and not _has_dot_of_bytes()
-    begun = [ir.Constant(_SHORTS if adds_neighbours else _PAIRS, None)] * len(tile.places)
-    if kind == "bytes" and _has_dot_of_bytes():
+    numbers = [spread(builder, builder.load(end)) for end in ends]
+    adds_neighbours = kind == "nibbles" and not has_dot_of_bytes()
+    begun = [ir.Constant(_SHORTS if adds_neighbours else PAIRS, None)] * len(tile.places)
+    if kind == "bytes" and has_dot_of_bytes():
         begun = [number for number in numbers for _ in range(registers)]
     sums = _emit_terms(tile._replace(inner_step=of_term), begun, parts=parts)
     _emit_fetch(tile, tile.terms)
@@ -269,20 +269,20 @@ def _emit_quantized(tile: _Tile) -> list[Any]:
     scaled = list[Any]()
     for i, (total, place) in enumerate(zip(sums, tile.places, strict=True)):
         row, step = i // registers, steps[i % registers]
-        own = builder.bitcast(_spread(builder, builder.load(builder.gep(ends[row], [_WHOLE(1)]))), _VECTOR)
-        whole = builder.sitofp(_sums_of_neighbours(builder, total) if adds_neighbours else total, _VECTOR)
+        own = builder.bitcast(spread(builder, builder.load(builder.gep(ends[row], [WHOLE(1)]))), VECTOR)
+        whole = builder.sitofp(sums_of_neighbours(builder, total) if adds_neighbours else total, VECTOR)
         if kind == "bytes":
-            product = builder.fmul(whole, builder.bitcast(step, _VECTOR))
+            product = builder.fmul(whole, builder.bitcast(step, VECTOR))
         else:  # of two products one can be fused with their sum: it has to be the same always
             least, factor = (_half_of(builder, step, part) for part in (0, 1))
-            least = builder.fmul(builder.sitofp(numbers[row], _VECTOR), least)
-            product = builder.fadd(least, builder.fmul(whole, factor, **_FUSED), **_FUSED)
-        product = builder.fmul(product, own, **_FUSED)
-        scaled.append(builder.fadd(builder.load(place, align=4), product, **_FUSED))
+            least = builder.fmul(builder.sitofp(numbers[row], VECTOR), least)
+            product = builder.fadd(least, builder.fmul(whole, factor, **FUSED), **FUSED)
+        product = builder.fmul(product, own, **FUSED)
+        scaled.append(builder.fadd(builder.load(place, align=4), product, **FUSED))
     return scaled
 
 
-def _call(builder: Any, name: str, kind: Any, *values: Any) -> Any:
+def call(builder: Any, name: str, kind: Any, *values: Any) -> Any:
     """Call an instruction of the CPU by its name in LLVM."""
     function = builder.module.globals.get(name)
     if function is None:
@@ -292,8 +292,8 @@ def _call(builder: Any, name: str, kind: Any, *values: Any) -> Any:
 
 def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the sum of the first and third product, plus that of the second and fourth."""
-    products = [builder.fmul(x, y, **_FUSED) for x, y in zip(left, right, strict=True)]
-    even, odd = (builder.fadd(*pair, **_FUSED) for pair in (products[::2], products[1::2]))
+    products = [builder.fmul(x, y, **FUSED) for x, y in zip(left, right, strict=True)]
+    even, odd = (builder.fadd(*pair, **FUSED) for pair in (products[::2], products[1::2]))
     return builder.fadd(total, builder.fadd(even, odd))
 
 
@@ -306,22 +306,22 @@ def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Seque
     builder, (_, emit_term, part_of, together) = tile.builder, _KINDS[tile.kind]
 
     def add_terms(turn: Any, sums: list[Any]) -> list[Any]:
-        start = builder.add(first, builder.mul(turn, _WHOLE(together)))
-        terms = [builder.add(start, _WHOLE(i)) for i in range(together)]
+        start = builder.add(first, builder.mul(turn, WHOLE(together)))
+        terms = [builder.add(start, WHOLE(i)) for i in range(together)]
         if 0 in parts:
             _emit_fetch(tile, start)
         columns = list(zip(*(_load_line(tile, term) for term in terms), strict=True))
         grown = list(sums)
         for i, (part, row) in enumerate(product(parts, tile.rows)):
-            places = [builder.add(builder.mul(term, tile.inner_step), _WHOLE(part)) for term in terms]
-            left = [_spread(builder, builder.load(builder.gep(row, [place]))) for place in places]
+            places = [builder.add(builder.mul(term, tile.inner_step), WHOLE(part)) for term in terms]
+            left = [spread(builder, builder.load(builder.gep(row, [place]))) for place in places]
             for register, column in enumerate(columns):
                 right = [part_of(builder, each, part) for each in column] if part_of else column
                 at = (i * tile.registers + register) % len(sums)
                 grown[at] = emit_term(builder, grown[at], left, right)
         return grown
 
-    return _emit_loop(builder, builder.udiv(tile.terms, _WHOLE(together)), begun, add_terms)
+    return _emit_loop(builder, builder.udiv(tile.terms, WHOLE(together)), begun, add_terms)
 
 
 def _emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
@@ -332,13 +332,13 @@ def _emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, 
     turn, *values = phis = [builder.phi(each.type) for each in (count, *begun)]
     builder.cbranch(builder.icmp_signed("<", turn, count), body, after)
     builder.position_at_end(body)
-    following = [*emit(turn, values), builder.add(turn, _WHOLE(1))]
-    for phi, first, update in zip(phis, (_WHOLE(0), *begun), (following.pop(), *following), strict=True):
+    following = [*emit(turn, values), builder.add(turn, WHOLE(1))]
+    for phi, first, update in zip(phis, (WHOLE(0), *begun), (following.pop(), *following), strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(update, builder.block)
     # An unrolled loop has too few registers for so many sums, and leaves turns over.
     rolled = builder.module.add_metadata([ir.MetaDataString(builder.module, "llvm.loop.unroll.runtime.disable")])
-    loop = builder.module.add_metadata([_WHOLE(len(builder.module.metadata)), rolled])
+    loop = builder.module.add_metadata([WHOLE(len(builder.module.metadata)), rolled])
     loop.operands = loop, rolled  # the first is the loop itself
     builder.branch(head).set_metadata("llvm.loop", loop)
     builder.position_at_end(after)
@@ -347,14 +347,14 @@ def _emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, 
 
 def _half_of(builder: Any, pairs: Any, part: int) -> Any:
     """The lower or the upper bfloat16 of every lane as float32."""
-    half = builder.and_(pairs, _UPPER_HALVES) if part else builder.shl(pairs, ir.Constant(_PAIRS, [16] * LANES))
-    return builder.bitcast(half, _VECTOR)
+    half = builder.and_(pairs, _UPPER_HALVES) if part else builder.shl(pairs, ir.Constant(PAIRS, [16] * LANES))
+    return builder.bitcast(half, VECTOR)
 
 
 def _nibble_of(builder: Any, pairs: Any, part: int) -> Any:
     """The lower or the upper half of every byte."""
-    half = builder.lshr(pairs, ir.Constant(_PAIRS, [4] * LANES)) if part else pairs
-    return builder.and_(half, ir.Constant(_PAIRS, [0x0F0F0F0F] * LANES))
+    half = builder.lshr(pairs, ir.Constant(PAIRS, [4] * LANES)) if part else pairs
+    return builder.and_(half, ir.Constant(PAIRS, [0x0F0F0F0F] * LANES))
 
 
 # What emits a product, adds a term and takes a part of the right matrix's elements; and the terms added at once.
@@ -363,7 +363,7 @@ _KINDS: dict[str, tuple[Callable[[_Tile], list[Any]], Callable[..., Any], Callab
     "sums": (_emit_floats, _emit_product, None, 1),
     "fours": (_emit_floats, _emit_four, None, 4),
     "halves": (_emit_by_halves, _emit_product, _half_of, 1),
-    "bytes": (_emit_quantized, _emit_bytes, None, 1),
+    "bytes": (_emit_quantized, emit_bytes, None, 1),
     "nibbles": (_emit_quantized, _emit_nibbles, _nibble_of, 1),
 }
 
@@ -373,11 +373,11 @@ def transpose(context: Any, source: Any, out: Any) -> Any:
     """Store `LANES` rows of as many float32 by columns; or of pairs of bfloat16, held as int32, widened to float32."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        (source, at, row_step), (out, to, out_step) = _matrices_of(target, builder, signature, values)
-        firsts = [builder.add(at, builder.mul(row_step, _WHOLE(row))) for row in range(LANES)]
+        (source, at, row_step), (out, to, out_step) = matrices_of(target, builder, signature, values)
+        firsts = [builder.add(at, builder.mul(row_step, WHOLE(row))) for row in range(LANES)]
         is_wide = source.type.pointee == ir.FloatType()
-        kind = _VECTOR if is_wide else _PAIRS
-        rows = [builder.load(_vector_at(builder, source, first, kind), align=4) for first in firsts]
+        kind = VECTOR if is_wide else PAIRS
+        rows = [builder.load(vector_at(builder, source, first, kind), align=4) for first in firsts]
         step = 1
         while step < LANES:  # exchange blocks of `step` by `step` beside the diagonal of blocks twice as large
             for row in (row for row in range(LANES) if not row & step):
@@ -385,14 +385,14 @@ def transpose(context: Any, source: Any, out: Any) -> Any:
                 left = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
                 right = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
                 rows[row], rows[row + step] = (
-                    builder.shuffle_vector(upper, lower, ir.Constant(_PAIRS, order)) for order in (left, right)
+                    builder.shuffle_vector(upper, lower, ir.Constant(PAIRS, order)) for order in (left, right)
                 )
             step *= 2
         for row, pairs in enumerate(rows):
             wide = [pairs] if is_wide else [_half_of(builder, pairs, part) for part in (0, 1)]
             for i, each in enumerate(wide):
-                place = builder.add(to, builder.mul(out_step, _WHOLE(len(wide) * row + i)))
-                builder.store(each, _vector_at(builder, out, place), align=4)
+                place = builder.add(to, builder.mul(out_step, WHOLE(len(wide) * row + i)))
+                builder.store(each, vector_at(builder, out, place), align=4)
         return target.get_dummy_value()
 
     return types.void(source, out), emit

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lookahead.kernels.block_tiles import BlockKernel
 from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.large_pages import zeros
 from lookahead.kernels.microkernel import CACHE_LINE, FEATURES, HALVES, LANES, MOST_ROWS, ROWS, tile_of, transpose
@@ -32,8 +33,7 @@ _LARGEST, _ZERO = 127, 128  # a quantized number, and what is added to one of a 
 _BLOCKS = {torch.uint8: 64, torch.int8: 32}  # inputs that share a step, by the type of a weight of 8 bits and of 4
 _LINES = {torch.uint8: 16, torch.int8: 4}  # of the weight that hold them
 _HIGHEST = 15  # number of 4 bits
-_PIECE = 1 << 16  # weights that are rounded to such at a time
-_TURNS = 4  # of rounding to such, and of fitting a line to what is rounded
+_PIECE, _TURNS = 1 << 16, 4  # weights that are rounded to such at a time, and turns of it and of fitting a line
 _SHARED, _EACH = 9, 5  # numbers that a call of the kernel receives, and those of each weight
 _F = np.float32
 _SMALLEST = _F(1e-30)  # largest number of a block that is not taken for zeros
@@ -43,7 +43,7 @@ _AT_ONCE = 512  # lines of a quantized panel that are multiplied at a time, abou
 # Most rows of a tile, rows from which on memory is read ahead, and fewest tiles then, as measured on a Zen 4: where a
 # product is one step, where 64 sums are added by halves, and for quantized weights.
 _TILING = (MOST_ROWS, 6, 1) if LANES == 16 else (MOST_ROWS, 2, 2)
-_TILING_OF_HALVES, _TILING_OF_QUANTIZED = (MOST_ROWS, 2, 1), (ROWS, 6 if LANES == 16 else 5, 1)
+_TILING_OF_HALVES, TILING_OF_QUANTIZED = (MOST_ROWS, 2, 1), (ROWS, 6 if LANES == 16 else 5, 1)
 _TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a sum adds at a time: one product, or two
 
 
@@ -65,13 +65,14 @@ class PackedWeight(NamedTuple):
     panels: int
     terms: int  # lines of a panel
     together: int  # panels that a thread takes at a time
+    kernel: BlockKernel | None = None  # of blocks of a file
 
     @classmethod
-    def of(cls, packed: Tensor, outputs: int, block: int = 0) -> PackedWeight:
-        """A weight of so many outputs, whose layout is that of `pack` or `quantize`."""
+    def of(cls, packed: Tensor, outputs: int, block: int = 0, kernel: BlockKernel | None = None) -> PackedWeight:
+        """A weight of so many outputs, whose layout is that of `pack` or `quantize`, or of a kernel."""
         panels, terms, _ = packed.shape
         block = _BLOCKS.get(packed.dtype, block)
-        return cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes))
+        return cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes), kernel)
 
 
 def pack(weight: Tensor, block: int) -> PackedWeight:
@@ -168,9 +169,17 @@ def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
 
 def _prepared_length(weight: PackedWeight) -> int:
     """Numbers of a row as the kernel takes it; 0 where it takes the row as it is."""
-    if weight.packed.dtype in _LINES:
-        return weight.terms // (_LINES[weight.packed.dtype] + 1) * (weight.block // 4 + 2)
+    if group := _group_of(weight):
+        return weight.terms // group[0] * group[1]
     return 2 * weight.terms if weight.packed.dtype == torch.bfloat16 else 0
+
+
+def _group_of(weight: PackedWeight) -> tuple[int, int] | None:
+    """Lines of a quantized weight that are multiplied together, and int32 of a prepared row for them."""
+    if weight.kernel:
+        return weight.kernel.lines, weight.kernel.words
+    lines = _LINES.get(weight.packed.dtype)
+    return (lines + 1, weight.block // 4 + 2) if lines else None
 
 
 def product(
@@ -192,24 +201,24 @@ def product(
         outs: `[..., outputs]` of the type of `x` for each weight, contiguous; the jobs write them.
         prepared: What `prepared_rows` made for these weights, or more, and so many rows; the first job may write it.
     """
-    packed, _, block, _, terms, together = weights[0]
+    packed, _, block, _, terms, together, kernel = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
     rows, left, length = x.numel() // inputs, x, terms
     lines = numbers = block * terms // inputs  # of a panel at a time, and what a row has for them
     if prepared is not None and (prepared_length := _prepared_length(weights[0])):
         left, length = prepared, prepared_length
         prepare, lines = _order_halves, terms  # all at a time
-        if own := _LINES.get(packed.dtype):
-            blocks = _AT_ONCE // (own + 1)
-            prepare, lines, numbers = _ROUNDING[x.dtype], blocks * (own + 1), blocks * (block // 4 + 2)
+        if group := _group_of(weights[0]):
+            prepare = (kernel.prepare if kernel else _ROUNDING)[x.dtype]
+            lines, numbers = (_AT_ONCE // group[0] * each for each in group)
         jobs.append((prepare, rows, (x.data_ptr(), left.data_ptr(), inputs, length, block), (x, left)))
     of_job, parts = [left.data_ptr(), rows, length, terms, lines, numbers, together], 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
         places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
         of_job += (*places, each.panels, each.outputs)
         parts += -(-each.panels // together)
-    jobs.append((_ENTRIES[packed.dtype, x.dtype], parts, of_job, (weights, left, biases, outs)))
-    return jobs
+    entry = kernel.multiply[x.dtype] if kernel else _ENTRIES[packed.dtype, x.dtype]
+    return [*jobs, (entry, parts, of_job, (weights, left, biases, outs))]
 
 
 _tile: Any = tile_of(2, "sums", range(1, MOST_ROWS + 1))
@@ -267,14 +276,14 @@ def _round(address, number):
         for place in range(0, len(line), block):
             begin, size = place // block * (block // 4 + 2), block // 4 + 2
             if block == 64:  # constants become vector instructions
-                _round_block(line[place : place + 64], out[row, begin : begin + size], 64)
+                round_block(line[place : place + 64], out[row, begin : begin + size], 64)
             else:
-                _round_block(line[place : place + 32], out[row, begin : begin + size], 32)
+                round_block(line[place : place + 32], out[row, begin : begin + size], 32)
         row = claim_part(address)
 
 
 @jit_part
-def _round_block(line, out, count):
+def round_block(line, out, count):
     """A number that is not finite makes the step so, and with it every product."""
     bits, highest, total = line.view(np.int32), np.int32(0), np.int32(0)
     for i in range(count):
@@ -383,8 +392,8 @@ _ENTRIES = {
     (torch.float32, torch.float32): multiplying((np.float32, np.float32, np.float32), _add_products, _TILING),
     (torch.int32, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_products, _TILING),
     (torch.bfloat16, torch.bfloat16): multiplying((np.float32, np.int32, np.uint16), _add_by_halves, _TILING_OF_HALVES),
-    (torch.uint8, torch.float32): multiplying((np.int32, np.int32, np.float32), _add_bytes, _TILING_OF_QUANTIZED),
-    (torch.uint8, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_bytes, _TILING_OF_QUANTIZED),
-    (torch.int8, torch.float32): multiplying((np.int32, np.int32, np.float32), _add_nibbles, _TILING_OF_QUANTIZED),
-    (torch.int8, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_nibbles, _TILING_OF_QUANTIZED),
+    (torch.uint8, torch.float32): multiplying((np.int32, np.int32, np.float32), _add_bytes, TILING_OF_QUANTIZED),
+    (torch.uint8, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_bytes, TILING_OF_QUANTIZED),
+    (torch.int8, torch.float32): multiplying((np.int32, np.int32, np.float32), _add_nibbles, TILING_OF_QUANTIZED),
+    (torch.int8, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_nibbles, TILING_OF_QUANTIZED),
 }

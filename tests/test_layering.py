@@ -55,6 +55,8 @@ KNOW_THE_TERMINAL = {"cli", "__main__"}
 # Packages of an extra, imported inside the function that needs them.
 OPTIONAL = {
     "hf.gguf_files": {"gguf"},
+    "hf.gguf_loading": {"gguf"},
+    "hf.gguf_plan": {"gguf"},
     "kernels": {"triton"},
     "generation.serving": {"fastapi", "jinja2", "uvicorn"},
     "jobs.worker_pool": {"ray"},

@@ -89,7 +89,7 @@ def test_another_file_of_the_same_name_is_another_model(tiny_gguf: Path, cache: 
 def test_a_conversion_that_is_broken_off_leaves_nothing_that_is_taken_for_one(
     tiny_gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(file: Path, folder: Path, *_: Any) -> None:
+    def killed(file: Path, announce: Any, folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt

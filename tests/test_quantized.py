@@ -308,7 +308,7 @@ def test_a_quantized_model_cannot_be_saved(name, named, tmp_path):
 @pytest.mark.parametrize("name", ["int2", 8, ["int8"]])
 def test_an_unknown_name_is_refused_before_the_model_is_loaded(name, named, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    with pytest.raises(ConfigError, match=re.escape(f"quantize must be int8 or int4, got {name!r}")):
+    with pytest.raises(ConfigError, match=re.escape(f"quantize must be int8, int4 or gguf, got {name!r}")):
         lookahead.load(named, device="cpu", quantize=name)
 
 
@@ -363,7 +363,7 @@ def test_a_command_says_in_one_line_what_cannot_be_quantized_so(command, named):
     model = [str(named)] if command == ["serve"] else ["--model", str(named)]
     result = CliRunner().invoke(app, [*command, *model, "--quantize", "int2"])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert "quantize must be int8 or int4, got 'int2'" in result.stderr
+    assert "quantize must be int8, int4 or gguf, got 'int2'" in result.stderr
 
 
 @pytest.mark.parametrize(

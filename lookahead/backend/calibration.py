@@ -22,6 +22,7 @@ from lookahead.backend.support import support_of
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.hf.block_layers import weight_count
 from lookahead.hf.facts import input_device, position_limit
 from lookahead.verification.exact import likeliest
 
@@ -184,11 +185,11 @@ def _points(
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    parameters = sum(each.numel() for each in model.parameters())
+    parameters = weight_count(model)
     weights = float(sum(each.nbytes for each in model.parameters()))
     if head is None or head.weight is not embedding.weight:
         # A step reads one line a node of an embedding that is not the output layer.
-        parameters -= embedding.weight.numel()
+        parameters -= weight_count(embedding)
         weights -= embedding.weight.nbytes
     heads = getattr(config, "num_attention_heads", 0)
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))

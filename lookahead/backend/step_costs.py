@@ -24,6 +24,7 @@ from lookahead.backend import calibration
 from lookahead.config import refuses_removed
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError, warn
+from lookahead.hf.block_layers import QUANTIZED_LAYERS
 from lookahead.hf.facts import context_limit, validate_causal_lm
 from lookahead.hf.model_state import state_of
 from lookahead.utils.atomic import read_json, write_atomically
@@ -34,9 +35,11 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError)  # Confi
 
 
 def identity(model: nn.Module) -> dict[str, Any]:
-    """What step costs depend on: parameter shapes, dtype, device, threads and PyTorch version."""
-    parameter = next(model.parameters())
-    shapes = ",".join(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters())
+    """What step costs depend on: parameter shapes, types of quantized weights, dtype, device, threads and PyTorch."""
+    floats = (each for each in model.parameters() if each.is_floating_point())
+    parameter = next(floats, next(model.parameters()))
+    kinds = [each.kind for each in model.modules() if isinstance(each, QUANTIZED_LAYERS)]
+    shapes = ",".join([*(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters()), *kinds])
     device = parameter.device
     on_gpu = device.type == "cuda"
     return {

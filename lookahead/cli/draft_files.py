@@ -11,12 +11,12 @@ import typer
 
 from lookahead.cli.commands import App
 from lookahead.cli.options import INPUTS, DocumentOptions, ModelOptions, option
-from lookahead.cli.terminal import PoolDisplay, console, convert, find_sources, load, table
+from lookahead.cli.terminal import PoolDisplay, console, find_sources, load, say, table
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.readers import count_documents
 from lookahead.errors import ConfigError, count
-from lookahead.hf.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_process
+from lookahead.hf.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_files, prepare_process
 
 if TYPE_CHECKING:
     from lookahead.ngram.successor_file import SuccessorHeader
@@ -281,7 +281,7 @@ def _load_tokenizer(model: str) -> Any:
     location, _ = locate_model(model, TOKENIZER_FILES)
     with console(sys.stderr).status("loading the tokenizer"):
         prepare_process(None)
-        convert(location)
+        prepare_files(location, announce=lambda line: say("note", line))
         return load_tokenizer(model)
 
 

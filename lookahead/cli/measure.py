@@ -120,6 +120,7 @@ def explain(options: ExplainOptions) -> None:
         check_page(options.html, "html", "explain")
     loaded = load(options)
     from lookahead.generation.prompts import as_chat
+    from lookahead.hf.block_layers import weight_count
     from lookahead.reporting.trace import render_trace, source_rows, step_rows, total_line, trace
 
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
@@ -128,7 +129,7 @@ def explain(options: ExplainOptions) -> None:
         traced = trace(*loaded, prompt, config=config, **settings)
     plain = lookahead.generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
     model, dtype = loaded.model, str(loaded.model.dtype).removeprefix("torch.")
-    described = f"{options.model} ({type(model).__name__}, {model.num_parameters():,} parameters, {dtype})"
+    described = f"{options.model} ({type(model).__name__}, {weight_count(model):,} parameters, {dtype})"
     traced = replace(traced, model=described, plain=plain)
     styles = dict(zip(traced.sources, itertools.cycle(_STYLES), strict=False))
     pieces = [piece for step in traced.steps for piece in step.pieces]

@@ -52,7 +52,9 @@ class DeviceOptions:
         "auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU, bf16 with --quantize."
     )
     quantize: str | None = option(
-        None, "Linear layers with weights of 8 bits (int8) or 4 (int4), on a CPU.", metavar="int8|int4"
+        None,
+        "Linear layers with weights of 8 bits (int8), 4 (int4) or as a GGUF file has them (gguf), on a CPU.",
+        metavar="int8|int4|gguf",
     )
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     threads: int | None = option(None, "CPU threads. (default: as PyTorch chooses)", min=1, max=1024)

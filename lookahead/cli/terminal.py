@@ -31,7 +31,6 @@ from lookahead.documents.decode_text import DocumentId, Reject
 from lookahead.documents.inputs import Input, find_inputs
 from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
 from lookahead.hf import loading
-from lookahead.hf.gguf_files import convert_once, is_gguf
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.job import JobTotals
 
@@ -233,10 +232,11 @@ def _load_fastest(options: ModelOptions, name: str) -> loading.LoadedModel:
     from lookahead.backend.cpu.product_choice import bfloat16_gain
     from lookahead.backend.self_check import keeps_solo_bits
 
-    config, is_cpu = loading.load_config(name), loading.resolve_device(options.device).type == "cpu"
+    if options.quantize is not None or loading.resolve_device(options.device).type != "cpu":
+        return _load(options, name, "auto")
+    config = loading.load_config(name)
     is_own = getattr(config.get_text_config(), "dtype", None) == torch.bfloat16 and not config.is_encoder_decoder
-    is_quantized = options.quantize is not None or getattr(config, "quantization_config", None) is not None
-    if is_own and is_cpu and not is_quantized:
+    if is_own and getattr(config, "quantization_config", None) is None:
         gain = bfloat16_gain()
         if gain > _LEAST_GAIN:
             loaded = _load(options, name, "bf16")
@@ -259,13 +259,13 @@ def _without_collection() -> Iterator[None]:
 
 
 def prepare(options: DeviceOptions, location: str) -> None:
-    """Prepare the process for a model: wrong options are refused before a GGUF file is converted, which takes long."""
+    """Prepare the process for a model: wrong options are refused before a GGUF file is read, which takes long."""
     from lookahead.hf.quantized import resolve_quantize
 
     watch_compilation()
     loading.prepare_process(options.threads)
     resolve_quantize(options.quantize, loading.resolve_device(options.device))
-    convert(location)
+    loading.prepare_files(location, options.quantize, lambda line: say("note", line))
 
 
 @contextmanager
@@ -280,12 +280,6 @@ def memory_file_saved_at_exit(options: DraftingOptions, model: Any) -> Iterator[
     finally:
         if options.memory is not None:
             lookahead.save_memory(model, options.memory)
-
-
-def convert(location: str) -> None:
-    """Convert a GGUF file, unless an earlier run did, and say so."""
-    if is_gguf(location):
-        convert_once(Path(location), lambda line: say("note", line))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.backend.calibration import pass_seconds
 from lookahead.config import LookaheadConfig
 from lookahead.generation.comparison import PROMPTS, Score, compare
+from lookahead.hf.block_layers import weight_count
 from lookahead.proposers.draft_model import DraftModel
 
 PLAIN = "no draft"
@@ -66,7 +67,7 @@ def pick_draft(
     }
     scores = compare(model, tokenizer, prompts, configs, **generate_kwargs)
     for name, draft in drafts.items():
-        scores[name].parameters = sum(p.numel() for p in draft.model.parameters())
+        scores[name].parameters = weight_count(draft.model)
         scores[name].pass_s = pass_seconds(draft.model)
     best = max(configs, key=lambda name: scores[name].stats.tokens_per_s * (1.0 if name in drafts else _MARGIN))
     return Pick({name: scores[name] for name in configs}, pass_seconds(model), best)

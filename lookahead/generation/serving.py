@@ -20,8 +20,8 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, UnsupportedModelError, first_line, warn
 from lookahead.generation.enable import Generate, enable
 from lookahead.hf.checkpoints import load_weights
-from lookahead.hf.loading import locate_model, resolve_device, resolve_dtype, to_safetensors
-from lookahead.hf.quantized import resolve_quantize
+from lookahead.hf.loading import load, locate_model, prepare_files, resolve_device, resolve_dtype
+from lookahead.hf.quantized import OWN_BLOCKS, resolve_quantize
 
 if TYPE_CHECKING:
     import uvicorn
@@ -50,6 +50,7 @@ class EnabledModels(ModelManager):
     ) -> None:
         self._preload, self._config = preload, config
         target = resolve_device(device)
+        self._dtype, self._quantize = dtype, quantize
         self._quantization = resolve_quantize(quantize, target)
         super().__init__(
             device=str(target),
@@ -87,8 +88,12 @@ class EnabledModels(ModelManager):
         return self._load(super()._load_processor, *args, **options)
 
     def _load_model(self, *args: Any, **options: Any) -> PreTrainedModel:
-        model: PreTrainedModel = self._load(super()._load_model, *args, **options)
-        if options.get("gguf_file") is None:
+        model: PreTrainedModel
+        if self._quantize == OWN_BLOCKS:
+            model = load(args[0].partition("@")[0], dtype=self._dtype, device="cpu", quantize=OWN_BLOCKS).model
+        else:
+            model = self._load(super()._load_model, *args, **options)
+        if self._quantize != OWN_BLOCKS and options.get("gguf_file") is None:
             self._load(partial(_check_weights, type(model)), args[0])
         try:
             enable(model, self._config)
@@ -99,12 +104,11 @@ class EnabledModels(ModelManager):
             warn(f"what steps cost is not kept for the next time: {error}")
         return model
 
-    @staticmethod
-    def _load(load: Callable[..., Any], model_id: str, gguf_file: str | None = None, **options: Any) -> Any:
+    def _load(self, load: Callable[..., Any], model_id: str, gguf_file: str | None = None, **options: Any) -> Any:
         """Load a model or a tokenizer, named as for `lookahead.load`, or `NAME@REVISION` on the Hub."""
         name, _, revision = model_id.partition("@")
         if gguf_file is None:
-            name = to_safetensors(locate_model(name)[0])
+            name = prepare_files(locate_model(name)[0], self._quantize)
         try:
             return load(f"{name}@{revision or 'main'}", gguf_file=gguf_file, **options)
         except Exception as error:  # dozens of unrelated types, as in `lookahead.load`

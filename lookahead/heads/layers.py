@@ -19,7 +19,8 @@ def lm_head(model: PreTrainedModel) -> nn.Linear:
     """The projection from hidden states to logits; HeadsError if the model has none, or its weights are offloaded."""
     head = model.get_output_embeddings()
     if getattr(model, "is_quantized", False) and not isinstance(head, nn.Linear):
-        raise HeadsError(f"the LM head of this {type(model).__name__} is quantized; heads take one of fp32 or bf16")
+        whose = f"the LM head of this {type(model).__name__}"
+        raise HeadsError(f"{whose} is quantized; heads take one of fp32 or bf16: load it with such a dtype")
     if not isinstance(head, nn.Linear):
         raise HeadsError(f"{type(model).__name__} has no LM head of its own, so it takes no heads")
     if head.weight.device.type == "meta":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from lookahead.errors import UnsupportedModelError, count
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+OTHER_SHAPES = "has other shapes than the configuration says, in"
 _MAX_NAMED_TENSORS = 8  # tensors that an error names
 # Causal masks, which old releases of transformers saved with the weights of attention.
 _MASK = re.compile(r"\battn(\.attention)?\.(bias|masked_bias|causal_mask)$")
@@ -64,18 +65,23 @@ def load_weights(config: Any, location: Any, model_class: Any = None, **options:
         f"{name} is {tuple(found)} instead of {tuple(expected)}" for name, found, expected in info["mismatched_keys"]
     ]
     faults = [
-        *_fault("lacks", info["missing_keys"]),
-        *_fault("has other shapes than the configuration says, in", mismatched),
-        *_fault("has, beyond the model,", unexpected),
+        *fault("lacks", info["missing_keys"]),
+        *fault(OTHER_SHAPES, mismatched),
+        *fault("has, beyond the model,", unexpected),
         *(str(each) for each in info["error_msgs"]),
     ]
-    if faults:
-        raise UnsupportedModelError(f"the checkpoint does not fit {type(model).__name__}: it {'; it '.join(faults)}")
+    check_fit(model, faults)
     loaded: PreTrainedModel = model
     return loaded
 
 
-def _fault(what: str, names: Any) -> Iterator[str]:
+def check_fit(model: Any, faults: Sequence[str]) -> None:
+    """Raise UnsupportedModelError if a checkpoint has faults, as `fault` tells them."""
+    if faults:
+        raise UnsupportedModelError(f"the checkpoint does not fit {type(model).__name__}: it {'; it '.join(faults)}")
+
+
+def fault(what: str, names: Any) -> Iterator[str]:
     """Nothing if there are no names, else what is wrong with these tensors."""
     if shown := sorted(names):
         more = f" and {len(shown) - _MAX_NAMED_TENSORS:,} more" if len(shown) > _MAX_NAMED_TENSORS else ""

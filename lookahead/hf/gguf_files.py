@@ -6,13 +6,15 @@ before it is checked: the sizes that the metadata states, and that every tensor 
 
 from __future__ import annotations
 
+import functools
 import glob
 import importlib.util
 import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -44,12 +46,28 @@ def is_gguf(path: str | Path) -> bool:
 def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> Path:
     """Convert a GGUF file to safetensors with its tokenizer, or find the folder of an earlier conversion.
 
-    The folder is in the platform's cache folder, or in a temporary one if that cannot be written. Quantized weights
-    become bf16, others keep their dtype. A lock lets one process convert a file and others wait. `announce` is called
-    with one line of text before a conversion.
+    Quantized weights become bf16, others keep their dtype. `announce` is called with one line of text before a
+    conversion.
+    """
+    return kept_once(file, _VERSION, functools.partial(_convert, file, announce))
+
+
+def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
+    """The folder that holds what is made of a GGUF file, made now unless an earlier call did.
+
+    The folder is in the platform's cache folder, or in a temporary one if that cannot be written. A lock lets one
+    process make it and others wait.
+
+    Args:
+        file: The file; the name of the folder holds a hash of it.
+        kind: What is made, and its version.
+        make: Makes it in a folder that does not exist yet.
+
+    Raises:
+        UnsupportedModelError: A package is missing that reads such files.
     """
     kept = user_cache_path("lookahead", appauthor=False) / "models"
-    folder = kept / f"{file.stem}-{_VERSION}-{_hash_of(file)[:16]}"
+    folder = kept / f"{file.stem}-{kind}-{_hash_of(file)[:16]}"
     if folder.is_dir():
         return folder
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
@@ -61,66 +79,98 @@ def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> P
     folder = writable_folder(kept, "converted models") / folder.name
     with locked(folder, timeout_s=-1), no_bars():  # a large model takes minutes
         if not folder.is_dir():
-            dtype, sizes = _check(file)
-            if announce is not None:
-                seconds = max(5, round(file.stat().st_size / 1e6 * _S_PER_MB, -1))
-                announce(f"converting {file.stem.partition('.Q')[0]} once (about {seconds:.0f} seconds)")
             for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as place:
                 made = Path(place) / "model"
-                _convert(file, made, dtype, sizes)
+                make(made)
                 made.replace(folder)  # so a folder with this name is whole
     return folder
 
 
-def _convert(file: Path, folder: Path, dtype: torch.dtype, sizes: dict[str, int]) -> None:
-    """Save what a GGUF file holds, tensors of these sizes, as transformers saves any model."""
+def _convert(file: Path, announce: Callable[[str], None] | None, folder: Path) -> None:
+    """Save what a GGUF file holds as transformers saves any model."""
     import transformers
-    from transformers import AutoConfig, AutoTokenizer
 
+    reader = open_checked(file)
+    if announce is not None:
+        seconds = max(5, round(file.stat().st_size / 1e6 * _S_PER_MB, -1))
+        announce(f"converting {file.stem.partition('.Q')[0]} once (about {seconds:.0f} seconds)")
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-    try:
-        config = AutoConfig.from_pretrained(file.parent, **options)
-        _check_size(config, sum(sizes.values()))
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    with one_error(file):
+        config, tokenizer = read_parts(file, sum(sizes.values()))
         if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model = load_weights(config, file.parent, dtype=dtype, **options)
+        model = load_weights(config, file.parent, dtype=_dtype_of(reader), **options)
         _check_names(sizes, model)
-        assert model.generation_config is not None
-        if model.generation_config.eos_token_id is None:
-            model.generation_config.eos_token_id = tokenizer.eos_token_id
+        set_end_token(model, tokenizer)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def read_parts(file: Path, numbers: int) -> tuple[Any, Any]:
+    """The configuration of a GGUF file whose tensors hold so many numbers, and its tokenizer."""
+    from transformers import TOKENIZER_MAPPING, AutoConfig, PreTrainedTokenizerFast
+
+    options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    config = AutoConfig.from_pretrained(file.parent, **options, trust_remote_code=False)
+    _check_size(config, numbers)
+    # The class that AutoTokenizer takes; it reads all of the metadata again to learn it, for seconds.
+    kind: Any = TOKENIZER_MAPPING.get(type(config), None) or PreTrainedTokenizerFast
+    return config, kind.from_pretrained(file.parent, **options)
+
+
+def set_end_token(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Let a model that knows no end token generate until that of its tokenizer."""
+    assert model.generation_config is not None
+    if model.generation_config.eos_token_id is None:
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+
+
+@contextmanager
+def one_error(file: Path) -> Iterator[None]:
+    """One error for what transformers, tokenizers and safetensors raise about a file, dozens of unrelated types."""
+    try:
+        yield
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"model {file.name}: {error}") from error
-    except Exception as error:  # transformers, tokenizers and safetensors raise dozens of unrelated types here
+    except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the disk; transformers raises others without a number
         reason = f"its metadata lacks {error}" if isinstance(error, KeyError) else first_line(error)
         raise UnsupportedModelError(f"model {file.name} cannot be read by transformers: {reason}") from error
 
 
-def _check(file: Path) -> tuple[torch.dtype, dict[str, int]]:
-    """The dtype that a GGUF file is converted to, that of most weights, and the size of each tensor.
-
-    All of it must be there, and the metadata must fit the tensors.
-    """
-    import torch
+def open_checked(file: Path) -> Any:
+    """The `GGUFReader` of a file; UnsupportedModelError unless it is whole, and its metadata fit its tensors."""
+    import numpy as np
     from gguf import GGUFReader
 
+    class PlainReader(GGUFReader):
+        """It takes hundreds of thousands of slices, each of which costs three times as much of a mapped array."""
+
+        def _get(self, *args: Any, **kwargs: Any) -> Any:
+            self.data = self.data.view(np.ndarray)
+            return super()._get(*args, **kwargs)
+
     try:
-        reader = GGUFReader(file)
+        reader = PlainReader(file)
     except Exception as error:  # NumPy's errors, and the reader's own, for bytes that are missing or mean nothing
         raise UnsupportedModelError(f"model {file.name} is truncated or no GGUF file: {first_line(error)}") from error
     check_metadata(file.name, reader)
-    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    return reader
+
+
+def _dtype_of(reader: Any) -> torch.dtype:
+    """The dtype that a GGUF file is converted to, that of most weights."""
+    import torch
+
     weights: Counter[str] = Counter()
     for tensor in reader.tensors:
-        weights[tensor.tensor_type.name] += sizes[tensor.name]
+        weights[tensor.tensor_type.name] += int(tensor.n_elements)
     (main, _), *_ = weights.most_common(1) or [("", 0)]
-    return {"F32": torch.float32, "F16": torch.float16}.get(main, torch.bfloat16), sizes
+    return {"F32": torch.float32, "F16": torch.float16}.get(main, torch.bfloat16)
 
 
 def _check_size(config: Any, numbers: int) -> None:
@@ -145,11 +195,23 @@ def _check_names(sizes: dict[str, int], model: PreTrainedModel) -> None:
         places = get_gguf_hf_weights_map(model, TensorProcessor())
     except (ImportError, NotImplementedError):  # what is read in transformers' new way was checked
         return
-    if dropped := sorted(name for name in sizes.keys() - places if not _DROPPED.fullmatch(name)):
+    check_places(sizes, places, model)
+
+
+def check_places(tensors: Iterable[str], places: Mapping[str, str], model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError for tensors that have no place in a model."""
+    if dropped := sorted(name for name in {*tensors} - {*places} if not _DROPPED.fullmatch(name)):
         raise UnsupportedModelError(f"transformers has no place for {', '.join(dropped)} in {type(model).__name__}")
 
 
 def _hash_of(file: Path) -> str:
+    status = file.stat()
+    return _hash(file, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=16)
+def _hash(file: Path, *_: int) -> str:
+    """The hash of a file in a state; a command asks several times, and a large file takes seconds to read."""
     state = xxhash.xxh3_128()
     with file.open("rb") as stream:
         while chunk := stream.read(2**22):

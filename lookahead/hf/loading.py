@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +16,7 @@ from lookahead.documents.byte_sources import in_time
 from lookahead.errors import ConfigError, UnsupportedModelError, first_line
 from lookahead.hf.checkpoints import load_weights, no_bars
 from lookahead.hf.gguf_files import convert_once, is_gguf
+from lookahead.hf.gguf_plan import planned_once
 
 if TYPE_CHECKING:
     import torch
@@ -65,14 +66,15 @@ def load(
         dtype: `"fp32"`, `"bf16"`, `"fp16"`, torch's own names or types of these, or `"auto"`: the checkpoint's own on
             a GPU, and fp32 on a CPU, or bf16 where weights are quantized.
         device: As PyTorch names it, such as `"cpu"` or `"cuda:1"`; `None` is a GPU if there is one.
-        quantize: `"int8"` rounds the weights of linear layers to 8 bits, and `"int4"` to 4, on a CPU. The model then
-            writes other tokens than before, and the same tokens with lookahead as without.
+        quantize: `"int8"` rounds the weights of linear layers to 8 bits, and `"int4"` to 4, on a CPU; `"gguf"` keeps
+            those of a GGUF file as they are. Rows that are multiplied are rounded to 8 bits. The model then writes
+            other tokens than before, and the same tokens with lookahead as without.
 
     Returns:
         The model and the tokenizer: `model, tokenizer = lookahead.load("FILE.gguf")`.
 
     Raises:
-        ConfigError: The dtype is not one of these, the device does not exist, or nothing can be quantized so.
+        ConfigError: The dtype is not one of these, the device does not exist, or the weights cannot be quantized so.
         UnsupportedModelError: There is no such model, it is not a language model that can be loaded, or a tensor of it
             is missing, unexpected or of another shape.
         OSError: Neither the cache folder nor one for temporary files can be written.
@@ -83,14 +85,19 @@ def load(
     chosen = resolve_dtype(dtype, target, quantize)
     from transformers import AutoConfig, AutoTokenizer
 
-    from lookahead.hf.quantized import resolve_quantize
+    from lookahead.hf.quantized import OWN_BLOCKS, resolve_quantize
 
     quantization = resolve_quantize(quantize, target)
-    location = to_safetensors(location)
+    folder = prepare_files(location, quantize)
 
     options: dict[str, Any] = {"local_files_only": is_local, "trust_remote_code": False}
     with no_bars(), _loading(f"model {name!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(location, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        if quantize == OWN_BLOCKS:
+            from lookahead.hf.gguf_loading import load_blocks
+
+            return LoadedModel(load_blocks(Path(location), chosen), tokenizer)
+        location = folder
         config = AutoConfig.from_pretrained(location, **options)
         if quantization is not None:
             if getattr(config, "quantization_config", None) is not None:
@@ -110,7 +117,7 @@ def load_default() -> LoadedModel:
 def load_config(model: str) -> PretrainedConfig:
     """The configuration of a model, by a name as for `load`."""
     location, is_local = locate_model(model)
-    location = to_safetensors(location)
+    location = prepare_files(location)
     from transformers import AutoConfig
 
     with _loading(f"model {model!r}"):
@@ -123,7 +130,7 @@ def load_config(model: str) -> PretrainedConfig:
 def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
     """Load a tokenizer alone, by a name as for `load`; a folder may also hold a tokenizer and no model."""
     location, is_local = locate_model(model, TOKENIZER_FILES)
-    location = to_safetensors(location)
+    location = prepare_files(location)
     from transformers import AutoTokenizer
 
     with _loading(f"the tokenizer of {model!r}"):
@@ -154,9 +161,28 @@ def prepare_process(threads: int | None) -> None:
     logging.disable_progress_bar()
 
 
-def to_safetensors(location: str) -> str:
-    """The folder that a GGUF file is converted to; any other location unchanged."""
-    return str(convert_once(Path(location))) if is_gguf(location) else location
+def prepare_files(location: str, quantize: str | None = None, announce: Callable[[str], None] | None = None) -> str:
+    """The folder that a GGUF file is converted to, or that of its parts without weights; other locations as they are.
+
+    Args:
+        location: Of `locate_model`.
+        quantize: As for `load`.
+        announce: Called with a line of text before what takes long.
+
+    Raises:
+        ConfigError: Weights are to stay as they are in a file, and cannot.
+        UnsupportedModelError: The file describes no model that can be loaded.
+    """
+    from lookahead.hf.quantized import OWN_BLOCKS
+
+    if quantize == OWN_BLOCKS:
+        if not is_gguf(location):
+            raise ConfigError(f"quantize={quantize!r} is for a GGUF file, got {location!r}")
+        folder, plan = planned_once(Path(location), announce)
+        if plan.reason:
+            raise ConfigError(f"quantize={quantize!r} is not for {Path(location).name}: {plan.reason}")
+        return str(folder)
+    return str(convert_once(Path(location), announce)) if is_gguf(location) else location
 
 
 def resolve_device(name: str | None) -> torch.device:

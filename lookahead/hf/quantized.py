@@ -33,7 +33,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, bits: int = 8) -> None:
         super().__init__()
-        self.bits = bits
+        self.bits, self.kind = bits, f"int{bits}"
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # uint8 or int8, as `kernels.packed_product` lays it out
         self.weight = nn.Parameter(packed_product.quantize(linear.weight, bits), requires_grad=False)
@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         """The sizes, for the description of the model."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, int{self.bits}"
+        return f"{sizes}, {self.kind}"
 
     def forward(self, x: Tensor) -> Tensor:
         """The product of rows `[..., in_features]`, in their type."""
@@ -60,9 +60,13 @@ class QuantizedLinear(nn.Module):
 
     def packed(self) -> PackedWeight:
         """The weight as `kernels.packed_product` takes it."""
-        if self.weight.shape[2] != 4 * packed_product.COLUMNS:  # it was pickled elsewhere
-            raise UnsupportedModelError("these weights are laid out for another CPU; load and quantize the model here")
+        self.check_layout()
         return PackedWeight.of(self.weight, self.out_features)
+
+    def check_layout(self) -> None:
+        """Raise UnsupportedModelError for weights that were laid out for another CPU, and pickled there."""
+        if self.weight.shape[2] * self.weight.itemsize != 4 * packed_product.COLUMNS:
+            raise UnsupportedModelError("these weights are laid out for another CPU; load and quantize the model here")
 
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Whether the kernel takes rows of a type, and the bias as it is."""
@@ -102,6 +106,8 @@ class Int4Config(_Config):
 
 
 QUANTIZED = {"int8": Int8Config, "int4": Int4Config}
+OWN_BLOCKS = "gguf"
+"""The name, beside those, for weights as a GGUF file has them."""
 
 
 @register_quantizer("lookahead_int8")
@@ -129,12 +135,15 @@ class _Quantizer(HfQuantizer):
 
 
 def resolve_quantize(name: str | None, device: torch.device) -> _Config | None:
-    """The argument `quantization_config` of `from_pretrained`; ConfigError if unknown or not for the device."""
+    """The argument `quantization_config` of `from_pretrained`; ConfigError if unknown or not for the device.
+
+    There is none for `"gguf"`, whose weights come quantized.
+    """
     if name is None:
         return None
-    if name not in tuple(QUANTIZED):
-        raise ConfigError(f"quantize must be {' or '.join(QUANTIZED)}, got {name!r}")
+    if name not in (*QUANTIZED, OWN_BLOCKS):
+        raise ConfigError(f"quantize must be {', '.join(QUANTIZED)} or {OWN_BLOCKS}, got {name!r}")
     if device.type != "cpu":
         remedy = "name the device cpu, or a model whose weights come quantized"
         raise ConfigError(f"quantize={name!r} is for a CPU, got the device {device}: {remedy}")
-    return QUANTIZED[name]()
+    return QUANTIZED[name]() if name in QUANTIZED else None

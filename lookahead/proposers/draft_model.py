@@ -21,6 +21,7 @@ from lookahead.config import check_whole
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError, warn
+from lookahead.hf.block_layers import weight_count
 from lookahead.hf.facts import (
     decoder_vocabulary,
     side_positions,
@@ -142,7 +143,7 @@ class DraftModel:
 
 def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
     """Warn of a draft model that is larger than its target, with the times of their passes."""
-    own, others = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target))
+    own, others = map(weight_count, (draft, target))
     if own > others and not (draft.config.is_encoder_decoder or target.config.is_encoder_decoder):
         with torch.inference_mode():
             pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))

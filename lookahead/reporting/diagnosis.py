@@ -20,6 +20,7 @@ from lookahead.backend.calibration import measure_machine
 from lookahead.backend.cpu.product_bits import linear_layers, matrix_of
 from lookahead.generation.comparison import PROMPTS, compare
 from lookahead.generation.plan import backend_report
+from lookahead.hf.block_layers import weight_count
 from lookahead.hf.loading import LoadedModel
 from lookahead.hf.model_state import state_of
 from lookahead.hf.private_names import missing_names
@@ -143,7 +144,7 @@ def model_facts(loaded: LoadedModel) -> Facts:
     return {
         "name": model.name_or_path,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "parameters": model.num_parameters(),
+        "parameters": weight_count(model),
         "weights": sum(each.nbytes for each in model.parameters()),
         "resident": _resident_bytes(),
         "products": _products(model),

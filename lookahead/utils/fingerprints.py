@@ -46,8 +46,12 @@ def model_fingerprint(model: Any, body: nn.Module) -> str:
     """
     config: Any = model.config.get_text_config()
     digest = xxhash.xxh3_64(f"{config.model_type} {config.num_hidden_layers} {config.hidden_size}".encode())
-    embedding: Tensor = model.get_input_embeddings().weight
-    rows = _spaced(embedding, _ROWS, torch.float32)
+    embedding = model.get_input_embeddings()
+    weight: Tensor = embedding.weight
+    if weight.is_floating_point():
+        rows = _spaced(weight, _ROWS, torch.float32)
+    else:  # blocks of a file
+        rows = embedding(_spaced(torch.arange(embedding.num_embeddings, device=weight.device), _ROWS, torch.float32))
     for values in (rows, *(each for each in body.parameters() if each.ndim == 1)):
         digest.update(values.detach().to("cpu", torch.float32).bfloat16().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

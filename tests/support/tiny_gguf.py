@@ -1,29 +1,62 @@
-"""A tiny model in a GGUF file."""
+"""A tiny model in a GGUF file, and tensors in the blocks of such files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 WORDS = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "ab", "cd"]
 
 
+# The bytes of a block, those of its float16 and its weights, and what makes them as large as those of the tiny model.
+BLOCKS = {
+    "Q4_0": (18, (0,), 32, 0.05), "Q4_1": (20, (0, 2), 32, 0.05), "Q5_0": (22, (0,), 32, 0.03),
+    "Q5_1": (24, (0, 2), 32, 0.03), "Q8_0": (34, (0,), 32, 4e-3), "Q4_K": (144, (0, 2), 256, 1e-3),
+    "Q5_K": (176, (0, 2), 256, 5e-4), "Q6_K": (210, (208,), 256, 2e-4), "Q3_K": (110, (108,), 256, 4e-3),
+}  # fmt: skip
+_ZERO = {"Q4_1": -8, "Q5_1": -16, "Q4_K": 8, "Q5_K": 16}  # a minimum in steps, for weights around 0
+
+
+def blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Random blocks `[outputs, bytes]` of a type, every one valid."""
+    generator = np.random.default_rng(seed)
+    nbytes, places, size, scale = BLOCKS[kind]
+    made = generator.integers(0, 256, (outputs, inputs // size, nbytes), dtype=np.uint8)
+    steps = generator.normal(0, scale, (outputs, inputs // size, 1))
+    for place, factor in zip(places, (1, _ZERO.get(kind, 1)), strict=False):
+        made[..., place : place + 2] = (factor * steps).astype(np.float16).view(np.uint8)
+    return made.reshape(outputs, -1)
+
+
 def write_gguf(
-    path: Path, architecture: str = "llama", seed: int = 0, edit: Callable[[Any], None] = lambda writer: None
+    path: Path,
+    architecture: str = "llama",
+    seed: int = 0,
+    edit: Callable[[Any], None] = lambda writer: None,
+    size: int = 32,
+    kinds: Mapping[str, str] | None = None,
+    depth: int = 1,
 ) -> Path:
-    """A tiny random Llama with a tokenizer of letters, in fp32; `edit` may change what the `GGUFWriter` has."""
+    """A tiny random Llama with a tokenizer of letters.
+
+    It is in fp32, but for the tensors that `kinds` gives types of blocks, by their names with or without a block.
+    `edit` may change what the `GGUFWriter` has.
+    """
     import gguf
+
+    inner = 48 if size == 32 else size
 
     generator = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(48)
+    writer.add_embedding_length(size)
+    writer.add_block_count(depth)
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(2)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -36,13 +69,20 @@ def write_gguf(
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    shapes = {"token_embd": (len(WORDS), 32), "output": (len(WORDS), 32)}
-    shapes |= {f"blk.0.attn_{each}": (32, 32) for each in ("q", "k", "v", "output")}
-    shapes |= {"blk.0.ffn_gate": (48, 32), "blk.0.ffn_up": (48, 32), "blk.0.ffn_down": (32, 48)}
+    shapes = {"token_embd": (len(WORDS), size), "output": (len(WORDS), size)}
+    for block in (f"blk.{i}." for i in range(depth)):
+        shapes |= {f"{block}attn_{each}": (size, size) for each in ("q", "k", "v", "output")}
+        shapes |= {f"{block}ffn_{each}": (inner, size) for each in ("gate", "up")}
+        shapes[f"{block}ffn_down"] = size, inner
     for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", generator.normal(0, 0.3, shape).astype(np.float32))
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(32, np.float32))
+        kind = (kinds or {}).get(name, (kinds or {}).get(name.split(".")[-1]))
+        if kind is None:
+            writer.add_tensor(f"{name}.weight", generator.normal(0, 0.3, shape).astype(np.float32))
+        else:
+            raw = blocks(kind, *shape, seed)
+            writer.add_tensor(f"{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+    for name in ("output_norm", *(f"blk.{i}.{each}_norm" for i in range(depth) for each in ("attn", "ffn"))):
+        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
     edit(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

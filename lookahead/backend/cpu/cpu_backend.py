@@ -19,6 +19,7 @@ from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
+from lookahead.hf.block_layers import kinds_in_words
 from lookahead.hf.facts import processes_of
 from lookahead.hf.model_state import patched_attribute, state_of
 
@@ -98,6 +99,7 @@ class CpuBackend(TorchBackend):
         one_call = "" if isinstance(self._whole, WholePass) else self._whole
         if self._rows > 1:
             one_call = one_call or "only a pass over one row is"
+        quantized = kinds_in_words(self._model) if getattr(self._model, "is_quantized", False) else ""
         threads = getattr(self._whole, "thread_count", 1)
         shared = f"on {threads} threads" if threads > 1 else ""
         share = f"{len(fused.layers)} of {fused.total} layers"
@@ -107,6 +109,7 @@ class CpuBackend(TorchBackend):
                 "nodes that attend by a kernel of their own", self._takes_rows,
                 "" if self._takes_rows else "it is for bfloat16, SDPA and layers without windows",
             ),
+            *([PathReport("quantized layers", True, quantized)] if quantized else []),
             PathReport("packed weights", linears.packs, apart or packed),
             PathReport("fused layers", bool(fused.layers), apart or "; ".join(filter(None, (share, fused.reason)))),
             PathReport("passes as one call", not one_call, apart or one_call or shared),

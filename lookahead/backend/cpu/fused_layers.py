@@ -29,6 +29,7 @@ from lookahead.backend.cpu.layer_jobs import (
 from lookahead.backend.cpu.linears import packed_weights
 from lookahead.errors import with_place
 from lookahead.hf.attention import registered_attention
+from lookahead.hf.block_layers import BlockLinear
 from lookahead.hf.cache import CACHE
 from lookahead.hf.facts import SILU, attention_name, is_offloaded
 from lookahead.hf.model_code import (
@@ -156,7 +157,7 @@ def _parts_of(layer: Any) -> LayerParts | None:
         and all(map(is_bare, (attention, mlp, mlp.act_fn)))
         and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
         # Products are called as modules, whatever their weights are, and overwritten: no hook may have kept them.
-        and all(type(each) in (nn.Linear, QuantizedLinear) and not is_offloaded(each) for each in linears)
+        and all(type(each) in (nn.Linear, QuantizedLinear, BlockLinear) and not is_offloaded(each) for each in linears)
         and not any(is_set_by_user(each) for each in linears)
         and not any(each._forward_pre_hooks or each._forward_hooks for each in linears)
         and all("weight" in each._parameters for each in linears)  # a parametrization computes it at every call

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -55,7 +56,7 @@ class Space(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Tensor, weights: Sequence[PackedWeight], tokens: int) -> Space:
-        """For so many tokens a row; the weights are those of a layer, and others that read `prepared` too."""
+        """For so many tokens a row; the weights are those of layers of one size, and others that read `prepared`."""
         outputs = [each.outputs for each in weights[: len(LINEARS)]]
         query, size, inner = outputs[0], outputs[3], outputs[4]
         sizes = size, query, query, size, size, inner, inner, size
@@ -81,6 +82,21 @@ def jobs_of_heads(parts: LayerParts, query: Tensor, key: Tensor, positions: Posi
     return [*jobs, layer_ops.rotation(query, key, *positions)]
 
 
+def _products(
+    weights: Sequence[PackedWeight],
+    x: Tensor,
+    biases: Sequence[Tensor | None],
+    outs: Sequence[Tensor],
+    prepared: Tensor | None,
+) -> Iterator[Job]:
+    """Jobs that multiply rows by several weights: those of one type that follow each other together."""
+    first = 0
+    for _, group in groupby(weights, lambda each: (each.packed.dtype, each.kernel)):
+        end = first + len(list(group))
+        yield from product(weights[first:end], x, biases[first:end], outs[first:end], prepared)
+        first = end
+
+
 def jobs_before(
     parts: LayerParts,
     weights: Sequence[PackedWeight],
@@ -102,7 +118,7 @@ def jobs_before(
         positions: Cosines and sines.
     """
     outs = space.query, key, value
-    products = product(weights[:3], space.normed, parts.biases[:3], outs, space.prepared)
+    products = _products(weights[:3], space.normed, parts.biases[:3], outs, space.prepared)
     return [first, *products, *jobs_of_heads(parts, space.query, key, positions)]
 
 
@@ -110,9 +126,9 @@ def jobs_after(parts: LayerParts, weights: Sequence[PackedWeight], hidden: Tenso
     """From attention to `space.total` and `space.change`, whose sum is the layer's result."""
     biases, (normed, _, attended, delta, total, gate, up, change, prepared) = parts.biases, space
     return [
-        *product(weights[3:4], attended, biases[3:4], (delta,), prepared),
+        *_products(weights[3:4], attended, biases[3:4], (delta,), prepared),
         norm_of(parts.norms[1], hidden, normed, delta=delta, total=total),
-        *product(weights[4:6], normed, biases[4:6], (gate, up), prepared),
+        *_products(weights[4:6], normed, biases[4:6], (gate, up), prepared),
         layer_ops.gating(gate, up),
-        *product(weights[6:], gate, biases[6:], (change,), prepared),
+        *_products(weights[6:], gate, biases[6:], (change,), prepared),
     ]

@@ -19,6 +19,7 @@ from transformers import Conv1D
 
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.protocol import BitPolicy
+from lookahead.hf.block_layers import BlockEmbedding
 from lookahead.hf.model_code import arithmetic_flags, multiplies_as_shipped
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import packed_product
@@ -214,7 +215,7 @@ def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, T
 
 def has_other_products(model: nn.Module) -> bool:
     """Whether a model multiplies by weights that are not those of linear layers, as for experts in one tensor."""
-    known = nn.Embedding, QuantizedLinear
+    known = nn.Embedding, BlockEmbedding, QuantizedLinear
     ours = {*linear_layers(model)}
     others = (each for each in model.modules() if each not in ours and not isinstance(each, known))
     return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))

@@ -81,7 +81,7 @@ class PassTable(KeepsAddresses):
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # numbers of a node that it writes
         most, size = MAX_TABLE_NODES, hidden.shape[2]
         self._hidden = hidden.new_empty(1, most, size)
-        self._space = Space.of(hidden, [*weights[: len(LINEARS)], *of_head], most)
+        self._space = Space.of(hidden, [*weights, *of_head], most)
         self._positions = hidden.new_empty(1, most, dim), hidden.new_empty(1, most, dim)
         self._nodes, self._tree = (np.zeros(shape, np.int64) for shape in ((1, 2, most), (1, 3)))
         self._threads = torch.get_num_threads()
@@ -314,7 +314,8 @@ def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: di
     if not layers:
         return "no layer is fused"
     dtypes = {parts.norms[0].weight.dtype for parts in layers}
-    kinds = {(type(parts.layer), *(each.weight.shape for each in parts.linears)) for parts in layers}
+    sizes = [[(each.out_features, each.in_features) for each in parts.linears] for parts in layers]
+    kinds = {(type(parts.layer), *of_layer) for parts, of_layer in zip(layers, sizes, strict=True)}
     if len(kinds) + len(dtypes) > 2 or [parts.attention.layer_idx for parts in layers] != list(range(len(layers))):
         return "its layers are not alike"
     file, family = type(layers[0].layer).__module__, FAMILIES[name_of(layers[0].layer)]
