@@ -307,6 +307,21 @@ def test_the_command_line_says_what_it_reads(medium: Path) -> None:
     assert "once" not in CliRunner().invoke(app, arguments).stderr
 
 
+def test_the_server_takes_a_file_as_it_is(medium: Path) -> None:
+    pytest.importorskip("fastapi")
+    from lookahead.generation.serving import EnabledModels
+
+    models = EnabledModels(str(medium), device="cpu", quantize="gguf")
+    model, tokenizer = models.load_model_and_processor(str(medium))
+    assert model is models.first and isinstance(model.get_output_embeddings(), BlockLinear)
+    assert tokenizer.get_vocab().keys() >= {*WORDS}
+    ids = torch.tensor([tokenizer(PROMPT).input_ids])
+    expected = load_blocks(medium).model.generate(ids, max_new_tokens=8)
+    got = model.generate(ids, max_new_tokens=8)
+    models.shutdown()
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_the_tokenizer_of_a_file_is_that_of_transformers(tmp_path: Path, architecture: str) -> None:
     def edit(writer: Any) -> None:
