@@ -45,6 +45,7 @@ _BEAMS = "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype"
 _VLLM = "vllm_peer --python VLLM/bin/python --prompts"
 _CPU = "CPU seconds of one thread, wall seconds beside them."
 _PASS = "CPU milliseconds of one thread."
+_WALL = "Milliseconds of the wall clock."
 _NO_MODEL = "No model runs."
 _READ_TOO = "CPU seconds of one thread, prompts read too."
 CAPTIONS = {
@@ -52,8 +53,10 @@ CAPTIONS = {
     "llm_bf16": Caption("A real model, bf16", f"{_LLM} bf16", _CPU),
     "llm_int8": Caption("A real model, weights of 8 bits", f"{_LLM} bf16 --quantize int8", _CPU),
     "llm_int8_avx2": Caption("Weights of 8 bits, beside llama.cpp", f"{_LLM} bf16 --quantize int8 --peer ...", _CPU),
-    "llm_fp32_avx2": Caption("A real model on a CPU without AVX-512, fp32", f"{_LLM} fp32", _CPU),
-    "llm_bf16_avx2": Caption("A real model on a CPU without AVX-512, bf16", f"{_LLM} bf16", _CPU),
+    "llm_gguf": Caption("Weights as in a GGUF file, beside llama.cpp", f"{_LLM} bf16 --quantize gguf --peer ...", _CPU),
+    "llm_bf16_2_threads": Caption("A real model on two threads, bf16", f"{_LLM} bf16 --threads 2", "Wall seconds."),
+    "llm_fp32_avx2": Caption("A real model on a CPU that is kept to AVX2, fp32", f"{_LLM} fp32", _CPU),
+    "llm_bf16_avx2": Caption("A real model on a CPU that is kept to AVX2, bf16", f"{_LLM} bf16", _CPU),
     "gpu_decode": Caption(
         "Decoding on a GPU",
         "gpu_decode --tokenizer DIR --pairs FILE",
@@ -90,9 +93,11 @@ CAPTIONS = {
     "passes_fp32": Caption("A pass of a real model by nodes, fp32", "passes --dtype fp32", _PASS),
     "passes_bf16": Caption("A pass of a real model by nodes, bf16", "passes --dtype bf16", _PASS),
     "passes_int8": Caption("The same, weights of 8 bits", "passes --dtype bf16 --quantize int8", _PASS),
-    "passes_bf16_2_threads": Caption(
-        "The same with two threads", "passes --dtype bf16 --threads 2", "Milliseconds of the wall clock."
-    ),
+    "passes_gguf": Caption("The same, weights as in a GGUF file", "passes --dtype bf16 --quantize gguf", _PASS),
+    "passes_fp32_2_threads": Caption("Two threads, fp32", "passes --dtype fp32 --threads 2", _WALL),
+    "passes_bf16_2_threads": Caption("Two threads, bf16", "passes --dtype bf16 --threads 2", _WALL),
+    "passes_fp32_avx2": Caption("A CPU that is kept to AVX2, fp32", "passes --dtype fp32", _PASS),
+    "passes_bf16_avx2": Caption("A CPU that is kept to AVX2, bf16", "passes --dtype bf16", _PASS),
     "replay_spec_bench_summaries": Caption("Recorded outputs: Spec-Bench summaries", _REPLAY, _NO_MODEL),
     "replay_vicuna": Caption("Recorded outputs: chat, Vicuna 7B", _REPLAY, _NO_MODEL),
     "replay_llama3": Caption("Recorded outputs: chat, Llama-3-8B-Instruct", _REPLAY, _NO_MODEL),
