@@ -59,13 +59,13 @@ def leader() -> Callable[[int, int, int], None]:
     that no operator of torch runs shortly before.
     """
     kind = types.void(types.int64, types.int64, types.int64)
-    return cfunc(kind, cache=True, error_model="numpy")(lead).ctypes  # type: ignore[no-any-return]
+    return cfunc(kind, error_model="numpy")(lead).ctypes  # type: ignore[no-any-return]
 
 
 @cache
 def _compile(function: Callable[[Any], None]) -> Any:
     """The function as one of C; not at import, for not every CPU has the instructions."""
-    return cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
+    return cfunc(types.void(types.int64), error_model="numpy")(function)
 
 
 @cache

@@ -58,7 +58,7 @@ def _narrow_as(number: Any, like: Any) -> Any:
     return narrow
 
 
-@njit(cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def exp(x):
     """The exponential of a float32, with a relative error of 1e-7; 0 where it is no normal float32, NaN for NaN.
 

@@ -91,7 +91,7 @@ def memory_of_team() -> int:
 
 @cache
 def _member() -> ctypes.c_void_p:
-    return ctypes.c_void_p(cfunc(types.void(types.int64), cache=True, error_model="numpy")(_serve).address)
+    return ctypes.c_void_p(cfunc(types.void(types.int64), error_model="numpy")(_serve).address)
 
 
 def _serve(team: Any) -> None:

@@ -45,7 +45,7 @@ def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.flo
     return argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _widen(halves):
     wide = np.empty(halves.shape, np.int32)
     for row in range(halves.shape[0]):
@@ -70,7 +70,7 @@ def _highest(bits):
     return key, magnitude
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _rank(values, bits, argmax, top, chances):
     vocabulary, count = values.shape[1], top.shape[1]
     blocks = np.empty((vocabulary + _BLOCK - 1) // _BLOCK, np.int32)
@@ -113,7 +113,7 @@ def _insert_best(bits, blocks, best, top):
             count += 1
 
 
-@njit(cache=True, fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _weigh(values, peak, top, chances):
     """Fill in the probabilities of the tokens in `top`; `peak` is the highest of the logits."""
     total = np.float32(0.0)

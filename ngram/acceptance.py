@@ -38,7 +38,7 @@ _FIRST_KIND = len(KIND_OF)  # rows of the table after those of the features: the
 _ROWS = _FIRST_KIND + KIND_OF.max() + 1
 
 
-@njit(cache=True)
+@njit()
 def children_along(parents, tokens, emitted):
     """Follow emitted tokens down a tree from its root.
 
@@ -142,7 +142,7 @@ class HitRates:
         count_hits(self.table, self.prior, self.frequent, parents, tokens, features, emitted, counts)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _count(frequent, tokens):
     """Count tokens, the most frequent first. A new token replaces the rarest and keeps its count.
 
@@ -179,7 +179,7 @@ def hit_rate(table, feature):
     return prob * factor / (1.0 - prob + prob * factor)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def count_hits(table, prior, frequent, parents, tokens, features, emitted, counts):
     """The core of `HitRates.learn`.
 
@@ -210,7 +210,7 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
         row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def copied(parents, tokens, features, placed, argmax):
     """The nodes of a verified tree after which the target continues a copy of the row's own text, bool `[nodes]`.
 

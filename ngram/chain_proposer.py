@@ -141,7 +141,7 @@ class ChainProposer:
         return chains, path_probs, sizes.tolist()
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _step(texts, begin, options, chains, path_probs, sizes):
     """The core of `ChainProposer.step`; returns -1 if a row is not its request's, else the row that is to be next.
 
@@ -188,7 +188,7 @@ def _step(texts, begin, options, chains, path_probs, sizes):
     return addresses.size, 0, 0
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def begins(address, tokens, count, samples):
     """Whether a row begins with the text of a request, by so many of its tokens and as many of the last ones."""
     search = array_at(array_at(address, (6,), np.int64)[_SEARCH], (13,), np.int64)

@@ -188,7 +188,7 @@ def _hash_levels(context, end, mask, slots):
     return level
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _link(arena, heads, links, begin, end):
     """Insert the tokens from `begin` to `end` into the chains of the contexts before them."""
     mask, slots = heads.shape[1] - 1, np.empty(LEVELS, np.int64)
@@ -208,7 +208,7 @@ def chains_at(record):
     return arena, heads, array_at(record[_LINKS], (record[_CAPACITY], LEVELS), np.int32), length
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def add(record, new):
     """Add tokens to the open document, and link all but separators; returns whether there was room."""
     arena, heads, links, length = chains_at(record)
@@ -234,7 +234,7 @@ def _match_length(arena, position, context, end, cap):
     return length
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def find_matches(arena, heads, links, length, context, end, shortest, longest, positions, lengths):
     """Find earlier occurrences of the end of a context: walk the chains from the longest context down.
 

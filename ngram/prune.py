@@ -43,7 +43,7 @@ def best_nodes(parents: IntArray, probabilities: NDArray[np.floating], max_nodes
     return nodes, places[parents[nodes]]
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _best_nodes(parents, path_probs, max_nodes):
     zeros = np.zeros(len(parents), np.int32)
     for node in range(1, len(parents)):

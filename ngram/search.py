@@ -116,7 +116,7 @@ class Search(KeepsAddresses):
             text.append(emitted)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _learn(text, learned, trie, emitted, verified, placed):
     """The core of `Search.learn`; returns whether the text had room. Behind copies from it nothing is stored."""
     (table, prior, frequent, entries, now), (parents, candidates, features) = learned, trie
@@ -131,7 +131,7 @@ def _learn(text, learned, trie, emitted, verified, placed):
     return add(text, emitted)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def grow(record, context, options, max_nodes, found, probs):
     """Find matches and grow a tree: nodes by falling probability to be reached.
 

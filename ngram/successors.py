@@ -140,7 +140,7 @@ def find_context(entries, since, hashes, orders):
     return longest, found_group, found_way, 1
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
     """The core of `SuccessorTable.store`.
 

@@ -144,7 +144,7 @@ def ngrams_of_step(
     return np.array([*documents, *paths[0], *emitted.tolist()], np.int32)
 
 
-@njit(cache=True)
+@njit()
 def _union(tokens, parents, probabilities, offers):
     """Tokens, parents and probabilities of the window and the guesses, and the node of every token offered."""
     merged, probs, placed = union(tokens[0], (tokens, parents, probabilities, np.zeros_like(tokens)), offers)

@@ -11,7 +11,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 from lookahead.cli.app import app
 from lookahead.utils import cache_folders
 from lookahead.utils.cache_folders import temporary_folder, writable_folder
+from lookahead.utils.jit import _CacheFile
 
 ROOT = Path(__file__).resolve().parent.parent
 NOWHERE = f"{os.devnull}/none"  # no user can make a folder there, root neither
@@ -65,6 +68,72 @@ def test_compiled_functions_have_a_private_temporary_cache_where_nothing_can_be_
     assert len(said) == 1 and "set NUMBA_CACHE_DIR to a folder that can be written" in said[0]
     assert next(tmp_path.iterdir()).stat().st_mode & 0o077 == 0
     assert run(package, tmp_path) == (path, 1, said)  # the next process finds them
+
+
+def test_code_is_compiled_again_once_a_file_with_parts_of_it_changed(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "lookahead", tmp_path / "lookahead", ignore=shutil.ignore_patterns("__pycache__"))
+    hits = [run(tmp_path, NOWHERE)[1] for _ in range(2)]
+    with (tmp_path / "lookahead" / "ngram" / "prune.py").open("a") as other:
+        other.write("# another part\n")
+    assert [*hits, run(tmp_path, NOWHERE)[1]] == [0, 1, 0]
+
+
+def index_in(folder: Path, stamp: object = 1) -> _CacheFile:
+    folder.mkdir(exist_ok=True)
+    return _CacheFile(str(folder), "function-1", stamp)
+
+
+def test_code_of_two_processes_that_compile_at_once_is_not_confused(tmp_path: Path) -> None:
+    one, other = index_in(tmp_path / "one"), index_in(tmp_path / "other")
+    one.save("int32", "code for int32")
+    other.save("float32", "code for float32")
+    first = {file: file.read_bytes() for file in (tmp_path / "one").glob("*.nbc")}
+    shutil.copytree(tmp_path / "other", tmp_path / "one", dirs_exist_ok=True)
+    for file, code in first.items():  # the index of one process is replaced, and its files come last
+        file.write_bytes(code)
+    assert (one.load("float32"), one.load("int32")) == ("code for float32", None)
+
+
+def test_nothing_is_lost_where_threads_save_at_once(tmp_path: Path) -> None:
+    keys, start = range(16), Barrier(16)
+
+    def save(key: int) -> None:
+        file = index_in(tmp_path)
+        start.wait()
+        file.save(key, f"code {key}")
+
+    with ThreadPoolExecutor(len(keys)) as pool:
+        list(pool.map(save, keys))
+    assert [index_in(tmp_path).load(key) for key in keys] == [f"code {key}" for key in keys]
+
+
+def test_code_of_other_sources_is_not_loaded_and_does_not_pile_up(tmp_path: Path) -> None:
+    for stamp in range(3):
+        file = index_in(tmp_path, stamp)
+        assert file.load("int32") is None
+        for code in ("code", f"code {stamp}"):
+            file.save("int32", code)
+        assert file.load("int32") == f"code {stamp}"
+    assert len(list(tmp_path.glob("*.nbc"))) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x05\x8c\x06absent\x93."], ids=repr)
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_a_file_that_cannot_be_read_is_compiled_again(suffix: str, content: bytes, tmp_path: Path) -> None:
+    file = index_in(tmp_path)
+    file.save("int32", "code")
+    for each in tmp_path.glob(f"*.{suffix}"):
+        each.write_bytes(content)
+    assert file.load("int32") is None
+    file.save("int32", "code")
+    assert file.load("int32") == "code"
+
+
+def test_code_that_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
+    file = index_in(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    file.save("int32", "code")
+    assert file.load("int32") is None
 
 
 def test_a_folder_that_the_user_names_is_used_without_a_word(package: Path, tmp_path: Path) -> None:

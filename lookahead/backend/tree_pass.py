@@ -224,7 +224,7 @@ def _arrays(rows: int, width: int, nodes: int) -> tuple[NDArray[Any], ...]:
     )
 
 
-@njit(cache=True)
+@njit()
 def _fill_row(filled, row, tokens, parents, depths, length, first, capacity):
     """Write one row's part of every array of `_arrays`; nodes before `first` are not in the pass."""
     all_tokens, all_positions, all_slots, lengths, counts, all_depths, all_words = filled

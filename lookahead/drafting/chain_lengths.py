@@ -155,7 +155,7 @@ class ChainLengths:
         return self._costs[(rows - 1).bit_length()]
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _fastest(path_probs, plain, first, per_token):
     """The lengths that give the most tokens per second, int64 `[rows]`, the speedup by them, and their seconds.
 

@@ -125,7 +125,7 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[D
     return fitted
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _merge(root, offered, offers, limits, costs):
     """Tokens, parents, depths, sources, what is required, int32 `[5, nodes]`; path probabilities; where nodes went."""
     merged, path_probs, placed = union(root, offered, offers)
@@ -152,12 +152,12 @@ def _merge(root, offered, offers, limits, costs):
     return whole, probs, placed
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _steps_saved(tokens, left, plain):
     return (_seconds_left(left, tokens, 0.0, plain) - _seconds_left(left, tokens, 1.0, plain)) / plain[len(left)]
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _seconds_left(left, tokens, share, plain):
     """Time of plain decoding until every row has emitted all that is left of it after a share of the tokens."""
     rows, seconds = len(left), 0.0
@@ -173,7 +173,7 @@ def _seconds_left(left, tokens, share, plain):
     return seconds
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _fit(path_probs, required, ends, costs, left, plain):
     """The size to which trees are cut, and the rank of every node in its own tree, int64 `[nodes]`."""
     ranks = np.zeros(len(path_probs), np.int64)

@@ -87,7 +87,7 @@ def without_sources(
     return nodes, [emitted - n for emitted, n in zip(tokens, lost, strict=True)]
 
 
-@njit(cache=True)
+@njit()
 def node_depths(parents):
     """int32 `[n]`: edges between the root and each node."""
     depths = np.zeros(len(parents), np.int32)
@@ -96,7 +96,7 @@ def node_depths(parents):
     return depths
 
 
-@njit(cache=True)
+@njit()
 def _ancestor_words(parents):
     count = len(parents)
     words = np.zeros((count, (count + 63) // 64), np.int64)

@@ -151,7 +151,7 @@ def open_checked(file: Path) -> Any:
         """It takes hundreds of thousands of slices, each of which costs three times as much of a mapped array."""
 
         def _get(self, *args: Any, **kwargs: Any) -> Any:
-            self.data = self.data.view(np.ndarray)
+            self.data: Any = self.data.view(np.ndarray)
             return super()._get(*args, **kwargs)
 
     try:

@@ -41,10 +41,13 @@ def load_blocks(file: Path, dtype: torch.dtype) -> PreTrainedModel:
             state |= _dequantized(file, each, processor, dtype)
     kind = getattr(transformers, config.architectures[0])  # automatic classes want a name
     options: dict[str, Any] = {"state_dict": state, "dtype": dtype, "local_files_only": True}
-    model = load_weights(config, None, kind, quantization_config=BlockConfig(plan.layers, plan.dequantized), **options)
+    model: PreTrainedModel = load_weights(
+        config, None, kind, quantization_config=BlockConfig(plan.layers, plan.dequantized), **options
+    )
     model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     model.name_or_path = model.config.name_or_path = str(file)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _laid_out(file: Path, tensor: PlacedTensor, orders: RowOrders) -> Tensor:

@@ -82,7 +82,7 @@ def load(
     name = DEFAULT_MODEL if model is None else os.fspath(model)
     location, is_local = locate_model(name)
     target = resolve_device(device)
-    chosen = resolve_dtype(dtype, target, quantize)
+    chosen: Any = resolve_dtype(dtype, target, quantize)
     from transformers import AutoConfig, AutoTokenizer
 
     from lookahead.hf.quantized import OWN_BLOCKS, resolve_quantize

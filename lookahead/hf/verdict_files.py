@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lookahead.hf.model_code import arithmetic_flags, shipped_code
 from lookahead.utils.kept_values import kept_file
-from lookahead.utils.machine import machine_fingerprint, sources_digest
+from lookahead.utils.machine import machine_fingerprint
+from lookahead.utils.shipped import sources_digest
 
 _PLAIN = frozenset((bool, int, float, str, type(None), list, tuple, dict, set, torch.dtype, torch.device, torch.Size))
 _EMPTY = CellType()

@@ -1,44 +1,138 @@
-"""Numba's decorators for functions that are cached on disk, also where Numba finds no folder for its cache."""
+"""Numba's decorators for functions whose compiled code is kept on disk, also where Numba finds no folder for it.
+
+Numba numbers the files of a function, and writes its index of them without a lock. So of two processes that compile it
+at once, for different types or with different parts, one can load the code of the other for its own. Here a file has a
+name that no other has, and an index is changed under its lock. The code of parts in other files is compiled in, so that
+an edit of any file with such code, or another release, makes all functions be compiled again.
+"""
 
 from __future__ import annotations
 
 import functools
+import glob
 import logging
+import pickle
+import re
+import uuid
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import event
+from numba.core import caching, event, sigutils
+from numba.core.ccallback import CFunc
 
 from lookahead.utils.cache_folders import temporary_folder
+from lookahead.utils.locks import locked
+from lookahead.utils.shipped import source_files, sources_digest
 
 _NO_FOLDER = "no locator available"  # in Numba's error, which has no type of its own
+_COMPILED = re.compile(rb"numba|llvmlite|utils\.jit")
+_UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError, pickle.PickleError)
+# Numba has few types.
+_NumbasCache: Any = caching.FunctionCache
+_NumbasFile: Any = caching.IndexDataCacheFile
 _log = logging.getLogger(__name__)
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
 
 
-def _with_any_cache(decorator: Callable[..., Any]) -> Any:
-    """A decorator that goes on with a temporary cache, and without one at last, where Numba's own raises.
+@functools.cache
+def _stamp() -> tuple[str, bytes]:
+    """What compiled functions depend on beside their own files."""
+    release = ""
+    with suppress(metadata.PackageNotFoundError):  # it runs from its sources
+        release = metadata.version("lookahead-decoding")
+    return release, sources_digest(each for each in source_files() if _COMPILED.search(each.read_bytes()))
+
+
+class _CacheFile(_NumbasFile):  # type: ignore[misc]
+    """The index of the compiled code of a function, and the files with that code."""
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep code. Where it cannot be written, every process compiles it."""
+        name = self._data_name_pattern.format(number=uuid.uuid4().int)
+        try:
+            with locked(Path(self._cache_path, "index")):
+                kept = self._load_index()
+                self._save_data(name, data)
+                kept[key] = name
+                self._save_index(kept)
+                for left in self._files() - {*kept.values()}:  # of other sources, or replaced
+                    Path(self._data_path(left)).unlink(missing_ok=True)
+        except OSError as error:
+            _log.info("the compiled code of %s is not kept: %s", self._index_name, error)
+
+    def load(self, key: Any) -> Any:
+        """The code that was kept; None if there is none, or it cannot be read."""
+        try:
+            return super().load(key)
+        except _UNREADABLE:
+            return None
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            return dict(super()._load_index())
+        except _UNREADABLE:
+            return {}
+
+    def _files(self) -> set[str]:
+        pattern = glob.escape(self._data_path(self._data_name_pattern.partition("{")[0])) + "*.nbc"
+        return {Path(each).name for each in glob.glob(pattern)}
+
+
+class _Cache(_NumbasCache):  # type: ignore[misc]
+    """What Numba keeps of a function, in files of our own names."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp(), _stamp()
+        self._cache_file = _CacheFile(self._cache_path, self._impl.filename_base, stamp)
+
+
+def _cache_of(function: Callable[..., Any]) -> Any:
+    """The cache of a function; None where there is no folder for one.
 
     Numba looks for a folder that can be written: the one that `NUMBA_CACHE_DIR` names, `__pycache__` beside the source,
     and the cache folder of the user.
     """
+    try:
+        return _Cache(function)
+    except RuntimeError as error:
+        if _NO_FOLDER not in str(error):
+            raise
+    folder = _temporary_cache()
+    if folder is None:
+        return None
+    numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
+    return _Cache(function)
 
-    @functools.wraps(decorator)
-    def decorate(*arguments: Any, **options: Any) -> Any:
-        def compile(function: Any) -> Any:
-            try:
-                return decorator(*arguments, **options)(function)
-            except RuntimeError as error:
-                if _NO_FOLDER not in str(error):
-                    raise
-            folder = _temporary_cache()
-            if folder is not None:
-                numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
-            return decorator(*arguments, **{**options, "cache": folder is not None})(function)
 
-        return compile
+def njit(**options: Any) -> Any:
+    """`numba.njit` with a cache on disk."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher: Any = numba.njit(**options)(function)
+        cache = _cache_of(function)
+        if cache is not None:
+            dispatcher._cache = cache
+        return dispatcher
+
+    return decorate
+
+
+def cfunc(signature: Any, **options: Any) -> Any:
+    """`numba.cfunc` with a cache on disk."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        compiled: Any = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
+        cache = _cache_of(function)
+        if cache is not None:
+            compiled._cache = cache
+        compiled.compile()
+        return compiled
 
     return decorate
 
@@ -72,5 +166,3 @@ class _FirstCompilation(event.Listener):
 
 _first = _FirstCompilation()
 event.register("numba:compile", _first)
-njit: Any = _with_any_cache(numba.njit)
-cfunc: Any = _with_any_cache(numba.cfunc)

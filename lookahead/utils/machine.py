@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -15,10 +14,11 @@ import llvmlite.binding as llvm
 import torch
 import xxhash
 
+from lookahead.utils.shipped import source_files, sources_digest
+
 _PACKAGES = ("torch", "transformers", "numba", "llvmlite", "numpy")
 # Of environment variables that choose the instructions of torch's libraries and of Numba, and so the bits of a product.
 _SETTINGS = ("ATEN_CPU", "BLIS_", "DNNL_", "MKL_", "NUMBA_CPU", "NUMBA_DISABLE", "NUMBA_OPT", "ONEDNN_", "OPENBLAS_")
-_SOURCES = Path(__file__).parent.parent  # of this package
 
 
 def processor() -> str:
@@ -47,7 +47,7 @@ def machine_fingerprint() -> str:
         sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)),
     )
     digest = xxhash.xxh3_64(repr(described).encode())
-    digest.update(sources_digest(_files_in(_SOURCES)))
+    digest.update(sources_digest(source_files()))
     return digest.hexdigest()
 
 
@@ -55,19 +55,3 @@ def _release(package: str) -> str:
     with suppress(metadata.PackageNotFoundError):  # it runs from its sources
         return metadata.version(package)
     return ""
-
-
-def sources_digest(files: Iterable[Path]) -> bytes:
-    """16 bytes that depend on the names and the contents of source files; one that is missing counts by its name."""
-    digest = xxhash.xxh3_128()
-    for file in sorted(files):
-        digest.update(file.name.encode())
-        with suppress(OSError):
-            digest.update(file.read_bytes())
-    return digest.digest()
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """The source files below a folder, and below those that are linked into it."""
-    found = os.walk(folder, followlinks=True)
-    return [Path(place, name) for place, _, names in found for name in names if name.endswith(".py")]

@@ -1,4 +1,4 @@
-"""Whether code is that which torch and transformers ship."""
+"""Which code is that of torch and transformers, and the sources of this package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 import importlib.util
 import os
 import typing
+from collections.abc import Iterable
+from pathlib import Path
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -16,6 +18,8 @@ from types import (
     WrapperDescriptorType,
 )
 from typing import Any
+
+import xxhash
 
 _PACKAGES = ("torch", "transformers")
 _SPECS = [spec for spec in map(importlib.util.find_spec, _PACKAGES) if spec is not None]
@@ -50,3 +54,20 @@ def is_shipped(function: Any, *, or_ours: bool = False) -> bool:
             package = type(function).__module__.partition(".")[0]
             return isinstance(function, _COMPILED) or package in (*_PACKAGES, "typing")
     return True
+
+
+def sources_digest(files: Iterable[Path]) -> bytes:
+    """16 bytes that depend on the names and the contents of source files; one that is missing counts by its name."""
+    digest = xxhash.xxh3_128()
+    for file in sorted(files):
+        digest.update(file.name.encode())
+        with contextlib.suppress(OSError):
+            digest.update(file.read_bytes())
+    return digest.digest()
+
+
+@functools.cache
+def source_files() -> list[Path]:
+    """The source files of this package, and those of folders that are linked into it."""
+    found = os.walk(_OWN, followlinks=True)
+    return [Path(place, name) for place, _, names in found for name in names if name.endswith(".py")]
