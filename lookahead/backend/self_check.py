@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.cpu_backend import CpuBackend
@@ -23,12 +22,11 @@ from lookahead.backend.support import (
     TOLERANCE,
     TREE,
     agree,
-    croppable_cache,
     own_logits,
+    own_pass,
 )
-from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
-from lookahead.hf.cache import CACHE
 from lookahead.hf.facts import attention_name, calls_registered_attention, decoder_vocabulary, empty_cache, input_device
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
@@ -37,6 +35,7 @@ from lookahead.utils.kept_values import truth
 _SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
 _TRIALS = 8
 _LONGEST = 5  # depth of those trees
+_ROOT = np.zeros(1, np.int32)  # the path that ends at the root, the last token of a prompt
 
 
 def kernels_agree(model: PreTrainedModel, shape: Shape, *, packs: bool) -> bool:
@@ -58,7 +57,8 @@ def _kernels_agree(model: PreTrainedModel, shape: Shape, packs: bool) -> bool:
     problem = "other logits than by the model's own code"
     try:
         with backend.serving():
-            backend.read([np.array([first, drafted[0]], np.int32)])
+            backend.read([np.array([first], np.int32)])
+            backend.commit(0, _ROOT)
             logits = backend.score([tree])[0, -2]
         path = [first, *(drafted[node] for node in _path_to(tree, len(drafted) - 2))]
         if agree(model, logits, own_logits(model, [path], path)[0, -1]):
@@ -134,25 +134,18 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
         inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
         backend = CpuBackend(model, rows=1, capacity=64, make_inputs=partial(EncoderInputs, encoded=encoded))
     else:
-        caches.append(croppable_cache(model))
+        caches.append(DynamicCache(config=model.config.get_text_config()))
         backend = CpuBackend(model, rows=1, capacity=64)
     with backend.serving():
         backend.read([prompt])
+        backend.commit(0, _ROOT)
         scores = backend.score([tree], BitPolicy.SOLO)[0]
-    _own_pass(model, prompt, caches[0], inputs)
-    caches[0].crop(-1)
+    own_pass(model, prompt, caches[0], 0, inputs)
     caches.append(deepcopy(caches[0]))
     branch = MAX_ROWS - 1
     for path, cache in zip((range(_LONGEST + 1), [*range(tree.depths[branch]), branch]), caches, strict=True):
-        for node in path:
-            if not torch.equal(_own_pass(model, tree.tokens[node : node + 1], cache, inputs), scores[node]):
+        for depth, node in enumerate(path):
+            own = own_pass(model, tree.tokens[node : node + 1], cache, len(prompt) + depth, inputs)
+            if not torch.equal(own, scores[node]):
                 return False
     return True
-
-
-def _own_pass(model: Any, tokens: IntArray, cache: Any, inputs: dict[str, Any]) -> Tensor:
-    """The logits after the last of some tokens, `[vocab]`, by the model's own pass behind what its cache holds."""
-    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(input_device(model))
-    inputs = {**inputs, ("decoder_input_ids" if inputs else "input_ids"): ids, CACHE: cache}
-    logits: Tensor = model(use_cache=True, **inputs).logits
-    return logits[0, -1]

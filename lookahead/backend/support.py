@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,14 +18,15 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
-from lookahead.drafting.tree import TokenTree
+from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, named, with_place
-from lookahead.hf.cache import CACHE
 from lookahead.hf.calls import changed_loop
 from lookahead.hf.facts import (
+    cache_input,
     calls_registered_attention,
     decoder_vocabulary,
     input_device,
+    inputs_of,
     is_sequential,
     rope_parameters_of,
     vocabulary_size,
@@ -34,6 +35,7 @@ from lookahead.hf.model_code import attention_code, changed_attention, changed_c
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
+from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 from lookahead.utils.shipped import is_shipped
 
@@ -81,9 +83,9 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     config: Any = model.config.get_text_config(decoder=True)
     has_encoder = model.config.is_encoder_decoder
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
-    if is_sequential(model):
+    if is_sequential(model) and not mixers_of(model):
         return Support("none", "its state is sequential, so a rejected draft could not be undone")
-    if others:
+    if others and not mixers_of(model):
         return Support("none", f"its {' and '.join(sorted(others))} layers depend on more than positions and masks")
     if getattr(config, "expert_capacity", None) is not None:
         return Support("none", "its experts take so many tokens of a pass and no more")
@@ -237,6 +239,34 @@ def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) 
     return logits
 
 
+def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mapping[str, Any] | None = None) -> Tensor:
+    """The logits, `[vocab]`, after the last of some tokens, by the model's own pass, as `generate` makes it.
+
+    Args:
+        model: The model.
+        tokens: int32 `[tokens]`.
+        past: A cache of transformers, of `begin` tokens.
+        begin: The position of the first token.
+        inputs: What a decoder takes of its encoder.
+    """
+    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(input_device(model))
+    given = {**(inputs or {}), ("decoder_input_ids" if inputs else "input_ids"): ids, cache_input(model): past}
+    if not inputs and "position_ids" in inputs_of(model):
+        given["position_ids"] = torch.arange(begin, begin + len(tokens), device=ids.device)[None]
+    logits: Tensor = model(use_cache=True, **given).logits
+    return logits[0, -1]
+
+
+@torch.inference_mode()
+def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """The logits, `[vocab]`, after tokens that the model reads one by one, as `generate` does, behind a prompt."""
+    past: Any = DynamicCache(config=model.config.get_text_config())
+    logits = own_pass(model, np.array(prompt, np.int32), past, 0)
+    for at, token in enumerate(tokens):
+        logits = own_pass(model, np.array([token], np.int32), past, len(prompt) + at)
+    return logits
+
+
 @torch.inference_mode()
 def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequence[int]) -> bool:
     """Whether two drafted passes, with a commit between them, give the logits of the model's own passes."""
@@ -263,7 +293,9 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
         else:
             backend = ChainBackend(model, encoded, rows, packs=False)
     with backend.serving():
-        backend.read([np.array([*text, tokens[2]], np.int32) for text in texts])
+        backend.read([np.array(text, np.int32) for text in texts])
+        for row in range(rows):
+            backend.commit(row, path[:1])  # the end of the prompt
         first = backend.score([tree] * rows)
         for row in range(rows):
             backend.commit(row, path)
@@ -273,7 +305,7 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
             backend.retire(1)
         third = backend.score([TokenTree.root(tokens[3])])  # as the model itself would take it, in half precision
     checks = [
-        (text + tail, logits)
+        (text, tail, logits)
         for row, text in enumerate(texts)
         for tail, logits in (
             (paths[-1], first[row, -1]),
@@ -281,17 +313,12 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
             ([*tree.tokens[path].tolist(), tokens[0]], second[row, 0]),
         )
     ]
-    checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
-    own = own_logits(model, [ids for ids, _ in checks], tokens)
-    return all(agree(model, logits, own[row, len(ids) - 1]) for row, (ids, logits) in enumerate(checks))
-
-
-def croppable_cache(model: PreTrainedModel) -> Any:
-    """An empty cache of transformers whose last token can be taken back, behind a full window too."""
-    past: Any = DynamicCache(config=model.config.get_text_config())
-    if hasattr(past, "activate_past_recording"):  # since transformers 5.23 a window asks for it
-        past.activate_past_recording()
-    return past
+    checks.append((texts[0], [*tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
+    if backend.cache.states:  # a pass over a whole text may compute otherwise than tokens that are read one by one
+        return all(agree(model, logits, step_logits(model, text, tail)) for text, tail, logits in checks)
+    own = own_logits(model, [text + tail for text, tail, _ in checks], tokens)
+    ends = (len(text + tail) - 1 for text, tail, _ in checks)
+    return all(agree(model, check[2], own[row, end]) for row, (check, end) in enumerate(zip(checks, ends, strict=True)))
 
 
 def _decodes_alike(model: PreTrainedModel, verdict: Support) -> bool:
@@ -323,16 +350,15 @@ def _compare_nodes(model: PreTrainedModel, shape: Shape, policy: BitPolicy) -> b
     backend = backend_for(model, rows=1, capacity=128, shape=shape, packs=False)
     with backend.serving():
         backend.read([prompt])
+        backend.commit(0, np.zeros(1, np.int32))
         scores = backend.score([tree], policy)[0]
-    device, lm = input_device(model), cast(Any, model)
-    past = croppable_cache(model)
-    lm(input_ids=torch.from_numpy(prompt.astype(np.int64))[None].to(device), use_cache=True, **{CACHE: past})
-    past.crop(-1)
+    past: Any = DynamicCache(config=model.config.get_text_config())
+    own_pass(model, prompt, past, 0)
     for parent in range(_DEEPEST + 1):  # the chain, and behind each of its nodes the branches
         branches = [node for node in range(parent + 2, len(parents)) if parents[node] == parent]
         for node in (parent, *branches):
-            ids = torch.tensor([[int(tree.tokens[node])]], device=device)
-            own = lm(input_ids=ids, use_cache=True, **{CACHE: past if node == parent else deepcopy(past)}).logits[0, -1]
+            held = past if node == parent else deepcopy(past)
+            own = own_pass(model, tree.tokens[node : node + 1], held, _PROMPT + int(tree.depths[node]))
             if not (torch.equal(own, scores[node]) if policy is BitPolicy.SOLO else agree(model, scores[node], own)):
                 return False
     return True

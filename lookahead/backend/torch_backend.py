@@ -31,6 +31,8 @@ from lookahead.hf.facts import (
 from lookahead.hf.model_code import version_of
 from lookahead.hf.model_inputs import ModelInputs
 from lookahead.hf.model_state import outside_passes
+from lookahead.hf.state_layers import cache_layers
+from lookahead.hf.state_scope import StateScope, mixers_of
 
 PREFILL_CHUNK = 1024  # tokens of a pass over a part of a prompt
 _MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention
@@ -71,7 +73,9 @@ class TorchBackend:
         self._spans: Spans = {}
         self._reads_at_once = prefills_at_once(model)
         self._windows = windows_of(model)
-        self._use(make_inputs(model, TreeCache(rows=rows, capacity=capacity, windows=self._windows)))
+        like = cache_layers(model.config.get_text_config()) if mixers_of(model) else []
+        self._use(make_inputs(model, TreeCache(rows=rows, capacity=capacity, windows=self._windows, like=like)))
+        self._states = StateScope(model, self.cache)
         self._hidden_layers = tuple(hidden_layers)
         self.keeps_hidden = True
         self.hidden: dict[int, Tensor] = {}
@@ -95,7 +99,7 @@ class TorchBackend:
             self._is_served = True
             self._spans.clear()
             try:
-                with outside_passes(), self._patched():
+                with outside_passes(), self._states.serving(), self._patched():
                     yield
             finally:
                 self._is_served = False
@@ -123,8 +127,22 @@ class TorchBackend:
         """As `Backend.read`."""
         if encoded is not None:
             self._inputs.join(encoded)
-        with self._inputs.joining(), self.cache.slots.rows_from(first):
+        if self.cache.states and len(prompts) > 1:
+            return self._read_apart(prompts, first, on_prefill)
+        with self._inputs.joining(), self.cache.slots.rows_from(first, len(prompts)):
             return self._read(prompts, on_prefill or (lambda *_: None))
+
+    def _read_apart(self, prompts: Sequence[IntArray], first: int, report: OnPrefill | None) -> Tensor:
+        """`read` one prompt after the other: the padding behind a shorter one would change its states."""
+        longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
+        logits, hidden, whole = list[Tensor](), list[dict[int, Tensor]](), list[dict[int, Tensor]]()
+        for row, prompt in enumerate(prompts):
+            logits.append(self.read([prompt], first + row, on_prefill=report if row == longest else None))
+            hidden.append(self.hidden)
+            whole += self.prompt_hidden
+        self.hidden = {layer: torch.cat([each[layer] for each in hidden]) for layer in self.hidden}
+        self.prompt_hidden = whole
+        return torch.cat(logits)
 
     def _read(self, prompts: Sequence[IntArray], report: OnPrefill) -> Tensor:
         """`read` of all rows that are in the passes."""
@@ -152,10 +170,14 @@ class TorchBackend:
             keep = keep if len(keep) else np.zeros(1, np.int64)
             is_plain = self._is_half and not np.ptp(committed) and keep.tolist() == [chunk.shape[1] - 1]
             slots.begin(chunk.shape[1], is_plain=is_plain)
+            if self.cache.states:
+                self.cache.begin_prompt(slots.first)
             logits = self._forward(TreePass(slots, self._device, prompt=(chunk, keep)), BitPolicy.BATCH)
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
             report(min(start + size, width), width)
+        if self.cache.states:
+            self.cache.end_prompt(slots.first)
         committed[:] = lengths - 1
         whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
         self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
@@ -170,7 +192,7 @@ class TorchBackend:
         is_sdpa = attention_name(self._model.config.get_text_config()) == "sdpa"
         is_fused = is_sdpa and not cached.any() and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
-        is_whole = is_whole or self._reads_at_once
+        is_whole = is_whole or self._reads_at_once or bool(self.cache.states)
         # A hook may edit the end of a prompt, and would meet the end of every part.
         is_whole = is_whole or (width > PREFILL_CHUNK and bool(version_of(self._model).users))
         return width if is_whole else PREFILL_CHUNK
@@ -189,7 +211,10 @@ class TorchBackend:
         is_plain = may_be_plain and self._is_half and width == 1 and scored is None
         is_plain = is_plain and not np.ptp(slots.lengths[: len(trees)])
         slots.begin(width, scored, is_plain=is_plain)
-        return self._forward(TreePass(slots, self._device, trees, scored, windows=windows), policy)
+        if self.cache.states:
+            self.cache.begin_trees(trees, self._device)
+        with self._states.running():
+            return self._forward(TreePass(slots, self._device, trees, scored, windows=windows), policy)
 
     def _attention_of(self, trees: Sequence[TokenTree], policy: BitPolicy) -> tuple[Sequence[int | None] | None, bool]:
         """The windows of layers whose nodes attend one by one, and whether a pass may be the model's own.

@@ -38,6 +38,7 @@ from lookahead.hf.facts import (
 from lookahead.hf.model_code import changed_cache, edits_inputs, version_of
 from lookahead.hf.model_state import outside_passes, undisturbed
 from lookahead.hf.private_names import missing_names
+from lookahead.hf.state_scope import mixers_of
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule, stateful_reason, stopping_rule
 
@@ -236,6 +237,8 @@ def _verified(
         found = support.Support("none", f"its cache has code of its own, {changed}")
     elif found.shape != "none" and is_padded and edits_inputs(model):
         found = support.Support("none", "a hook of a user's may edit its masks, which the padding of a batch needs")
+    elif found.shape != "none" and keeps_cache and mixers_of(model):
+        found = support.Support("none", "the states in its cache are not given back")
     elif call.generation_config.use_cache is False and (users := version_of(model).users):
         found = support.Support(
             "none", f"its {users[0]} is not of transformers and may compute otherwise without a cache"

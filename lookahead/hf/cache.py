@@ -16,6 +16,8 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from lookahead.drafting.tree import TokenTree
+from lookahead.hf.state_layers import Levels, StateLayer, has_states
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
 
@@ -55,10 +57,10 @@ class TreeSlots:
             self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
 
     @contextmanager
-    def rows_from(self, first: int) -> Iterator[None]:
-        """Leave the rows before `first` out of the passes in a block, and number the others from 0."""
+    def rows_from(self, first: int, count: int) -> Iterator[None]:
+        """Leave all rows but `count` from `first` on out of the passes in a block, and number these from 0."""
         lengths, active = self.lengths, self.active
-        self.first, self.lengths, self.active = first, lengths[first:], active - first
+        self.first, self.lengths, self.active = first, lengths[first:], count
         try:
             yield
         finally:
@@ -78,7 +80,8 @@ class TreeSlots:
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among arguments of `model.generate`; None without one."""
-    return next((arguments[name] for name in (CACHE, "past_key_values") if arguments.get(name) is not None), None)
+    names = CACHE, "past_key_values", "cache_params"
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 
 def may_be_callers(cache: Any, config: GenerationConfig) -> bool:
@@ -173,18 +176,36 @@ class TreeLayer(CacheLayerMixin):
         self._slots.allocations += 1
 
 
+class StateTreeLayer(StateLayer, TreeLayer):
+    """The states of one layer, and the KV of attention beside them."""
+
+    def __init__(self, slots: TreeSlots, window: int | None, number_of_states: int) -> None:
+        StateLayer.__init__(self, number_of_states)
+        TreeLayer.__init__(self, slots, window)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate slots for keys and values, which come without names, or states."""
+        (TreeLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+
+
 class TreeCache(Cache):
     """The KV cache of passes over token trees. Layers are made when the first pass reaches them, and grow.
+
+    Of layers with states a row has those behind its committed tokens, and those of a pass over trees behind each node,
+    of which `commit` takes one. Behind a prompt they are those of its last token too: `commit` comes before more trees.
 
     Args:
         rows: Rows of the batch.
         capacity: Slots per row to begin with.
         windows: Positions each layer of a `DynamicCache` keeps for a query; None for all.
+        like: The layers of a cache of transformers, if some have states.
     """
 
-    layers: Any  # of `TreeLayer`, which the base class does not say
+    layers: Any  # of `TreeLayer`, `StateLayer` or `StateTreeLayer`, which the base class does not say
 
-    def __init__(self, *, rows: int, capacity: int, windows: Sequence[int | None] = ()) -> None:
+    def __init__(
+        self, *, rows: int, capacity: int, windows: Sequence[int | None] = (), like: Sequence[Any] = ()
+    ) -> None:
         self.slots = slots = TreeSlots(rows, capacity)
         self._compact: Callable[..., None] | None = None  # the kernel of `commit`, bound to the buffers
         self._bound_at = 0, 0  # allocations and tested kernels when it was bound
@@ -192,11 +213,42 @@ class TreeCache(Cache):
         following = chain(windows, repeat(None))
         # The base class only calls it, so it need not be a class. It does not hold the cache, which is freed at once.
         self._next_layer: Callable[[], TreeLayer] = lambda: TreeLayer(slots, next(following))
-        super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
+        self.levels: Levels | None = None  # of the newest pass over trees, where there are states
+        self._ahead = set[int]()  # rows with the states of their first root, which is not committed yet
+        if like:
+            super().__init__(layers=[_layer_like(each, slots) for each in like])
+        else:
+            super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
+        self.states: list[StateLayer] = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers with KV of their own; a layer that shares another's is never written."""
-        return [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
+        return [each for layer in self._written() for each in (layer.keys, layer.values)]
+
+    def _written(self) -> list[TreeLayer]:
+        """The layers that have slots."""
+        return [layer for layer in self.layers if isinstance(layer, TreeLayer) and layer.is_initialized]
+
+    def begin_trees(self, trees: Sequence[TokenTree], device: torch.device) -> None:
+        """Let the next pass be one over trees; RuntimeError if a root was read already and is not committed."""
+        if self._ahead:
+            raise RuntimeError("the states of a row are those behind its root, which is not committed")
+        self.levels = Levels(trees, self.slots.width, device)
+        for layer in self.states:
+            layer.drop()
+
+    def begin_prompt(self, row: int) -> None:
+        """Let the next pass go on with the text of a single row."""
+        self.levels = None
+        for layer in self.states:
+            held = layer.committed.get(row, {})
+            layer.load({key: each[None].clone() for key, each in held.items()})
+
+    def end_prompt(self, row: int) -> None:
+        """Keep the states that a pass over a single row left."""
+        self._ahead.add(row)
+        for layer in self.states:
+            layer.read(row)
 
     def places(self, at: int) -> tuple[Tensor, Tensor] | None:
         """The slots of a layer that a pass over one row writes, `[1, width, heads, dim]`; None where `update` must."""
@@ -219,15 +271,31 @@ class TreeCache(Cache):
         lengths = np.zeros(rows, np.int64)
         lengths[: slots.active] = slots.lengths[: slots.active]
         slots.lengths, slots.rows, slots.capacity = lengths, rows, capacity
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.grow()
+        for layer in self._written():
+            layer.grow()
 
     def wipe(self, row: int, start: int = 0) -> None:
         """Zero a row's KV after its first `start` tokens: a NaN in a masked slot would spread, as NaN · 0."""
         for buffer in self.buffers():
             buffer[row, start:] = 0
         self.slots.lengths[row] = start
+        if not start:
+            self._forget_states(row)
+
+    def _forget_states(self, row: int) -> None:
+        self._ahead.discard(row)
+        for layer in self.states:
+            layer.committed.pop(row, None)
+
+    def _commit_states(self, row: int, path: NDArray[np.int32]) -> None:
+        """Take the states of the last node of a path."""
+        if row in self._ahead:
+            self._ahead.remove(row)
+        elif len(path):
+            if self.levels is None:
+                raise RuntimeError("no pass over trees has the states of a path")
+            for layer in self.states:
+                layer.commit(row, *self.levels.place_of(row, int(path[-1])))
 
     def commit(self, row: int, path: NDArray[np.int32], live: int = 0) -> None:
         """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and drop the tree's other nodes.
@@ -236,6 +304,8 @@ class TreeCache(Cache):
         """
         start = int(self.slots.lengths[row])
         self.slots.lengths[row] += len(path) - live
+        if self.states:
+            self._commit_states(row, path)
         if self._bound_at != (self.slots.allocations, len(dispatch.verdicts)):
             self._compact = dispatch.compactor_for(self.buffers())
             self._bound_at = self.slots.allocations, len(dispatch.verdicts)
@@ -284,6 +354,20 @@ class TreeCache(Cache):
             for buffer in self.buffers():
                 buffer[row, :length] = buffer[last, :length]
             self.slots.lengths[row] = length
+            for layer in self.states:
+                layer.committed[row] = layer.committed.pop(last, {})
+            self._ahead = {row if each == last else each for each in self._ahead - {row}}
+        self._forget_states(last)
+        self.levels = None
         self.slots.lengths[last] = 0
         self.slots.active = last
         return last
+
+
+def _layer_like(layer: Any, slots: TreeSlots) -> Any:
+    """The layer of a cache of trees that stands for one of a `DynamicCache`."""
+    window: int | None = getattr(layer, "sliding_window", None)
+    if not has_states(layer):
+        return TreeLayer(slots, window) if isinstance(layer, CacheLayerMixin) else layer
+    count: int = layer.number_of_states
+    return StateTreeLayer(slots, window, count) if isinstance(layer, CacheLayerMixin) else StateLayer(count)

@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.hf.cache import CACHE
 
 Attention = Callable[..., tuple[Tensor, Any]]
 SILU = SiLUActivation, nn.SiLU
@@ -79,6 +80,12 @@ def inputs_of(model: PreTrainedModel) -> frozenset[str]:
         if "input_ids" in names or not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             break
     return frozenset(names)
+
+
+def cache_input(model: PreTrainedModel) -> str:
+    """The name by which a model takes its cache; models of states alone have one of their own."""
+    names = inputs_of(model)
+    return "cache_params" if "cache_params" in names and CACHE not in names else CACHE
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

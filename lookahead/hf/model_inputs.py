@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.cache import CACHE, TreeCache
+from lookahead.hf.cache import TreeCache
 from lookahead.hf.encoded_rows import Cross, Encoded, EncodedRows, rows_of
 from lookahead.hf.facts import (
+    cache_input,
     calls_registered_attention,
     empty_cache,
     input_device,
@@ -41,7 +42,7 @@ class ModelInputs:
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache) -> None:
         names = inputs_of(model)
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.cache_name = model, cache, cache_input(model)
         self.takes_positions = f"{self.prefix}position_ids" in names
         self.keeps_logits = "logits_to_keep" in names
         self.positions = position_limit(model)
@@ -64,7 +65,7 @@ class ModelInputs:
             tokens: int64 `[rows, width]`.
             positions: int64 `[rows, width]`.
         """
-        options = {CACHE: self.cache, f"{self.prefix}input_ids": tokens}
+        options = {self.cache_name: self.cache, f"{self.prefix}input_ids": tokens}
         if self.takes_positions:
             options[f"{self.prefix}position_ids"] = positions
         return nullcontext(options)

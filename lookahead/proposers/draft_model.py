@@ -32,6 +32,7 @@ from lookahead.hf.facts import (
 )
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
+from lookahead.hf.state_scope import mixers_of
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
@@ -117,6 +118,8 @@ class DraftModel:
         support = support_of(self.model, shortest=1, max_length=call.max_length)
         if support.shape == "none":
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
+        if mixers_of(self.model):  # what it drafted is kept from pass to pass, without states
+            raise ProposerError(f"{name} cannot draft: its layers keep states; choose another draft model")
         # Rows with trees accept different numbers of tokens, and a decoder of chains keeps one length.
         if support.shape == "chains" and call.rows > 1 and not (has_encoder and call.is_chain):
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")

@@ -275,9 +275,8 @@ CHAINS: Rows = {
     "GPTNeoXJapanese": ("partial RoPE, MHA, keys that must lie in a row", {}),
     "Mpt": ("ALiBi, MHA", {}),
 }
-PLAIN: Rows = {
+STATES: Rows = {
     "Bamba": ("Mamba 2 and attention", {**MAMBA2, "attn_layer_indices": [1]}),
-    "DeepseekV32": ("MLA, keys picked by an indexer, MoE", {**MLA_EXPERTS, "index_topk": 6, "index_head_dim": 8}),
     "FalconH1": ("Mamba 2 beside attention", {**MAMBA2, "mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_chunk_size": 16}),
     "FalconMamba": ("Mamba", {}),
     "GraniteMoeHybrid": (
@@ -295,28 +294,31 @@ PLAIN: Rows = {
     "Lfm2": ("short convolutions and attention", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
     "Mamba": ("Mamba", {}),
     "Mamba2": ("Mamba 2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}),
-    "MiniMax": ("lightning attention and attention, MoE", {"layer_types": LINEAR, "num_local_experts": 4}),
-    "MiniMaxM3": (
-        "RoPE, GQA, blocks of keys picked by an indexer, MoE",
-        {**EXPERTS, **HEAD_8, "layer_types": ["minimax_m3_sparse", "full_attention"], "index_block_size": 4}
-        | {"index_topk_blocks": 2, "index_head_dim": 8},
-    ),
     "NemotronH": (
         "Mamba 2 and attention",
         {**HEAD_8, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16}
         | {"ssm_state_size": 8, "n_groups": 1},
     ),
     "OlmoHybrid": ("gated delta net and attention", {"layer_types": LINEAR}),
-    "OpenAIGPT": ("learned positions, MHA, no KV cache", {}),
     "Qwen3_5": ("gated delta net and attention", {**DELTA, "head_dim": 16}),
     "Qwen3Next": ("gated delta net and attention, MoE", {**DELTA, **EXPERTS, **HEAD_8}),
-    "RecurrentGemma": (
-        "linear recurrences and windowed attention",
-        {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64},
-    ),
     "Zamba2": (
         "Mamba 2 and shared attention",
         {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8}
         | {"n_mamba_heads": 4, "mamba_headdim": 16, "use_mem_eff_path": False, "num_mem_blocks": 1, "adapter_rank": 4},
+    ),
+}
+PLAIN: Rows = {
+    "DeepseekV32": ("MLA, keys picked by an indexer, MoE", {**MLA_EXPERTS, "index_topk": 6, "index_head_dim": 8}),
+    "MiniMax": ("lightning attention and attention, MoE", {"layer_types": LINEAR, "num_local_experts": 4}),
+    "MiniMaxM3": (
+        "RoPE, GQA, blocks of keys picked by an indexer, MoE",
+        {**EXPERTS, **HEAD_8, "layer_types": ["minimax_m3_sparse", "full_attention"], "index_block_size": 4}
+        | {"index_topk_blocks": 2, "index_head_dim": 8},
+    ),
+    "OpenAIGPT": ("learned positions, MHA, no KV cache", {}),
+    "RecurrentGemma": (
+        "linear recurrences and windowed attention",
+        {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64},
     ),
 }

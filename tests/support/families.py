@@ -22,7 +22,8 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from tests.support.architectures import CHAINS, CLASSES, OWN_SIZES, PLAIN, SIZES, TREES, Options, Rows
+from lookahead.hf.state_layers import KEEPS_STATES
+from tests.support.architectures import CHAINS, CLASSES, OWN_SIZES, PLAIN, SIZES, STATES, TREES, Options, Rows
 from tests.support.encoder_decoders import (
     BART_SIZES,
     DECODER_CHAINS,
@@ -40,9 +41,10 @@ INTRODUCTION = """\
 Lookahead gives the tokens of `model.generate` with every model in this table, greedy or sampled; what differs is
 how much one pass can verify. **Trees** are drafts that branch, for one prompt or a batch; **chains** are drafts
 without branches, for one prompt of a causal model at a time, whose batches are decoded plainly; **plain** is decoding
-token by token by transformers itself, after a warning that says why. Every row is a test: a tiny random model of the
-class is compared with `model.generate`, and a model that is not listed is probed with a few tokens when it is met for
-the first time.
+token by token by transformers itself, after a warning that says why. Recurrent layers, such as Mamba's, are called once
+for every depth of a tree, and every node has states of its own; the prompts of a batch are read one after the other.
+Every row is a test: a tiny random model of the class is compared with `model.generate`, and a model that is not listed
+is probed with a few tokens when it is met for the first time.
 
 `python -m tests.support.families --write` writes this page."""
 ENCODER_DECODERS_TOO = """\
@@ -78,7 +80,7 @@ class Family:
 
 # How earlier releases of transformers decode a family, before the one that is named.
 _EARLIER: dict[str, tuple[str, Decoded]] = {"CTRL": ("5.13", "chains"), "Doge": ("5.18", "plain")}
-IS_NEWEST = all(Version(transformers.__version__) >= Version(since) for since, _ in _EARLIER.values())
+IS_NEWEST = KEEPS_STATES and all(Version(transformers.__version__) >= Version(since) for since, _ in _EARLIER.values())
 
 
 def _families(decoded: Decoded, rows: Rows) -> Iterator[Family]:
@@ -103,7 +105,12 @@ def _encoder_decoders(decoded: Decoded, rows: Rows) -> Iterator[Family]:
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (*_families("trees", TREES), *_families("chains", CHAINS), *_families("plain", PLAIN))
+    for family in (
+        *_families("trees", TREES),
+        *_families("trees" if KEEPS_STATES else "plain", STATES),
+        *_families("chains", CHAINS),
+        *_families("plain", PLAIN),
+    )
 }
 
 ENCODER_DECODERS: dict[str, Family] = {

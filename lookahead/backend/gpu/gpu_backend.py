@@ -32,8 +32,8 @@ class GpuBackend(TorchBackend):
     def __init__(self, model: PreTrainedModel, *, captures: bool = False, most_nodes: int = 64, **options: Any) -> None:
         super().__init__(model, **options)
         self._graphs: GraphRunner | None = None
-        inputs = self._inputs
-        if captures and self._takes_masks and inputs.takes_positions and type(inputs) is ModelInputs:
+        inputs, is_plain = self._inputs, type(self._inputs) is ModelInputs and not self.cache.states
+        if captures and self._takes_masks and inputs.takes_positions and is_plain:
             kind, slots = (self._hidden_layers, most_nodes, str(self._device)), self.cache.slots
             kept = KeptGraphs.take(model, kind, slots.rows, slots.capacity, self._windows)
             self._use(ModelInputs(model, kept.cache))

@@ -1,0 +1,161 @@
+"""Recurrent layers in passes over token trees: which modules have states, found by a pass, and their calls by depth."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache, PreTrainedModel
+
+from lookahead.errors import is_out_of_memory
+from lookahead.hf.cache import TreeCache
+from lookahead.hf.facts import cache_input, input_device
+from lookahead.hf.model_state import pass_local, patched_attribute, state_of
+from lookahead.hf.state_layers import cache_layers, has_states, unserved_layers
+
+_thread = pass_local()
+Mixers = dict[str, list[int]]
+"""The modules that read and write states, by name, each with the layers of the cache that these belong to."""
+
+
+class StateScope:
+    """Calls the recurrent layers of a model once for every depth of the trees of a pass, on threads that run one.
+
+    Args:
+        model: The model.
+        cache: Its cache, with layers for states.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: TreeCache) -> None:
+        self._cache, self._forwards = cache, list[tuple[nn.Module, Any, Callable[..., Any]]]()
+        for name, layers in (mixers_of(model) if cache.states else {}).items():
+            module = model.get_submodule(name)
+            own = module.__dict__.get("forward")
+            if isinstance(own, partial) and own.func is _forward:  # another thread runs a pass
+                own = own.keywords["own"]
+            self._forwards.append((module, own, partial(_forward, own=own, module=module, layers=layers)))
+
+    def serving(self) -> Any:
+        """A block in which the modules can be called by depth."""
+        return patched_attribute("forward", self._forwards)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within `serving`, run a pass over the trees that the cache was told of on this thread."""
+        outer, _thread.cache = getattr(_thread, "cache", None), self._cache if self._forwards else None
+        try:
+            yield
+        finally:
+            _thread.cache = outer
+
+
+def _forward(hidden_states: Tensor, *args: Any, own: Any, module: Any, layers: list[int], **kwargs: Any) -> Any:
+    """Call a module that mixes tokens by its states: in passes over trees once for the nodes of every depth."""
+    call = own if own is not None else partial(type(module).forward, module)
+    cache: TreeCache | None = getattr(_thread, "cache", None)
+    levels = None if cache is None else cache.levels
+    if cache is None or levels is None:
+        return call(hidden_states, *args, **kwargs)
+    outputs: Any = None
+    for depth, level in enumerate(levels.all):
+        for at in layers:
+            cache.layers[at].begin(depth, level.parents)
+        nodes = level.nodes.to(hidden_states.device)
+        given = hidden_states if level.is_whole else hidden_states.flatten(0, 1).index_select(0, nodes)[:, None]
+        made = call(given, *args, **kwargs)
+        for at in layers:
+            cache.layers[at].end()
+        outputs = made if level.is_whole else _placed(outputs, made, nodes, hidden_states.shape[:2])
+    return outputs
+
+
+def _placed(whole: Any, part: Any, nodes: Tensor, shape: torch.Size) -> Any:
+    """Outputs of all nodes, `[rows, width, ...]`, with those of a level, `[n, 1, ...]`, in their places."""
+    if isinstance(part, tuple):
+        before = whole if whole is not None else [None] * len(part)
+        return tuple(_placed(held, each, nodes, shape) for held, each in zip(before, part, strict=True))
+    if not isinstance(part, Tensor):
+        return part
+    if whole is None:
+        whole = part.new_zeros(*shape, *part.shape[2:])
+    whole.flatten(0, 1).index_copy_(0, nodes, part.flatten(0, 1))
+    return whole
+
+
+def mixers_of(model: PreTrainedModel) -> Mixers:
+    """The modules of a model that read and write the states of its cache; none if a cache of trees cannot hold them.
+
+    The first call for a model finds them by a pass over one token.
+    """
+    layers = cache_layers(model.config.get_text_config(decoder=True))
+    if not layers or model.config.is_encoder_decoder or any(unserved_layers(layers)):
+        return {}
+    return state_of(model).probed("mixers", model, partial(_find_mixers, model, layers))
+
+
+def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
+    """Run a token through the model; no modules if some layer's states are not seen to be read."""
+    running, found = list[str](), defaultdict[str, set[int]](set)
+    handles: list[RemovableHandle] = []
+
+    def enter(name: str, *_: Any) -> None:
+        running.append(name)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(enter, name)))
+        handles.append(module.register_forward_hook(leave))
+    config, causal_lm = model.config.get_text_config(decoder=True), model
+    cache = _RecordingCache(config, lambda layer: found[running[-1]].add(layer))
+    ids = torch.ones(1, 1, dtype=torch.int64, device=input_device(model))
+    given: dict[str, Any] = {"input_ids": ids, cache_input(model): cache}
+    try:
+        with torch.inference_mode():
+            causal_lm(**given, use_cache=True)
+    except Exception as error:  # a model with a cache of its own may raise anything
+        if is_out_of_memory(error):
+            raise
+        return {}
+    finally:
+        for handle in handles:
+            handle.remove()
+    expected = {at for at, layer in enumerate(layers) if has_states(layer)}
+    if set().union(*found.values()) != expected:
+        return {}
+    return {name: sorted(at) for name, at in found.items()}
+
+
+class _RecordingCache(DynamicCache):
+    """A cache that tells which layer's states are read or written."""
+
+    def __init__(self, config: Any, note: Callable[[int], None]) -> None:
+        super().__init__(config=config)
+        self._note = note
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As the base class."""
+        self._note(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As the base class."""
+        self._note(layer_idx)
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As the base class."""
+        self._note(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As the base class."""
+        self._note(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
