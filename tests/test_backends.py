@@ -129,7 +129,7 @@ def test_a_plan_for_a_single_token_is_the_loop_of_transformers_but_may_join_othe
 
 
 def test_a_plan_says_why_transformers_serves_and_whether_that_is_an_error() -> None:
-    model = build(FAMILIES["Mamba"])
+    model = build(FAMILIES["RecurrentGemma"])
     plan = plan_of(model, max_new_tokens=8)
     assert plan.shape == "none" and "cannot be decoded speculatively: its state is sequential" in plan.reason
     assert not plan.is_refused and not plan.can_join
@@ -144,9 +144,9 @@ def test_the_report_of_a_model_needs_no_call_of_it(tiny_llama: Any) -> None:
     report = lookahead.backend_report(tiny_llama)
     assert report.backend == "CpuBackend" and report.paths[0].path == "tree attention"
     assert "passes as one call" in [each.path for each in report.paths]
-    none = lookahead.backend_report(build(FAMILIES["Mamba"]))
+    none = lookahead.backend_report(build(FAMILIES["RecurrentGemma"]))
     assert str(none).startswith(
-        "MambaForCausalLM is served by transformers' own loop\n  drafts: no, MambaForCausalLM cannot"
+        "RecurrentGemmaForCausalLM is served by transformers' own loop\n  drafts: no, RecurrentGemmaForCausalLM cannot"
     )
     with pytest.raises(lookahead.ConfigError, match="model must be a PreTrainedModel"):
         lookahead.backend_report("a name")  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def test_stats_name_what_scored_the_tokens(tiny_llama: Any, tiny_tokenizer: Any)
     done = lookahead.stream_many(tiny_llama, tiny_tokenizer, ["abc", "The cat"], **options)
     assert [each.stats.backend for each in done] == [expected] * 2
     with pytest.warns(UserWarning, match="its state is sequential"):
-        plain = lookahead.generate(build(FAMILIES["Mamba"]), tiny_tokenizer, ["abc", "The cat"], **options)
+        plain = lookahead.generate(build(FAMILIES["RecurrentGemma"]), tiny_tokenizer, ["abc", "The cat"], **options)
     assert [each.backend for each in (*plain.row_stats, plain.stats)] == ["transformers"] * 3
 
 

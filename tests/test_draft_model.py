@@ -323,7 +323,7 @@ def test_models_that_cannot_take_a_draft_back_do_not_draft(
     tiny_llama: PreTrainedModel, ragged: dict[str, torch.Tensor]
 ) -> None:
     mamba = MambaForCausalLM(MambaConfig(vocab_size=101, hidden_size=16, num_hidden_layers=1)).eval()
-    with pytest.raises(ProposerError, match="MambaForCausalLM cannot draft: its state is sequential"):
+    with pytest.raises(ProposerError, match="MambaForCausalLM cannot draft: its layers keep states"):
         both(tiny_llama, LookaheadConfig(proposers=(DraftModel(mamba),)), **ragged)
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=101, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
 import lookahead
@@ -32,6 +31,7 @@ from lookahead.ngram.successor_file import (
     write_successors,
 )
 from lookahead.proposers.store_files import header_of, merge_into
+from tests.support.families import FAMILIES, build
 from tests.support.index_queries import find_recycled
 from tests.support.memories import HEADER, MODEL, forged, learned
 
@@ -332,10 +332,9 @@ def test_without_inputs_a_memory_holds_what_the_model_expects_after_every_token(
 
 
 def test_a_model_that_is_decoded_without_drafts_gets_no_memory_of_its_vocabulary(command, chat_tokenizer):
-    config = MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=1, state_size=4)
-    MambaForCausalLM(config).save_pretrained("mamba")
-    chat_tokenizer.save_pretrained("mamba")
-    result = command("memory", "build", "--model", "mamba", "-o", "m.lkm")
+    build(FAMILIES["RecurrentGemma"]).save_pretrained("recurrent")
+    chat_tokenizer.save_pretrained("recurrent")
+    result = command("memory", "build", "--model", "recurrent", "-o", "m.lkm")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "m.lkm: of no use, this model is decoded without drafts: its state is sequential" in result.stderr
     assert not Path("m.lkm").exists()

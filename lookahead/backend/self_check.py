@@ -30,6 +30,7 @@ from lookahead.errors import is_out_of_memory, with_place
 from lookahead.hf.facts import attention_name, calls_registered_attention, decoder_vocabulary, empty_cache, input_device
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
+from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 
 _SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
@@ -110,7 +111,8 @@ def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
     # Linear layers multiply as many rows as keep their bits. Other products take all rows at once, and those of an
     # expert the rows that chose it.
     has_experts = any("experts" in name for name, _ in model.named_modules())
-    if has_experts or has_other_products(model) or not keeps_bits(model):
+    mixers = map(model.get_submodule, mixers_of(model))  # which take as few nodes in a call as keep their bits
+    if has_experts or has_other_products(model, mixers) or not keeps_bits(model):
         return False
     # Products of activations that change few bits show in a small model only after many of them.
     trials = 1 if model.num_parameters() > _SMALL_MODEL else _TRIALS

@@ -213,8 +213,12 @@ class TorchBackend:
         slots.begin(width, scored, is_plain=is_plain)
         if self.cache.states:
             self.cache.begin_trees(trees, self._device)
-        with self._states.running():
+        with self._states.running(self._nodes_of_call(policy)):
             return self._forward(TreePass(slots, self._device, trees, scored, windows=windows), policy)
+
+    def _nodes_of_call(self, policy: BitPolicy) -> int | None:
+        """The most nodes that a recurrent layer takes in one call; None for all of one depth."""
+        return None
 
     def _attention_of(self, trees: Sequence[TokenTree], policy: BitPolicy) -> tuple[Sequence[int | None] | None, bool]:
         """The windows of layers whose nodes attend one by one, and whether a pass may be the model's own.

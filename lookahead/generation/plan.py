@@ -237,8 +237,11 @@ def _verified(
         found = support.Support("none", f"its cache has code of its own, {changed}")
     elif found.shape != "none" and is_padded and edits_inputs(model):
         found = support.Support("none", "a hook of a user's may edit its masks, which the padding of a batch needs")
-    elif found.shape != "none" and keeps_cache and mixers_of(model):
-        found = support.Support("none", "the states in its cache are not given back")
+    elif found.shape != "none" and mixers_of(model):
+        if keeps_cache:
+            found = support.Support("none", "the states in its cache are not given back")
+        elif validation.reads_otherwise(call.generation_config):
+            found = support.Support("none", "its layers keep states, and texts are to be read in parts or anew")
     elif call.generation_config.use_cache is False and (users := version_of(model).users):
         found = support.Support(
             "none", f"its {users[0]} is not of transformers and may compute otherwise without a cache"

@@ -32,8 +32,7 @@ class Level(NamedTuple):
     """The nodes of one depth, of the trees of all rows."""
 
     nodes: Tensor  # int64 `[n]`, places among the columns of all rows
-    parents: Tensor  # int64 `[n]`, places among the nodes of the level before; of the first level, of its rows
-    is_whole: bool  # whether they are all columns of a pass over roots, in their order
+    parents: Tensor  # int64 `[n]`, places among the nodes of the level before; of the first level, its rows
 
 
 class Levels:
@@ -58,8 +57,7 @@ class Levels:
             own = nodes[found]
             self._places[own] = np.arange(len(own))
             before = self._places[parents[found]] if depth else np.arange(len(trees))
-            tensors = [torch.from_numpy(each.astype(np.int64)).to(device) for each in (own, before)]
-            self.all.append(Level(*tensors, is_whole=width == 1))
+            self.all.append(Level(*(torch.from_numpy(each.astype(np.int64)).to(device) for each in (own, before))))
 
     def place_of(self, row: int, node: int) -> tuple[int, int]:
         """The level of a row's node, and its place there."""
@@ -74,7 +72,7 @@ class StateLayer(_Layer):  # type: ignore[misc]
     def __init__(self, number_of_states: int = 1) -> None:
         super().__init__(number_of_states=number_of_states)
         self.committed: dict[int, States] = {}  # by row
-        self._levels: list[States] = []  # of the newest pass over trees
+        self._levels: list[list[States]] = []  # of the newest pass over trees, by level and call
 
     def load(self, states: States) -> None:
         """Continue from states `[rows, ...]`; without any from an empty text."""
@@ -93,25 +91,34 @@ class StateLayer(_Layer):  # type: ignore[misc]
         return states_in(self)
 
     def begin(self, depth: int, parents: Tensor) -> None:
-        """Give every node of a level a copy of the state of its parent; those of depth 0 that of their row."""
+        """Give every node of a call a copy of the state of its parent; those of depth 0 that of their row."""
         if not depth:
-            rows = [self.committed[row] for row in range(len(parents))]
-            self._levels.clear()
+            rows = [self.committed[row] for row in parents.tolist()]
             self.load({key: torch.stack([states[key] for states in rows]) for key in rows[0]})
         else:
-            before = self._levels[depth - 1].items()
+            before = self.level(depth - 1).items()
             self.load({key: each.index_select(0, parents.to(each.device)) for key, each in before})
 
-    def end(self) -> None:
-        """Keep the states of a level."""
-        self._levels.append(self.taken())
+    def end(self, depth: int) -> None:
+        """Keep the states that a call left, of the next nodes of a level."""
+        if depth == len(self._levels):
+            self._levels.append([])
+        self._levels[depth].append(self.taken())
+
+    def level(self, depth: int) -> States:
+        """The states of the nodes of a level, `[nodes, ...]`; none if the layer was not called."""
+        if depth >= len(self._levels):
+            return {}
+        parts = self._levels[depth]
+        if len(parts) > 1:
+            parts[:] = [{key: torch.cat([part[key] for part in parts]) for key in parts[0]}]
+        return parts[0]
 
     def commit(self, row: int, level: int, place: int) -> None:
         """Take the states of a node for those of a row."""
-        if level < len(self._levels):  # a layer of which no state was read has none
-            # A view of one state would keep those of all nodes in memory.
-            states = self._levels[level].items()
-            self.committed[row] = {key: each[place].clone() if len(each) > 1 else each[0] for key, each in states}
+        # A view of one state would keep those of all nodes in memory.
+        states = self.level(level).items()
+        self.committed[row] = {key: each[place].clone() if len(each) > 1 else each[0] for key, each in states}
 
     def drop(self) -> None:
         """Forget the states of the nodes."""

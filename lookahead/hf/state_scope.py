@@ -46,13 +46,17 @@ class StateScope:
         return patched_attribute("forward", self._forwards)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within `serving`, run a pass over the trees that the cache was told of on this thread."""
-        outer, _thread.cache = getattr(_thread, "cache", None), self._cache if self._forwards else None
+    def running(self, most: int | None = None) -> Iterator[None]:
+        """Within `serving`, run a pass over the trees that the cache was told of on this thread.
+
+        A call of a module gets `most` nodes, or all of one depth.
+        """
+        outer = getattr(_thread, "cache", None), getattr(_thread, "most", None)
+        _thread.cache, _thread.most = self._cache if self._forwards else None, most
         try:
             yield
         finally:
-            _thread.cache = outer
+            _thread.cache, _thread.most = outer
 
 
 def _forward(hidden_states: Tensor, *args: Any, own: Any, module: Any, layers: list[int], **kwargs: Any) -> Any:
@@ -62,16 +66,18 @@ def _forward(hidden_states: Tensor, *args: Any, own: Any, module: Any, layers: l
     levels = None if cache is None else cache.levels
     if cache is None or levels is None:
         return call(hidden_states, *args, **kwargs)
-    outputs: Any = None
+    outputs, shape = None, hidden_states.shape[:2]
     for depth, level in enumerate(levels.all):
-        for at in layers:
-            cache.layers[at].begin(depth, level.parents)
-        nodes = level.nodes.to(hidden_states.device)
-        given = hidden_states if level.is_whole else hidden_states.flatten(0, 1).index_select(0, nodes)[:, None]
-        made = call(given, *args, **kwargs)
-        for at in layers:
-            cache.layers[at].end()
-        outputs = made if level.is_whole else _placed(outputs, made, nodes, hidden_states.shape[:2])
+        most = _thread.most or len(level.nodes)
+        for nodes, parents in zip(level.nodes.split(most), level.parents.split(most), strict=True):
+            for at in layers:
+                cache.layers[at].begin(depth, parents)
+            is_whole, nodes = len(nodes) == shape.numel(), nodes.to(hidden_states.device)  # a pass over roots
+            given = hidden_states if is_whole else hidden_states.flatten(0, 1)[nodes][:, None]
+            made = call(given, *args, **kwargs)
+            for at in layers:
+                cache.layers[at].end(depth)
+            outputs = made if is_whole else _placed(outputs, made, nodes, shape)
     return outputs
 
 

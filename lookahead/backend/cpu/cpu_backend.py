@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from lookahead.backend.cpu.cpu_pass import CpuPass, running, thread
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.cpu.fused_layers import FusedLayers, find_fused
 from lookahead.backend.cpu.linears import LinearScope
+from lookahead.backend.cpu.state_bits import count_of, nodes_of_call
 from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
 from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.block_layers import kinds_in_words
-from lookahead.hf.facts import processes_of
+from lookahead.hf.facts import decoder_vocabulary, processes_of
 from lookahead.hf.model_state import patched_attribute, state_of
 
 
@@ -34,11 +36,25 @@ class CpuBackend(TorchBackend):
         model: The model.
         packs: Whether linear layers may keep packed copies of their weights.
         has_kernels: Whether kernels may stand for linear layers and whole layers of the model.
+        most_states: Nodes that a recurrent layer takes in one call where bits are kept; found out by default.
         **options: Those of `TorchBackend`.
     """
 
-    def __init__(self, model: PreTrainedModel, *, packs: bool = True, has_kernels: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        packs: bool = True,
+        has_kernels: bool = True,
+        most_states: int | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(model, **options)
+        self._most_states = most_states
+        if most_states is None and self.cache.states and self._keeps(BitPolicy.SOLO):
+            name, make = f"nodes of a call, {torch.get_num_threads()} threads", partial(self._alike, model)
+            find = partial(nodes_of_call, make, decoder_vocabulary(model))
+            self._most_states = state_of(model).probed(name, model, find, count_of)
         # Tensor-parallel processes must compute the same bits, and each measures whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute otherwise than the model's own code"
         if processes_of(model) > 1:
@@ -51,6 +67,14 @@ class CpuBackend(TorchBackend):
         # A single node need not attend by torch either.
         is_bf16 = self._scope is not None and model.dtype == torch.bfloat16
         self._takes_rows = is_bf16 and not any(self._windows) and takes_rows(model.config.get_text_config())
+
+    @classmethod
+    def _alike(cls, model: PreTrainedModel, most: int) -> CpuBackend:
+        """A backend of one row that calls recurrent layers with at most so many nodes."""
+        return cls(model, packs=False, rows=1, capacity=64, most_states=most)
+
+    def _nodes_of_call(self, policy: BitPolicy) -> int | None:
+        return self._most_states if policy is BitPolicy.SOLO and self._keeps(policy) else None
 
     @contextmanager
     def _patched(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial, wraps
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -213,10 +213,13 @@ def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, T
     return x, weight.T.contiguous().T if is_transposed else weight, bias
 
 
-def has_other_products(model: nn.Module) -> bool:
-    """Whether a model multiplies by weights that are not those of linear layers, as for experts in one tensor."""
+def has_other_products(model: nn.Module, apart: Iterable[nn.Module] = ()) -> bool:
+    """Whether a model multiplies by weights that are not those of linear layers, as for experts in one tensor.
+
+    The modules that stand `apart`, with all in them, do not count.
+    """
     known = nn.Embedding, BlockEmbedding, QuantizedLinear
-    ours = {*linear_layers(model)}
+    ours = {*linear_layers(model), *(part for module in apart for part in module.modules())}
     others = (each for each in model.modules() if each not in ours and not isinstance(each, known))
     return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))
 

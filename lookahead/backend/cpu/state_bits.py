@@ -1,0 +1,57 @@
+"""How many nodes a recurrent layer may take in one call in half precision, each with the bits that it has alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.protocol import Backend, BitPolicy
+from lookahead.drafting.tree import TokenTree
+
+_NODES = (2, 3, 5, 8, 16, MAX_ROWS)
+_PROMPT = 8  # tokens
+
+
+@torch.inference_mode()
+def nodes_of_call(make: Callable[[int], Backend], vocabulary: int) -> int:
+    """The most siblings whose logits and states are bit for bit those that calls for single nodes give; at least 1.
+
+    States are mostly of float32, in which another order of sums shows at once.
+
+    Args:
+        make: Makes a backend of one row that calls recurrent layers with at most so many nodes.
+        vocabulary: Number of token ids.
+    """
+    prompt = (np.arange(_PROMPT, dtype=np.int32) * 7 + 1) % vocabulary
+    backends = [make(1), make(MAX_ROWS)]
+    for backend in backends:
+        with backend.serving():
+            backend.read([prompt])
+            backend.commit(0, np.zeros(1, np.int32))
+    most = 1
+    for nodes in _NODES:
+        tree = TokenTree.from_parents((np.arange(nodes + 1) * 5 + 2) % vocabulary, [0] * (nodes + 1))
+        alone, together = (_scored(backend, tree) for backend in backends)
+        if not all(map(torch.equal, alone, together)):
+            break
+        most = nodes
+    return most
+
+
+def _scored(backend: Backend, tree: TokenTree) -> list[Any]:
+    """The logits of the children of a root, and their states."""
+    with backend.serving():
+        logits = backend.score([tree], BitPolicy.SOLO)
+    states = [each for layer in backend.cache.states for each in layer.level(1).values()]
+    return [logits, *states]
+
+
+def count_of(value: Any) -> int:
+    """A number of nodes that was kept; TypeError for anything else."""
+    if type(value) is not int or not 1 <= value <= MAX_ROWS:
+        raise TypeError(f"it must be a whole number from 1 to {MAX_ROWS}, got {value!r}")
+    return value

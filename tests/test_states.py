@@ -1,0 +1,146 @@
+"""Recurrent layers in trees: every node has states of its own, and no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.backend.choice import backend_for
+from lookahead.backend.support import step_logits
+from lookahead.drafting.tree import TokenTree
+from lookahead.hf.state_layers import KEEPS_STATES
+from lookahead.hf.state_scope import mixers_of
+from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
+from tests.support.architectures import STATES
+from tests.support.families import FAMILIES, build, cases
+from tests.test_families import FIXED, ONE, RAGGED, generate, texts_of
+
+pytestmark = pytest.mark.skipif(not KEEPS_STATES, reason="states are not in caches of this transformers")
+FAMILIES_OF_STATES = [FAMILIES[name] for name in STATES]
+OFFERS: dict[str, Callable[[list[list[int]]], Any]] = {
+    "perfect": perfect,
+    "wrong": lambda answers: always_wrong(answers, 101),
+    "random": lambda answers: random_trees(101),
+}
+ROOT = np.zeros(1, np.int32)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize("family", FAMILIES_OF_STATES, ids=list(STATES))
+def test_no_draft_changes_a_token(family: Any, offer: str, inputs: dict[str, Any], do_sample: bool) -> None:
+    model = build(family)
+    expected = generate(model, inputs, do_sample=do_sample, max_new_tokens=24)
+    with drafting_by(OFFERS[offer](texts_of(expected, inputs))):
+        got = generate(
+            model,
+            inputs,
+            do_sample=do_sample,
+            max_new_tokens=24,
+            custom_generate=lookahead.decode,
+            lookahead_config=FIXED,
+        )
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("family", cases(FAMILIES_OF_STATES, by_feature=True))
+def test_the_logits_of_every_node_are_those_of_reading_its_path_token_by_token(family: Any) -> None:
+    model, rng, is_double = build(family), np.random.default_rng(3), "MoE" not in family.features
+    if is_double:  # in which rounding hides nothing
+        model = model.double()
+    texts = [rng.integers(3, 101, length).tolist() for length in (9, 4)]
+    prompts = [list(text) for text in texts]
+    backend = backend_for(model, rows=2, capacity=16)
+    with backend.serving():
+        backend.read([np.array(text, np.int32) for text in texts])
+        for row in range(2):
+            backend.commit(row, ROOT)
+        for size in (7, 1, 12):
+            parents = [0, *(int(rng.integers(node)) for node in range(1, size))]
+            trees = [TokenTree.from_parents(rng.integers(3, 101, size), parents) for _ in texts]
+            scores = backend.score(trees)
+            for row, tree in enumerate(trees):
+                paths: list[list[int]] = []
+                for node in range(size):
+                    paths.append([*(paths[parents[node]] if node else []), node])
+                    tokens = [*texts[row][len(prompts[row]) :], *tree.tokens[paths[-1]].tolist()]
+                    own = step_logits(model, prompts[row], tokens)
+                    torch.testing.assert_close(scores[row, node], own, rtol=1e-3, atol=1e-5 if is_double else 1e-3)
+                taken = paths[int(rng.integers(size))]
+                texts[row] += tree.tokens[taken].tolist()
+                backend.commit(row, np.array(taken, np.int32))
+
+
+def test_a_tree_whose_root_was_read_with_the_prompt_is_refused() -> None:
+    backend = backend_for(build(FAMILIES["Mamba"]), rows=1, capacity=16)
+    with backend.serving():
+        backend.read([np.array([5, 9, 31], np.int32)])
+        with pytest.raises(RuntimeError, match="not committed"):
+            backend.score([TokenTree.root(31)])
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Mamba2"])
+def test_an_end_token_inside_an_accepted_draft_ends_the_output_there(name: str) -> None:
+    model = build(FAMILIES[name])
+    answer = generate(model, ONE, do_sample=False, max_new_tokens=24)
+    end = int(answer[0, ONE["input_ids"].shape[1] + 9])
+    expected = generate(model, ONE, do_sample=False, max_new_tokens=24, eos_token_id=end)
+    with drafting_by(perfect(answer.tolist())):
+        got = generate(
+            model, ONE, do_sample=False, max_new_tokens=24, eos_token_id=end, custom_generate=lookahead.decode
+        )
+    assert torch.equal(got, expected) and expected.shape[1] < answer.shape[1]
+
+
+@pytest.mark.filterwarnings("ignore:the tokenizer '' may be that of another model")
+@pytest.mark.parametrize("name", ["FalconH1", "Lfm2"])
+def test_rows_that_join_and_leave_keep_their_own_states(name: str, tiny_tokenizer: Any) -> None:
+    model, prompts = build(FAMILIES[name]), ["abc", "The cat sat", "a", "The dog ran far", "xyz abc"]
+    options: Any = {"max_new_tokens": 12, "do_sample": False}
+    alone = [lookahead.generate(model, tiny_tokenizer, prompt, **options).token_ids[0] for prompt in prompts]
+    done = lookahead.stream_many(model, tiny_tokenizer, prompts, rows=2, **options)
+    assert {each.index: each.token_ids for each in done} == dict(enumerate(alone))
+
+
+def test_the_model_runs_its_own_code_between_the_steps_of_an_output(tiny_tokenizer: Any) -> None:
+    model = build(FAMILIES["Qwen3_5"])
+    expected = generate(model, ONE, do_sample=False)
+    own = {name: vars(model.get_submodule(name)).get("forward") for name in mixers_of(model)}
+    pieces = lookahead.stream(model, tiny_tokenizer, ONE["input_ids"][0], max_new_tokens=12, do_sample=False)
+    for _ in pieces:
+        assert torch.equal(generate(model, ONE, do_sample=False), expected)
+    assert own == {name: vars(model.get_submodule(name)).get("forward") for name in own}
+    assert pieces.token_ids == expected[0, ONE["input_ids"].shape[1] :].tolist()[:12]
+
+
+def test_what_keeps_states_elsewhere_is_found_to_have_no_such_layers() -> None:
+    assert not mixers_of(build(FAMILIES["MiniMax"])) and not mixers_of(build(FAMILIES["RecurrentGemma"]))
+    assert not mixers_of(build(FAMILIES["Llama"]))
+
+
+@pytest.mark.parametrize("name", ["FalconH1", "Qwen3_5", "Mamba"])
+def test_in_half_precision_the_bits_are_those_of_single_tokens(name: str) -> None:
+    model = build(FAMILIES[name]).to(torch.bfloat16)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ids = {"input_ids": torch.randint(3, 101, (1, 9 + seed))}
+        expected = generate(model, ids, do_sample=True, max_new_tokens=24, return_dict_in_generate=False)
+        for offer in (perfect(expected.tolist()), random_trees(101)):
+            with drafting_by(offer):
+                got = generate(model, ids, do_sample=True, max_new_tokens=24, custom_generate=lookahead.decode)
+            assert torch.equal(got, expected)
+
+
+def test_a_pass_in_half_precision_says_that_it_is_exact(tiny_tokenizer: Any) -> None:
+    model = build(FAMILIES["Qwen3_5"]).to(torch.bfloat16)
+    options: Any = {"config": LookaheadConfig(draft="fixed"), "max_new_tokens": 8, "do_sample": False}
+    result = lookahead.generate(model, tiny_tokenizer, ONE["input_ids"][0], **options)
+    assert result.stats.exactness == "bitwise"
