@@ -113,7 +113,7 @@ def test_rows_that_join_and_leave_keep_their_own_states(name: str, tiny_tokenize
 def test_the_model_runs_its_own_code_between_the_steps_of_an_output(tiny_tokenizer: Any) -> None:
     model = build(FAMILIES["Qwen3_5"])
     expected = generate(model, ONE, do_sample=False)
-    own = {name: vars(model.get_submodule(name)).get("forward") for name in mixers_of(model)}
+    own = {name: vars(model.get_submodule(name)).get("forward") for name in mixers_of(model).layers}
     pieces = lookahead.stream(model, tiny_tokenizer, ONE["input_ids"][0], max_new_tokens=12, do_sample=False)
     for _ in pieces:
         assert torch.equal(generate(model, ONE, do_sample=False), expected)

@@ -151,7 +151,9 @@ def _sweep(
     root, trees, children = np.zeros(1, np.int32), [], 2 if shape == "trees" else 1
     for n in nodes:
         tokens = (np.arange(n, dtype=np.int32) + rng.integers(config.vocab_size)) % config.vocab_size  # siblings differ
-        trees.append(TokenTree.from_parents(tokens, (np.arange(n) - 1).clip(0) // children))
+        # Recurrent layers are called once a depth, so theirs are two chains, as deep as drafts are.
+        parents = np.arange(n) - 2 if backend.cache.states else (np.arange(n) - 1) // children
+        trees.append(TokenTree.from_parents(tokens, parents.clip(0)))
     spent: list[list[float]] = []
     with backend.serving():
         backend.read([prompt[:2]])  # a model that is too slow reads no more than this

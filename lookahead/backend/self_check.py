@@ -111,7 +111,7 @@ def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
     # Linear layers multiply as many rows as keep their bits. Other products take all rows at once, and those of an
     # expert the rows that chose it.
     has_experts = any("experts" in name for name, _ in model.named_modules())
-    mixers = map(model.get_submodule, mixers_of(model))  # which take as few nodes in a call as keep their bits
+    mixers = map(model.get_submodule, mixers_of(model).layers)  # which take as few nodes in a call as keep their bits
     if has_experts or has_other_products(model, mixers) or not keeps_bits(model):
         return False
     # Products of activations that change few bits show in a small model only after many of them.

@@ -156,6 +156,7 @@ class DraftingBudget:
       pays out what it lost; 1% of all time is paid in. Every later output begins with 1 to 4. A draft is verified while
       the budget holds what it may lose; a long match may overdraw it by 2. So the time lost stays below 1% and a few
       plain steps per output, for any costs and any drafts.
+    - No draft is larger than what the budget holds, with that overdraft, pays for if none of it is accepted.
     - Proposers are asked while the budget holds the cost of that, or 1. With less they are asked as often as takes 1%
       of the time, which is always with every large model, so that no long match is missed.
     - While all steps draft, one in 128 is plain, so that the plain speed stays known.
@@ -183,6 +184,10 @@ class DraftingBudget:
         """Whether a draft is verified that loses `at_risk` plain steps where none of it is accepted."""
         needed = -OVERDRAFT if speedup >= LONG_MATCH else min(at_risk, 1.0)
         return self._states[(rows - 1).bit_length()].budget.balance >= needed
+
+    def most_at_risk(self, rows: int) -> float:
+        """The plain steps that a single draft may lose: what the budget holds, and its overdraft."""
+        return self._states[(rows - 1).bit_length()].budget.balance + OVERDRAFT
 
     def record_plain(self, rows: int) -> bool:
         """Count a step without proposals; returns whether it is a probe: the first one, or the first after drafts."""

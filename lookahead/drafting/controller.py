@@ -7,6 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.cost_model import FloatArray, StepCost, padded_nodes
@@ -98,6 +100,9 @@ class Controller:
         if nodes == 0:
             return plain  # the branch is the only source, and it is off
         curve = self._curve(rows, context, nodes + 1)
+        if not branch.is_on:
+            most_s = float(curve[1]) * (1.0 + self.budget.most_at_risk(rows))
+            nodes = max(1, int(np.maximum.accumulate(curve[1:]).searchsorted(most_s, "right")) - 1)
         value = SINGLE_ROW
         if rows > 1:
             # Where rows are refilled, no row waits for the last one.

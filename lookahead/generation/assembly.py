@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,10 +23,12 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
+from lookahead.hf.block_layers import weight_count
 from lookahead.hf.encoded_rows import Encoded
 from lookahead.hf.facts import decoder_vocabulary, input_device, processes_of
 from lookahead.hf.model_inputs import EncoderInputs
 from lookahead.hf.model_state import state_of
+from lookahead.hf.state_scope import mixers_of, most_nodes
 from lookahead.hf.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.proposers import ProposerState, make_proposers
 from lookahead.proposers.pool_files import pool_of
@@ -63,6 +66,7 @@ def assemble(
         encoded: What the encoder has read for the batch; None without one, and for rows that join with their own.
         keep_cache: As for `Engine`.
     """
+    config = _bounded(config, model, len(batch) or slots)
     rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
     call = Call(
         model=model,
@@ -107,6 +111,14 @@ def assemble(
     return Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
 
 
+def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> LookaheadConfig:
+    """The configuration, with no larger trees than the states of their nodes leave room for, if it leaves that open."""
+    if config.max_nodes is not None or not mixers_of(model) or not config.node_budget:
+        return config
+    fewest = 1 if config.branch_size is None else config.branch_size.window_nodes
+    return replace(config, max_nodes=min(config.node_budget, max(fewest, most_nodes(model, rows))))
+
+
 def _drafting(
     config: LookaheadConfig, call: Call, *, runs_to_limit: bool
 ) -> tuple[Sequence[Proposer], Controller | None]:
@@ -142,8 +154,12 @@ def node_cost(model: PreTrainedModel) -> float:
     """First guess of the cost of one more node of a tree, as a share of a step of one node.
 
     A GPU multiplies in half precision some two hundred times while it reads a number. Mixtures of experts, whose nodes
-    read experts of their own, and packed weights, which are unpacked first, cost more.
+    read experts of their own, and packed weights, which are unpacked first, cost more. Recurrent layers read their
+    weights once a depth, and many drafts are chains.
     """
+    if mixers := mixers_of(model):
+        read_again = sum(weight_count(model.get_submodule(name)) for name in mixers.layers)
+        return max(NODE_COST, read_again / weight_count(model))
     is_half = model.dtype in (torch.bfloat16, torch.float16) and not getattr(model, "is_quantized", False)
     has_experts = any("experts" in name for name, _ in model.named_modules())
     return _GPU_NODE_COST if input_device(model).type == "cuda" and is_half and not has_experts else NODE_COST

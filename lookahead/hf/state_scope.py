@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,23 @@ from lookahead.errors import is_out_of_memory
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import cache_input, input_device
 from lookahead.hf.model_state import pass_local, patched_attribute, state_of
-from lookahead.hf.state_layers import cache_layers, has_states, unserved_layers
+from lookahead.hf.state_layers import cache_layers, has_states, states_in, unserved_layers
 
 _thread = pass_local()
-Mixers = dict[str, list[int]]
-"""The modules that read and write states, by name, each with the layers of the cache that these belong to."""
+_MOST_BYTES, _SHARE_OF_WEIGHTS = 64 << 20, 4  # of the states of a pass: so many, or this part of the weights
+
+
+class Mixers(NamedTuple):
+    """The modules of a model that read and write states; it is true if there are any."""
+
+    layers: dict[str, list[int]]  # of the cache that states belong to, by the name of the module
+    node_bytes: int  # of the states of one node
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+
+_NONE = Mixers({}, 0)
 
 
 class StateScope:
@@ -34,7 +46,7 @@ class StateScope:
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache) -> None:
         self._cache, self._forwards = cache, list[tuple[nn.Module, Any, Callable[..., Any]]]()
-        for name, layers in (mixers_of(model) if cache.states else {}).items():
+        for name, layers in (mixers_of(model) if cache.states else _NONE).layers.items():
             module = model.get_submodule(name)
             own = module.__dict__.get("forward")
             if isinstance(own, partial) and own.func is _forward:  # another thread runs a pass
@@ -101,7 +113,7 @@ def mixers_of(model: PreTrainedModel) -> Mixers:
     """
     layers = cache_layers(model.config.get_text_config(decoder=True))
     if not layers or model.config.is_encoder_decoder or any(unserved_layers(layers)):
-        return {}
+        return _NONE
     return state_of(model).probed("mixers", model, partial(_find_mixers, model, layers))
 
 
@@ -129,14 +141,22 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
     except Exception as error:  # a model with a cache of its own may raise anything
         if is_out_of_memory(error):
             raise
-        return {}
+        return _NONE
     finally:
         for handle in handles:
             handle.remove()
     expected = {at for at, layer in enumerate(layers) if has_states(layer)}
     if set().union(*found.values()) != expected:
-        return {}
-    return {name: sorted(at) for name, at in found.items()}
+        return _NONE
+    held = (states_in(layer) for layer in cache.layers if has_states(layer))
+    size = sum(each.nbytes for states in held for each in states.values())
+    return Mixers({name: sorted(at) for name, at in found.items()}, size)
+
+
+def most_nodes(model: PreTrainedModel, rows: int) -> int:
+    """Nodes of a row whose states a pass may hold: a quarter of the bytes of the weights, or 64 MiB if that is more."""
+    weights = sum(each.nbytes for each in model.parameters())
+    return max(1, max(_MOST_BYTES, weights // _SHARE_OF_WEIGHTS) // (mixers_of(model).node_bytes * rows))
 
 
 class _RecordingCache(DynamicCache):
