@@ -285,7 +285,8 @@ def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(
     without, expected = run()
     torch.testing.assert_close(scored, expected, rtol=1e-4, atol=1e-4)
     for row in range(3):
-        for got, want in zip(with_kernel.extract_row(row), without.extract_row(row), strict=True):
+        kept, wanted = (cache.extract_row(row).kv for cache in (with_kernel, without))
+        for got, want in zip(kept.values(), wanted.values(), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -144,3 +145,32 @@ def test_a_pass_in_half_precision_says_that_it_is_exact(tiny_tokenizer: Any) -> 
     options: Any = {"config": LookaheadConfig(draft="fixed"), "max_new_tokens": 8, "do_sample": False}
     result = lookahead.generate(model, tiny_tokenizer, ONE["input_ids"][0], **options)
     assert result.stats.exactness == "bitwise"
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "FalconH1"])
+def test_a_text_is_gone_on_with_from_a_cache_with_states(name: str) -> None:
+    model = build(FAMILIES[name])
+    options: Any = {"do_sample": False, "return_dict_in_generate": True}
+
+    def turns(**extra: Any) -> list[list[int]]:
+        ids, past, texts = ONE["input_ids"], None, []
+        for asked in ([7, 8, 9], [11], [4, 4]):
+            given = {} if past is None else {"past_key_values": past}
+            mask = torch.ones_like(ids)
+            output: Any = generate(model, {"input_ids": ids, "attention_mask": mask}, **options, **given, **extra)
+            past = output.past_key_values
+            assert past.get_seq_length() == output.sequences.shape[1] - 1
+            texts.append(output.sequences[0].tolist())
+            ids = torch.cat([output.sequences, torch.tensor([asked])], 1)
+        return texts
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decoded plainly")
+        expected = turns()
+        assert turns(custom_generate=lookahead.decode) == expected
+        with drafting_by(perfect([expected[-1]])):
+            got: Any = generate(model, ONE, **options, custom_generate=lookahead.decode)
+    assert got.sequences[0].tolist() == expected[0]
+    asked = {"input_ids": torch.tensor([expected[1]]), "attention_mask": torch.ones(1, len(expected[1])).long()}
+    gone_on = generate(model, {**asked, "past_key_values": got.past_key_values}, do_sample=False)
+    assert torch.equal(gone_on, generate(model, asked, do_sample=False))

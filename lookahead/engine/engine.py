@@ -16,7 +16,7 @@ from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top,
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
-from lookahead.hf.cache import RowStates
+from lookahead.hf.cache import RowCopy
 from lookahead.hf.facts import processes_of
 from lookahead.hf.model_state import state_of
 from lookahead.hf.tensor_parallel import tensor_parallel_group
@@ -78,7 +78,7 @@ class Engine:
         self._rounds: list[RejectionRounds] = []  # of every row, for acceptance by rejection
         self._by_typicality = config.acceptance == "typical" and call.warp is not None
         self._keep_cache, self._isolates = keep_cache, isolates
-        self.kept: dict[int, list[RowStates]] = {}
+        self.kept: dict[int, RowCopy] = {}
         self._free_slots = list(range(backend.cache.slots.rows))[::-1]
         self._rows_since_output_start = -len(self._free_slots)  # rows that joined since an output was begun
         self._rows: list[Row] = []

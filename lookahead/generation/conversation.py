@@ -13,8 +13,9 @@ from lookahead.generation.api import stream
 from lookahead.generation.hf_outputs import TextStream
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
 from lookahead.generation.validation import check_pair
-from lookahead.hf.cache import CACHE
+from lookahead.hf.cache import CACHE, tokens_in
 from lookahead.hf.facts import context_limit
+from lookahead.hf.state_layers import has_states
 
 
 class Conversation:
@@ -101,9 +102,11 @@ class Conversation:
         """Cut the cache to the prefix it shares with a prompt; begin an empty one if it cannot be cut."""
         is_same = [held == wanted for held, wanted in zip(self._held, ids[:-1], strict=False)]
         shared = is_same.index(False) if False in is_same else len(is_same)
-        is_whole = self._cache.get_seq_length() == len(self._held)
-        if not shared or not is_whole or any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
+        is_whole = tokens_in(self._cache) == len(self._held)
+        is_cut, layers = shared < len(self._held), self._cache.layers
+        cannot = any(getattr(layer, "is_sliding", False) or (is_cut and has_states(layer)) for layer in layers)
+        if not shared or not is_whole or cannot:
             self._cache, self._held = DynamicCache(config=self._model.config), []
-        elif shared < len(self._held):
+        elif is_cut:
             self._cache.crop(shared - len(self._held))
             self._held = self._held[:shared]

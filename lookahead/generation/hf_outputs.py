@@ -15,7 +15,8 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerB
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.generation.text_pieces import TextPieces
-from lookahead.hf.cache import RowStates, TreeCache
+from lookahead.hf.cache import RowCopy, RowStates, TreeCache
+from lookahead.hf.state_layers import has_states, load_states, states_in
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason
 
@@ -135,6 +136,9 @@ def copy_prefix_from(past: DynamicCache, cache: TreeCache, padding: NDArray[np.i
 
     for row, pad in enumerate(padding.tolist()):
         cache.copy_prefix_from(row, states(row, pad), max(0, width - pad))
+        for own, layer in zip(cache.layers, past.layers, strict=False):
+            if has_states(layer):
+                own.committed[row] = {key: each[row].clone() for key, each in states_in(layer).items()}
 
 
 def return_cache(engine: Engine | PlainLoop, past: object) -> None:
@@ -149,19 +153,20 @@ def return_cache(engine: Engine | PlainLoop, past: object) -> None:
     append_states(past, rows, padding)
 
 
-def append_states(
-    past: DynamicCache | StaticCache, rows: Sequence[Sequence[RowStates]], padding: Sequence[int]
-) -> None:
-    """Append keys and values of rows, `[heads, tokens, dim]` by layer, to a cache that holds their beginning, if any.
+def append_states(past: DynamicCache | StaticCache, rows: Sequence[RowCopy], padding: Sequence[int]) -> None:
+    """Append keys and values of rows to a cache that holds their beginning, if any; its states are those of the rows.
 
     It then holds as many tokens as the longest row, the `padding` before each counted; what is padded is zeros.
     """
     begin = int(past.get_seq_length())
-    width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, rows, strict=True))
-    for index, layer in enumerate(zip(*rows, strict=True)):
+    width = max(pad + next(iter(row.kv.values()))[0].shape[1] for pad, row in zip(padding, rows, strict=True))
+    for index in rows[0].states:
+        held = [row.states[index] for row in rows]
+        load_states(past.layers[index], {key: torch.stack([each[key] for each in held]) for key in held[0]})
+    for index in rows[0].kv:
         new: list[list[Tensor]] = [[], []]
-        for pad, row in zip(padding, layer, strict=True):
-            for filled, states in zip(new, row, strict=True):
+        for pad, row in zip(padding, rows, strict=True):
+            for filled, states in zip(new, row.kv[index], strict=True):
                 states = states[:, max(0, begin - pad) :]
                 before = max(pad, begin) - begin
                 filled.append(nn.functional.pad(states, (0, 0, before, width - begin - before - states.shape[1])))

@@ -38,6 +38,7 @@ from lookahead.hf.facts import (
 from lookahead.hf.model_code import changed_cache, edits_inputs, version_of
 from lookahead.hf.model_state import outside_passes, undisturbed
 from lookahead.hf.private_names import missing_names
+from lookahead.hf.state_layers import takes_states
 from lookahead.hf.state_scope import mixers_of
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule, stateful_reason, stopping_rule
@@ -238,8 +239,8 @@ def _verified(
     elif found.shape != "none" and is_padded and edits_inputs(model):
         found = support.Support("none", "a hook of a user's may edit its masks, which the padding of a batch needs")
     elif found.shape != "none" and mixers_of(model):
-        if keeps_cache:
-            found = support.Support("none", "the states in its cache are not given back")
+        if keeps_cache and (len(lengths) > 1 or not takes_states(cache_in(call.model_kwargs))):
+            found = support.Support("none", "its states are given back for one prompt, beside attention")
         elif validation.reads_otherwise(call.generation_config):
             found = support.Support("none", "its layers keep states, and texts are to be read in parts or anew")
     elif call.generation_config.use_cache is False and (users := version_of(model).users):

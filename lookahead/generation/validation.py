@@ -31,6 +31,7 @@ from lookahead.hf.facts import (
     validate_model,
 )
 from lookahead.hf.model_state import state_of
+from lookahead.hf.state_layers import is_filled
 from lookahead.proposers.pool_files import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.utils.kept_values import truth
@@ -300,7 +301,7 @@ def validate_past(
         UnsupportedModelError: The cache is no DynamicCache, holds other rows or a narrower type, or the text or the
             mask is not longer than it.
     """
-    if not isinstance(past, DynamicCache) or not all(layer.is_initialized for layer in cast(Any, past.layers)):
+    if not isinstance(past, DynamicCache) or not all(map(is_filled, past.layers)):
         raise UnsupportedModelError(f"{CACHE} must be a DynamicCache, got a {type(past).__name__}")
     whole = input_ids.shape[1]
     seen = attention_mask.shape[1] if attention_mask is not None else mask_length(config, whole)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lookahead.drafting.tree import IntArray, TokenTree, node_depths
-from lookahead.hf.cache import RowStates, TreeCache
+from lookahead.hf.cache import RowCopy, TreeCache
 
 Read = Callable[[Tensor, Any], Tensor]
 Score = Callable[[Sequence[TokenTree], NDArray[np.int64]], Tensor]
@@ -145,7 +145,7 @@ class BeamModel:
         for tree, each in zip(self._trees, logits, strict=True):
             tree.learn(each)
 
-    def states(self) -> list[list[RowStates]]:
+    def states(self) -> list[RowCopy]:
         """The keys and values of the chosen beams, but for their newest tokens."""
         taken, cache = [], self._cache
         for i, beam in enumerate(self._chosen):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.state_layers import Levels, StateLayer, has_states
+from lookahead.hf.state_layers import Levels, StateLayer, States, has_states
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
 
@@ -27,6 +27,13 @@ MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 1
 _GROWTH = 1.5
 
 RowStates = tuple[Tensor, Tensor]
+
+
+class RowCopy(NamedTuple):
+    """What a cache holds of a row, by the index of the layer."""
+
+    kv: dict[int, RowStates]  # keys and values, `[heads, tokens, dim]`
+    states: dict[int, States]
 
 
 class TreeSlots:
@@ -321,12 +328,17 @@ class TreeCache(Cache):
         packed = packed.to(self.buffers()[0].device, non_blocking=True)
         self._compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
 
-    def extract_row(self, row: int, path: Tensor | None = None) -> list[RowStates]:
-        """Copy the KV of a row, and of a path (int64 `[a]`) of its tree; by layer `[heads, length + a, dim]` each."""
-        length = int(self.slots.lengths[row])
+    def extract_row(self, row: int, path: Tensor | None = None) -> RowCopy:
+        """Copy what is held of a row; of a path (int64 `[a]`) of its tree the KV too, `[heads, length + a, dim]`."""
+        length, kv, states = int(self.slots.lengths[row]), dict[int, RowStates](), dict[int, States]()
         slots = slice(length) if path is None else torch.cat([torch.arange(length, device=path.device), length + path])
-        states = [buffer[row, slots].transpose(0, 1).clone() for buffer in self.buffers()]
-        return list(zip(states[::2], states[1::2], strict=True))
+        for at, layer in enumerate(self.layers):
+            if isinstance(layer, TreeLayer) and layer.is_initialized:
+                keys, values = (each[row, slots].transpose(0, 1).clone() for each in (layer.keys, layer.values))
+                kv[at] = keys, values
+            if isinstance(layer, StateLayer):
+                states[at] = dict(layer.committed[row])
+        return RowCopy(kv, states)
 
     def copy_prefix_from(self, row: int, states: Iterable[RowStates | None], length: int) -> None:
         """Fill an empty row with the KV of its first `length` tokens: by layer keys and values, `[heads, n, dim]`.

@@ -76,15 +76,7 @@ class StateLayer(_Layer):  # type: ignore[misc]
 
     def load(self, states: States) -> None:
         """Continue from states `[rows, ...]`; without any from an empty text."""
-        for at in range(self.number_of_states):
-            conv, recurrent = states.get(("conv", at)), states.get(("recurrent", at))
-            self.conv_states[at], self.recurrent_states[at] = conv, recurrent
-            self.is_conv_states_initialized[at] = conv is not None
-            self.is_recurrent_states_initialized[at] = recurrent is not None
-            self.has_previous_state[at] = bool(states)
-            if conv is not None:
-                self.conv_kernel_size[at] = conv.shape[-1]
-                self.device, self.dtype = conv.device, conv.dtype
+        load_states(self, states)
 
     def taken(self) -> States:
         """The states as the newest call of the layer left them."""
@@ -135,9 +127,37 @@ def states_in(layer: Any) -> States:
     return {(kind, at): each for kind, held in kinds for at, each in held.items() if each is not None}
 
 
+def load_states(layer: Any, states: States) -> None:
+    """Let a layer of a cache of transformers hold states `[rows, ...]`, or none, as behind an empty text."""
+    for at in range(layer.number_of_states):
+        conv, recurrent = states.get(("conv", at)), states.get(("recurrent", at))
+        layer.conv_states[at], layer.recurrent_states[at] = conv, recurrent
+        layer.is_conv_states_initialized[at] = conv is not None
+        layer.is_recurrent_states_initialized[at] = recurrent is not None
+        layer.has_previous_state[at] = bool(states)
+        if conv is not None:
+            layer.conv_kernel_size[at] = conv.shape[-1]
+            layer.device, layer.dtype = conv.device, conv.dtype
+
+
 def has_states(layer: Any) -> bool:
     """Whether a layer of a cache is one of states, with keys and values besides or without."""
     return KEEPS_STATES and isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
+
+
+def is_filled(layer: Any) -> bool:
+    """Whether a layer of a cache of transformers holds a text."""
+    holds_states = not has_states(layer) or all(layer.has_previous_state.values())
+    return holds_states and bool(getattr(layer, "is_initialized", True))
+
+
+def takes_states(cache: Any) -> bool:
+    """Whether a cache of transformers counts the tokens of its states, by attention, and lets others be set."""
+    if not isinstance(cache, DynamicCache):
+        return False
+    layers: list[Any] = cache.layers
+    records = any(getattr(layer, "record_past", False) for layer in layers)
+    return not records and any(isinstance(layer, cache_utils.CacheLayerMixin) for layer in layers)
 
 
 def cache_layers(config: Any) -> list[Any]:

@@ -34,7 +34,8 @@ def nodes_of_call(make: Callable[[int], Backend], vocabulary: int) -> int:
             backend.commit(0, np.zeros(1, np.int32))
     most = 1
     for nodes in _NODES:
-        tree = TokenTree.from_parents((np.arange(nodes + 1) * 5 + 2) % vocabulary, [0] * (nodes + 1))
+        tokens = (np.arange(nodes + 1, dtype=np.int32) * 5 + 2) % vocabulary
+        tree = TokenTree.from_parents(tokens, [0] * (nodes + 1))
         alone, together = (_scored(backend, tree) for backend in backends)
         if not all(map(torch.equal, alone, together)):
             break
