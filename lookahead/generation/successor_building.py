@@ -93,14 +93,14 @@ def learn_vocabulary(
     forward, before = cast(Any, model), cast(Any, tokenizer(".", return_tensors="pt"))["input_ids"]
     past = DynamicCache(config=model.config)
     with torch.no_grad():
-        forward(input_ids=before.to(input_device(model)), use_cache=True, **{CACHE: past})
+        forward(input_ids=before.to(input_device(model)), use_cache=True, **{cache_input(model): past})
     for first in range(0, size, _PASS_ROWS):
         tokens = np.arange(first, min(first + _PASS_ROWS, size), dtype=np.int32)[:, None]
         cache = copy.deepcopy(past)
-        cache.batch_repeat_interleave(len(tokens))
+        cache.reorder_cache(torch.zeros(len(tokens), dtype=torch.int64))  # which layers with states know too
         with torch.no_grad():
             inputs = torch.from_numpy(tokens).long().to(input_device(model))
-            scores = read_scores(forward(input_ids=inputs, use_cache=True, **{CACHE: cache}).logits, with_top=True)
+            scores = read_scores(forward(input_ids=inputs, use_cache=True, **{cache_input(model): cache}).logits, with_top=True)
         assert scores.top is not None and scores.probabilities is not None
         for i, token in enumerate(tokens):
             table.store(token, _ROOT, token, scores.top[i], scores.probabilities[i])
