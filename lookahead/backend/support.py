@@ -28,6 +28,7 @@ from lookahead.hf.facts import (
     input_device,
     inputs_of,
     is_sequential,
+    other_layers,
     rope_parameters_of,
     vocabulary_size,
 )
@@ -39,7 +40,6 @@ from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 from lookahead.utils.shipped import is_shipped
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits
 _TOLERANCE_FP32 = 1e-3
 # Ninths of the vocabulary: the first tokens are often special, and the outliers of their activations magnify rounding.
@@ -82,7 +82,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     """
     config: Any = model.config.get_text_config(decoder=True)
     has_encoder = model.config.is_encoder_decoder
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    others = other_layers(config)
     if is_sequential(model) and not mixers_of(model):
         return Support("none", "its state is sequential, so a rejected draft could not be undone")
     if others and not mixers_of(model):

@@ -25,6 +25,7 @@ from lookahead.hf.facts import (
     attention_name,
     calls_registered_attention,
     input_device,
+    may_keep_states,
     prefills_at_once,
     windows_of,
 )
@@ -73,9 +74,10 @@ class TorchBackend:
         self._spans: Spans = {}
         self._reads_at_once = prefills_at_once(model)
         self._windows = windows_of(model)
-        like = cache_layers(model.config.get_text_config()) if mixers_of(model) else []
+        has_mixers = may_keep_states(model) and bool(mixers_of(model))
+        like = cache_layers(model.config.get_text_config()) if has_mixers else []
         self._use(make_inputs(model, TreeCache(rows=rows, capacity=capacity, windows=self._windows, like=like)))
-        self._states = StateScope(model, self.cache)
+        self._states = StateScope(model, self.cache) if like else None
         self._hidden_layers = tuple(hidden_layers)
         self.keeps_hidden = True
         self.hidden: dict[int, Tensor] = {}
@@ -99,7 +101,11 @@ class TorchBackend:
             self._is_served = True
             self._spans.clear()
             try:
-                with outside_passes(), self._states.serving(), self._patched():
+                with (
+                    outside_passes(),
+                    nullcontext() if self._states is None else self._states.serving(),
+                    self._patched(),
+                ):
                     yield
             finally:
                 self._is_served = False
@@ -211,10 +217,12 @@ class TorchBackend:
         is_plain = may_be_plain and self._is_half and width == 1 and scored is None
         is_plain = is_plain and not np.ptp(slots.lengths[: len(trees)])
         slots.begin(width, scored, is_plain=is_plain)
-        if self.cache.states:
-            self.cache.begin_trees(trees, self._device)
+        tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
+        if self._states is None:
+            return self._forward(tree_pass, policy)
+        self.cache.begin_trees(trees, self._device)
         with self._states.running(self._nodes_of_call(policy)):
-            return self._forward(TreePass(slots, self._device, trees, scored, windows=windows), policy)
+            return self._forward(tree_pass, policy)
 
     def _nodes_of_call(self, policy: BitPolicy) -> int | None:
         """The most nodes that a recurrent layer takes in one call; None for all of one depth."""

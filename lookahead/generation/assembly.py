@@ -25,7 +25,7 @@ from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
 from lookahead.hf.block_layers import weight_count
 from lookahead.hf.encoded_rows import Encoded
-from lookahead.hf.facts import decoder_vocabulary, input_device, processes_of
+from lookahead.hf.facts import decoder_vocabulary, input_device, may_keep_states, processes_of
 from lookahead.hf.model_inputs import EncoderInputs
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of, most_nodes
@@ -113,7 +113,7 @@ def assemble(
 
 def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> LookaheadConfig:
     """The configuration, with no larger trees than the states of their nodes leave room for, if it leaves that open."""
-    if config.max_nodes is not None or not mixers_of(model) or not config.node_budget:
+    if config.max_nodes is not None or not config.node_budget or not may_keep_states(model) or not mixers_of(model):
         return config
     fewest = 1 if config.branch_size is None else config.branch_size.window_nodes
     return replace(config, max_nodes=min(config.node_budget, max(fewest, most_nodes(model, rows))))
@@ -157,7 +157,7 @@ def node_cost(model: PreTrainedModel) -> float:
     read experts of their own, and packed weights, which are unpacked first, cost more. Recurrent layers read their
     weights once a depth, and many drafts are chains.
     """
-    if mixers := mixers_of(model):
+    if may_keep_states(model) and (mixers := mixers_of(model)):
         read_again = sum(weight_count(model.get_submodule(name)) for name in mixers.layers)
         return max(NODE_COST, read_again / weight_count(model))
     is_half = model.dtype in (torch.bfloat16, torch.float16) and not getattr(model, "is_quantized", False)

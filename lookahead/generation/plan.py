@@ -32,6 +32,7 @@ from lookahead.hf.facts import (
     decoder_vocabulary,
     empty_cache,
     input_device,
+    may_keep_states,
     validate_model,
     vocabulary_size,
 )
@@ -238,7 +239,7 @@ def _verified(
         found = support.Support("none", f"its cache has code of its own, {changed}")
     elif found.shape != "none" and is_padded and edits_inputs(model):
         found = support.Support("none", "a hook of a user's may edit its masks, which the padding of a batch needs")
-    elif found.shape != "none" and mixers_of(model):
+    elif found.shape != "none" and may_keep_states(model) and mixers_of(model):
         if keeps_cache and (len(lengths) > 1 or not takes_states(cache_in(call.model_kwargs))):
             found = support.Support("none", "its states are given back for one prompt, beside attention")
         elif validation.reads_otherwise(call.generation_config):

@@ -13,8 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.support import support_of
 from lookahead.errors import PoolError
-from lookahead.hf.cache import CACHE
-from lookahead.hf.facts import input_device, validate_causal_lm
+from lookahead.hf.facts import cache_input, input_device, validate_causal_lm
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.successor_file import (
@@ -91,16 +90,16 @@ def learn_vocabulary(
 ) -> Iterator[int]:
     """Store the likeliest successors of every token up to a size, each behind a full stop; yields how many so far."""
     forward, before = cast(Any, model), cast(Any, tokenizer(".", return_tensors="pt"))["input_ids"]
-    past = DynamicCache(config=model.config)
+    past, name = DynamicCache(config=model.config), cache_input(model)
     with torch.no_grad():
-        forward(input_ids=before.to(input_device(model)), use_cache=True, **{cache_input(model): past})
+        forward(input_ids=before.to(input_device(model)), use_cache=True, **{name: past})
     for first in range(0, size, _PASS_ROWS):
         tokens = np.arange(first, min(first + _PASS_ROWS, size), dtype=np.int32)[:, None]
         cache = copy.deepcopy(past)
-        cache.reorder_cache(torch.zeros(len(tokens), dtype=torch.int64))  # which layers with states know too
+        cache.reorder_cache(cast(Any, torch.zeros(len(tokens)).long()))  # which layers with states know too
         with torch.no_grad():
             inputs = torch.from_numpy(tokens).long().to(input_device(model))
-            scores = read_scores(forward(input_ids=inputs, use_cache=True, **{cache_input(model): cache}).logits, with_top=True)
+            scores = read_scores(forward(input_ids=inputs, use_cache=True, **{name: cache}).logits, with_top=True)
         assert scores.top is not None and scores.probabilities is not None
         for i, token in enumerate(tokens):
             table.store(token, _ROOT, token, scores.top[i], scores.probabilities[i])

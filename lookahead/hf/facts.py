@@ -19,6 +19,7 @@ from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.hf.cache import CACHE
 
 Attention = Callable[..., tuple[Tensor, Any]]
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 SILU = SiLUActivation, nn.SiLU
 """The classes of the activation `x * sigmoid(x)`."""
 
@@ -47,6 +48,16 @@ def uncompiled(model: Any) -> Any:
 def is_sequential(model: Any) -> bool:
     """Whether a model keeps a state that cannot be cut back, as recurrent layers do."""
     return bool(getattr(model, "_is_stateful", False))
+
+
+def may_keep_states(model: Any) -> bool:
+    """Whether some layers of a model are other than attention, by its class and its configuration alone."""
+    return is_sequential(model) or bool(other_layers(model.config.get_text_config(decoder=True)))
+
+
+def other_layers(config: Any) -> set[str]:
+    """The types of layers of a configuration that are other than attention."""
+    return set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
 
 
 def is_offloaded(module: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ from transformers import DynamicCache, PreTrainedModel
 from lookahead.errors import is_out_of_memory
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import cache_input, input_device
-from lookahead.hf.model_state import pass_local, patched_attribute, state_of
+from lookahead.hf.level_calls import LevelCalls, SharedLinear, thread
+from lookahead.hf.model_state import patched_attribute, state_of
 from lookahead.hf.state_layers import cache_layers, has_states, states_in, unserved_layers
 
-_thread = pass_local()
 _MOST_BYTES, _SHARE_OF_WEIGHTS = 64 << 20, 4  # of the states of a pass: so many, or this part of the weights
 
 
@@ -45,17 +45,25 @@ class StateScope:
     """
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache) -> None:
-        self._cache, self._forwards = cache, list[tuple[nn.Module, Any, Callable[..., Any]]]()
-        for name, layers in (mixers_of(model) if cache.states else _NONE).layers.items():
+        self._cache, self._patches = cache, defaultdict[str, list[tuple[nn.Module, Any, Any]]](list)
+        for name, layers in mixers_of(model).layers.items():
             module = model.get_submodule(name)
             own = module.__dict__.get("forward")
             if isinstance(own, partial) and own.func is _forward:  # another thread runs a pass
                 own = own.keywords["own"]
-            self._forwards.append((module, own, partial(_forward, own=own, module=module, layers=layers)))
+            forward = partial(_forward, own=own, module=module, layers=layers, known={})
+            self._patches["forward"].append((module, own, forward))
+            for child, linear in module.named_children():
+                if isinstance(linear, nn.Linear):
+                    self._patches[child].append((module, None, SharedLinear(linear)))
 
-    def serving(self) -> Any:
+    @contextmanager
+    def serving(self) -> Iterator[None]:
         """A block in which the modules can be called by depth."""
-        return patched_attribute("forward", self._forwards)
+        with ExitStack() as stack:
+            for name, values in self._patches.items():
+                stack.enter_context(patched_attribute(name, values))
+            yield
 
     @contextmanager
     def running(self, most: int | None = None) -> Iterator[None]:
@@ -63,47 +71,37 @@ class StateScope:
 
         A call of a module gets `most` nodes, or all of one depth.
         """
-        outer = getattr(_thread, "cache", None), getattr(_thread, "most", None)
-        _thread.cache, _thread.most = self._cache if self._forwards else None, most
+        outer = getattr(thread, "cache", None), getattr(thread, "most", None)
+        thread.cache, thread.most = self._cache, most
         try:
             yield
         finally:
-            _thread.cache, _thread.most = outer
+            thread.cache, thread.most = outer
 
 
-def _forward(hidden_states: Tensor, *args: Any, own: Any, module: Any, layers: list[int], **kwargs: Any) -> Any:
-    """Call a module that mixes tokens by its states: in passes over trees once for the nodes of every depth."""
-    call = own if own is not None else partial(type(module).forward, module)
-    cache: TreeCache | None = getattr(_thread, "cache", None)
+def _forward(
+    hidden_states: Tensor, *args: Any, own: Any, module: Any, layers: list[int], known: dict[str, Any], **kwargs: Any
+) -> Any:
+    """Call a module that mixes tokens by its states: in passes over trees once for the nodes of every depth.
+
+    The linear layer that makes its output is kept in `known`.
+    """
+    forward = own if own is not None else partial(type(module).forward, module)
+    cache: TreeCache | None = getattr(thread, "cache", None)
     levels = None if cache is None else cache.levels
     if cache is None or levels is None:
-        return call(hidden_states, *args, **kwargs)
-    outputs, shape = None, hidden_states.shape[:2]
-    for depth, level in enumerate(levels.all):
-        most = _thread.most or len(level.nodes)
-        for nodes, parents in zip(level.nodes.split(most), level.parents.split(most), strict=True):
-            for at in layers:
-                cache.layers[at].begin(depth, parents)
-            is_whole, nodes = len(nodes) == shape.numel(), nodes.to(hidden_states.device)  # a pass over roots
-            given = hidden_states if is_whole else hidden_states.flatten(0, 1)[nodes][:, None]
-            made = call(given, *args, **kwargs)
-            for at in layers:
-                cache.layers[at].end(depth)
-            outputs = made if is_whole else _placed(outputs, made, nodes, shape)
-    return outputs
-
-
-def _placed(whole: Any, part: Any, nodes: Tensor, shape: torch.Size) -> Any:
-    """Outputs of all nodes, `[rows, width, ...]`, with those of a level, `[n, 1, ...]`, in their places."""
-    if isinstance(part, tuple):
-        before = whole if whole is not None else [None] * len(part)
-        return tuple(_placed(held, each, nodes, shape) for held, each in zip(before, part, strict=True))
-    if not isinstance(part, Tensor):
-        return part
-    if whole is None:
-        whole = part.new_zeros(*shape, *part.shape[2:])
-    whole.flatten(0, 1).index_copy_(0, nodes, part.flatten(0, 1))
-    return whole
+        return forward(hidden_states, *args, **kwargs)
+    if len(levels.all) == 1 and len(hidden_states) <= (thread.most or len(hidden_states)):  # nothing but roots
+        for at in layers:
+            cache.layers[at].begin(0, levels.all[0].parents)
+        made = forward(hidden_states, *args, **kwargs)
+        for at in layers:
+            cache.layers[at].end(0)
+        return made
+    calls = LevelCalls(hidden_states, levels, known.get("last"))
+    made = calls.run(cache, layers, thread.most, lambda given: forward(given, *args, **kwargs))
+    known["last"] = calls.last
+    return made
 
 
 def mixers_of(model: PreTrainedModel) -> Mixers:
