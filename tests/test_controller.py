@@ -242,6 +242,18 @@ def test_long_matches_that_are_always_wrong_lose_a_few_plain_steps_and_the_share
     assert START < machine.lost < START + OVERDRAFT + 2 * machine.longest + REFILL * machine.seconds
 
 
+def test_no_draft_is_larger_than_what_the_budget_pays_for_if_none_of_it_is_right() -> None:
+    machine = Machine(node_cost=0.5)
+    machine.controller.cost.assume(machine.node_cost)
+    machine.step([], 0)
+    plan = machine.controller.plan([10_000], 100)
+    assert plan.drafts and plan.max_nodes * machine.node_cost == START + OVERDRAFT
+    for _ in range(10):
+        machine.step([0.99] * 10, 10)
+    risk = machine.controller.plan([10_000], 100).max_nodes * machine.node_cost
+    assert START + OVERDRAFT < risk <= CAP + OVERDRAFT
+
+
 def test_a_step_that_was_held_up_is_not_paid_in_full() -> None:
     budget = DraftingBudget()
     budget.record(1, drafted=True, tokens=1.0, forward=50.0, usual=1.2, proposing=0.0)

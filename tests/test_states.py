@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
 from lookahead.backend.support import step_logits
 from lookahead.drafting.tree import TokenTree
+from lookahead.generation.conversation import Conversation
 from lookahead.hf.state_layers import KEEPS_STATES
-from lookahead.hf.state_scope import mixers_of
+from lookahead.hf.state_scope import mixers_of, most_nodes
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.architectures import STATES
 from tests.support.families import FAMILIES, build, cases
+from tests.test_chat import answers
 from tests.test_families import FIXED, ONE, RAGGED, generate, texts_of
 
 pytestmark = pytest.mark.skipif(not KEEPS_STATES, reason="states are not in caches of this transformers")
@@ -174,3 +177,46 @@ def test_a_text_is_gone_on_with_from_a_cache_with_states(name: str) -> None:
     asked = {"input_ids": torch.tensor([expected[1]]), "attention_mask": torch.ones(1, len(expected[1])).long()}
     gone_on = generate(model, {**asked, "past_key_values": got.past_key_values}, do_sample=False)
     assert torch.equal(gone_on, generate(model, asked, do_sample=False))
+
+
+def test_the_linear_layers_of_a_recurrent_layer_run_once_a_pass_however_deep_the_trees_are() -> None:
+    model = build(FAMILIES["Qwen3_5"])
+    mixer: Any = model.get_submodule(next(iter(mixers_of(model).layers)))
+    linears, calls = [each for each in mixer.children() if isinstance(each, torch.nn.Linear)], list[torch.nn.Module]()
+    handles = [each.register_forward_hook(lambda module, *_: calls.append(module)) for each in linears]
+    backend = backend_for(model, rows=1, capacity=16)
+    tree = TokenTree.from_parents([5, 9, 31, 77, 2], [0, 0, 1, 2, 3])
+    with backend.serving():
+        backend.read([np.array([5, 9, 31], np.int32)])
+        backend.commit(0, ROOT)
+        backend.score([tree])  # which shows the layer that makes the output
+        calls.clear()
+        backend.score([tree])
+    for handle in handles:
+        handle.remove()
+    assert len(linears) > 3 and sorted(map(id, calls)) == sorted(map(id, linears))
+
+
+def test_the_states_of_a_pass_bound_its_nodes_unless_the_options_do() -> None:
+    large = {**FAMILIES["Mamba2"].options, "state_size": 16384}
+    model = build(replace(FAMILIES["Mamba2"], options=large))
+    most, offered = most_nodes(model, 1), list[int]()
+    assert most_nodes(model, 2) == most // 2 and 2 <= most < 16
+
+    def offer(row: int, text: list[int], max_nodes: int) -> Any:
+        offered.append(max_nodes)
+
+    for config in (None, LookaheadConfig(max_nodes=24)):
+        with drafting_by(offer):
+            generate(model, ONE, do_sample=False, custom_generate=lookahead.decode, lookahead_config=config)
+    assert {*offered} == {most, 24}
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Mamba"])
+def test_every_answer_of_a_chat_is_that_of_the_whole_history(name: str, chat_tokenizer: Any) -> None:
+    model, questions = build(FAMILIES[name]), ["abab", "what?", "and xyz"]
+    conversation = Conversation(model, chat_tokenizer, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = ["".join(conversation.ask(question)) for question in questions]
+        assert got == answers(model, chat_tokenizer, *questions)

@@ -28,7 +28,9 @@ from lookahead.hf.facts import (
     input_device,
     inputs_of,
     is_sequential,
+    may_keep_states,
     other_layers,
+    processes_of,
     rope_parameters_of,
     vocabulary_size,
 )
@@ -83,6 +85,8 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     config: Any = model.config.get_text_config(decoder=True)
     has_encoder = model.config.is_encoder_decoder
     others = other_layers(config)
+    if processes_of(model) > 1 and may_keep_states(model):
+        return Support("none", "its layers keep states, and it is spread over several processes")
     if is_sequential(model) and not mixers_of(model):
         return Support("none", "its state is sequential, so a rejected draft could not be undone")
     if others and not mixers_of(model):

@@ -101,11 +101,8 @@ class TorchBackend:
             self._is_served = True
             self._spans.clear()
             try:
-                with (
-                    outside_passes(),
-                    nullcontext() if self._states is None else self._states.serving(),
-                    self._patched(),
-                ):
+                by_depth = nullcontext() if self._states is None else self._states.serving()
+                with outside_passes(), by_depth, self._patched():
                     yield
             finally:
                 self._is_served = False
@@ -220,6 +217,8 @@ class TorchBackend:
         tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
         if self._states is None:
             return self._forward(tree_pass, policy)
+        if scored is not None:
+            raise UnsupportedModelError("the states of nodes that an earlier pass scored are not kept")
         self.cache.begin_trees(trees, self._device)
         with self._states.running(self._nodes_of_call(policy)):
             return self._forward(tree_pass, policy)

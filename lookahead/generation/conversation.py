@@ -15,7 +15,7 @@ from lookahead.generation.prompts import Message, PromptReader, has_chat_templat
 from lookahead.generation.validation import check_pair
 from lookahead.hf.cache import CACHE, tokens_in
 from lookahead.hf.facts import context_limit
-from lookahead.hf.state_layers import has_states
+from lookahead.hf.state_layers import counts_tokens, has_states
 
 
 class Conversation:
@@ -82,7 +82,8 @@ class Conversation:
             raise PromptError(f"the message makes {len(ids)} tokens, and there is room for {self._reader.room}")
         self.dropped = len(messages) - len(fitting)
         self._continue_from(ids)
-        options = {**self._options, CACHE: self._cache}
+        # One of states alone does not tell whose text it holds, so that every question is read with all before it.
+        options = {**self._options, **({CACHE: self._cache} if counts_tokens(self._cache) else {})}
         self.stream = stream(self._model, self._tokenizer, ids, **options)
         return self._answer(self.stream, fitting, ids)
 

@@ -313,6 +313,8 @@ class TreeCache(Cache):
         self.slots.lengths[row] += len(path) - live
         if self.states:
             self._commit_states(row, path)
+            if not self._written():
+                return
         if self._bound_at != (self.slots.allocations, len(dispatch.verdicts)):
             self._compact = dispatch.compactor_for(self.buffers())
             self._bound_at = self.slots.allocations, len(dispatch.verdicts)

@@ -14,8 +14,7 @@ from lookahead.hf.model_state import pass_local
 from lookahead.hf.state_layers import Levels
 
 thread = pass_local()
-"""`cache` is that of the pass over trees that the thread runs, else None or absent; a call gets `most` nodes, or all of a
-depth."""
+"""`cache` is that of the pass over trees that the thread runs, or None; a call gets `most` nodes, or all of a depth."""
 _calls = pass_local()
 
 

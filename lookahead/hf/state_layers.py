@@ -155,9 +155,12 @@ def takes_states(cache: Any) -> bool:
     """Whether a cache of transformers counts the tokens of its states, by attention, and lets others be set."""
     if not isinstance(cache, DynamicCache):
         return False
-    layers: list[Any] = cache.layers
-    records = any(getattr(layer, "record_past", False) for layer in layers)
-    return not records and any(isinstance(layer, cache_utils.CacheLayerMixin) for layer in layers)
+    return counts_tokens(cache) and not any(getattr(layer, "record_past", False) for layer in cache.layers)
+
+
+def counts_tokens(cache: Any) -> bool:
+    """Whether a cache of transformers tells how many tokens it holds: not if it has states alone."""
+    return not cache.layers or any(isinstance(layer, cache_utils.CacheLayerMixin) for layer in cache.layers)
 
 
 def cache_layers(config: Any) -> list[Any]:

@@ -292,6 +292,11 @@ STATES: Rows = {
         {**MLA_EXPERTS, "layer_types": LINEAR, "linear_head_dim": 8, "linear_num_heads": 4},
     ),
     "Lfm2": ("short convolutions and attention", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "Lfm2Moe": (
+        "short convolutions and attention, MoE",
+        {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    "Lfm3": ("short convolutions and attention", {"layer_types": ["conv", "full_attention"]}),
     "Mamba": ("Mamba", {}),
     "Mamba2": ("Mamba 2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}),
     "NemotronH": (
@@ -301,6 +306,7 @@ STATES: Rows = {
     ),
     "OlmoHybrid": ("gated delta net and attention", {"layer_types": LINEAR}),
     "Qwen3_5": ("gated delta net and attention", {**DELTA, "head_dim": 16}),
+    "Qwen3_5Moe": ("gated delta net and attention, MoE", {**DELTA, **EXPERTS, "head_dim": 16}),
     "Qwen3Next": ("gated delta net and attention, MoE", {**DELTA, **EXPERTS, **HEAD_8}),
     "Zamba2": (
         "Mamba 2 and shared attention",
