@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
-from lookahead.backend.support import step_logits
+from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.protocol import BitPolicy
+from lookahead.backend.support import own_pass, step_logits
 from lookahead.drafting.tree import TokenTree
 from lookahead.generation.conversation import Conversation
 from lookahead.hf.state_layers import KEEPS_STATES
@@ -143,6 +147,22 @@ def test_in_half_precision_the_bits_are_those_of_single_tokens(name: str) -> Non
             assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("name", ["Qwen3_5", "Mamba2"])
+def test_in_half_precision_the_bits_do_not_depend_on_how_many_nodes_share_a_parent(name: str) -> None:
+    model = build(FAMILIES[name]).to(torch.bfloat16)
+    prompt, past = np.array([5, 9, 31, 77], np.int32), DynamicCache(config=model.config)
+    tree = TokenTree.from_parents(np.arange(3, 3 + MAX_ROWS, dtype=np.int32), [0] * MAX_ROWS)
+    backend = backend_for(model, rows=1, capacity=64)
+    with backend.serving():
+        backend.read([prompt])
+        backend.commit(0, ROOT)
+        scores = backend.score([tree], BitPolicy.SOLO)[0]
+        own_pass(model, prompt, past, 0)
+        own_pass(model, tree.tokens[:1], past, 4)
+        for node in range(1, MAX_ROWS):
+            assert torch.equal(own_pass(model, tree.tokens[node : node + 1], deepcopy(past), 5), scores[node])
+
+
 def test_a_pass_in_half_precision_says_that_it_is_exact(tiny_tokenizer: Any) -> None:
     model = build(FAMILIES["Qwen3_5"]).to(torch.bfloat16)
     options: Any = {"config": LookaheadConfig(draft="fixed"), "max_new_tokens": 8, "do_sample": False}
@@ -220,3 +240,7 @@ def test_every_answer_of_a_chat_is_that_of_the_whole_history(name: str, chat_tok
         warnings.simplefilter("ignore")
         got = ["".join(conversation.ask(question)) for question in questions]
         assert got == answers(model, chat_tokenizer, *questions)
+        conversation.messages[1]["content"] = "never said"  # which the states hold otherwise, and cannot take back
+        edited = [*conversation.messages, {"role": "user", "content": "so?"}]
+        expected = lookahead.generate(model, chat_tokenizer, edited, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert ["".join(conversation.ask("so?"))] == expected.texts
