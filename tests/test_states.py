@@ -43,7 +43,7 @@ ROOT = np.zeros(1, np.int32)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
 @pytest.mark.parametrize("offer", OFFERS)
-@pytest.mark.parametrize("family", FAMILIES_OF_STATES, ids=list(STATES))
+@pytest.mark.parametrize("family", cases(FAMILIES_OF_STATES, by_feature=True))
 def test_no_draft_changes_a_token(family: Any, offer: str, inputs: dict[str, Any], do_sample: bool) -> None:
     model = build(family)
     expected = generate(model, inputs, do_sample=do_sample, max_new_tokens=24)
