@@ -87,6 +87,30 @@ def test_the_logits_of_every_node_are_those_of_reading_its_path_token_by_token(f
                 backend.commit(row, np.array(taken, np.int32))
 
 
+def test_a_batch_is_decoded_plainly_where_padding_changes_states() -> None:
+    model = build(FAMILIES["Qwen3_5"])
+    mixer: Any = model.get_submodule(next(iter(mixers_of(model).layers)))
+    with torch.no_grad():  # the padding of these layers is then no zero to the recurrence
+        mixer.conv1d.bias = torch.nn.Parameter(torch.ones(mixer.conv1d.weight.shape[0]))
+    options: Any = {"do_sample": False, "max_new_tokens": 16}
+    expected = generate(model, RAGGED, **options)
+    with pytest.warns(UserWarning, match="padding of a batch.*decoded plainly"):
+        assert torch.equal(generate(model, RAGGED, **options, custom_generate=lookahead.decode), expected)
+    assert torch.equal(
+        generate(model, ONE, **options, custom_generate=lookahead.decode, lookahead_config=FIXED),
+        generate(model, ONE, **options),
+    )
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Bamba"])
+def test_a_single_prompt_behind_padding_gives_the_tokens_of_generate(name: str) -> None:
+    model, padded = build(FAMILIES[name]), {key: each[:1] for key, each in RAGGED.items()}
+    expected = generate(model, padded, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decoded plainly")
+        assert torch.equal(generate(model, padded, do_sample=False, custom_generate=lookahead.decode), expected)
+
+
 def test_a_tree_whose_root_was_read_with_the_prompt_is_refused() -> None:
     backend = backend_for(build(FAMILIES["Mamba"]), rows=1, capacity=16)
     with backend.serving():

@@ -38,6 +38,7 @@ from lookahead.hf.model_code import attention_code, changed_attention, changed_c
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
+from lookahead.hf.state_layers import has_states, states_in
 from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 from lookahead.utils.shipped import is_shipped
@@ -47,6 +48,7 @@ _TOLERANCE_FP32 = 1e-3
 # Ninths of the vocabulary: the first tokens are often special, and the outliers of their activations magnify rounding.
 # In half precision rounding may change the routing to experts, so one correct probe of three is enough.
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
+_PADDING = 3  # tokens before a text that is compared with the text alone
 _PROMPT, _DEEPEST, _WIDE = 24, 5, 40  # tokens and nodes of what is decoded where a user's code runs
 
 TREE = (0, 0, 1, 2, 0)
@@ -269,6 +271,30 @@ def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[
     for at, token in enumerate(tokens):
         logits = own_pass(model, np.array([token], np.int32), past, len(prompt) + at)
     return logits
+
+
+def heeds_padding(model: PreTrainedModel) -> bool:
+    """Whether a model with states reads a prompt behind padding as it reads it alone; the first call probes it."""
+    return state_of(model).probed("padding", model, partial(_heeds_padding, model), truth)
+
+
+@torch.inference_mode()
+def _heeds_padding(model: Any) -> bool:
+    vocabulary, device, config = decoder_vocabulary(model), input_device(model), model.config.get_text_config()
+    text = np.array([token * vocabulary // 9 for token in PROBES[0]], np.int32)
+    mask = torch.tensor([[0] * _PADDING + [1] * len(text)], device=device)
+    padded, alone = (DynamicCache(config=config) for _ in range(2))
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(0)}
+    given = {name: each for name, each in given.items() if name in inputs_of(model)}
+    ids = torch.tensor([[0] * _PADDING + text.tolist()], device=device)
+    logits = model(input_ids=ids, **given, **{cache_input(model): padded}, use_cache=True).logits[0, -1]
+    own = own_pass(model, text, alone, 0)
+    for at, layer in enumerate(padded.layers):
+        if has_states(layer):
+            kept = states_in(alone.layers[at])
+            if not all(agree(model, states, kept[key]) for key, states in states_in(layer).items()):
+                return False
+    return agree(model, logits, own)
 
 
 @torch.inference_mode()

@@ -242,6 +242,8 @@ def _verified(
     elif found.shape != "none" and may_keep_states(model) and mixers_of(model):
         if keeps_cache and (len(lengths) > 1 or not takes_states(cache_in(call.model_kwargs))):
             found = support.Support("none", "its states are given back for one prompt, beside attention")
+        elif is_padded and not support.heeds_padding(model):
+            found = support.Support("none", "its layers keep states, which the padding of a batch changes")
         elif validation.reads_otherwise(call.generation_config):
             found = support.Support("none", "its layers keep states, and texts are to be read in parts or anew")
     elif call.generation_config.use_cache is False and (users := version_of(model).users):
