@@ -132,6 +132,16 @@ def test_an_end_token_inside_an_accepted_draft_ends_the_output_there(name: str) 
     assert torch.equal(got, expected) and expected.shape[1] < answer.shape[1]
 
 
+def test_drafts_end_where_the_context_is_full(tiny_tokenizer: Any) -> None:
+    model, ids = build(FAMILIES["Qwen3_5"]), ONE["input_ids"]
+    model.config.max_position_embeddings = ids.shape[1] + 9
+    answer = generate(model, ONE, do_sample=False, max_new_tokens=24)
+    with drafting_by(perfect(answer.tolist())):
+        result = lookahead.generate(model, tiny_tokenizer, ids[0], config=FIXED, max_new_tokens=24, do_sample=False)
+    assert result.token_ids[0] == answer[0, ids.shape[1] :][:10].tolist()  # the last is read by none
+    assert result.stats.target_forwards == 1  # behind the prompt
+
+
 @pytest.mark.filterwarnings("ignore:the tokenizer '' may be that of another model")
 @pytest.mark.parametrize("name", ["FalconH1", "Lfm2"])
 def test_rows_that_join_and_leave_keep_their_own_states(name: str, tiny_tokenizer: Any) -> None:
