@@ -206,6 +206,7 @@ def test_a_pass_in_half_precision_says_that_it_is_exact(tiny_tokenizer: Any) -> 
     options: Any = {"config": LookaheadConfig(draft="fixed"), "max_new_tokens": 8, "do_sample": False}
     result = lookahead.generate(model, tiny_tokenizer, ONE["input_ids"][0], **options)
     assert result.stats.exactness == "bitwise"
+    assert ("states by depth", True) in [(each.path, each.serves) for each in lookahead.backend_report(model).paths]
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5", "FalconH1"])

@@ -106,6 +106,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """Read prompts into the cache. The last token of each is the first root, and is not committed yet.
 
+        Where layers keep states, these are those behind the root: it is committed before trees are scored.
+
         Args:
             prompts: int32 `[tokens]`, those of the active rows from `first` on, each longer than what the cache holds
                 of its row.

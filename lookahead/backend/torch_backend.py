@@ -253,7 +253,9 @@ class TorchBackend:
         if not self._takes_masks:
             return [PathReport("trees of drafts", False, "the model verifies chains")]
         is_registered = self._scope is not None
-        return [PathReport("tree attention", is_registered, "" if is_registered else "the model takes prepared masks")]
+        attention = "" if is_registered else "the model takes prepared masks"
+        by_depth = PathReport("states by depth", True, "recurrent layers run once for every depth of a tree")
+        return [PathReport("tree attention", is_registered, attention), *([by_depth] if self.cache.states else [])]
 
     def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
         """One pass of the model; returns the logits of all columns, or of those to keep."""
