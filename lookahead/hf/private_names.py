@@ -73,9 +73,16 @@ TORCH: dict[str, PrivateName] = {
 
 OTHERS: dict[str, PrivateName] = {
     "_hf_hook": PrivateName("", "accelerate 1.10", "an offloaded model is taken to be on the meta device, and refused"),
+    "_impl": PrivateName("numba.core.caching.Cache", "Numba 0.61", "AttributeError when the package is imported"),
     "_is_owned": PrivateName("", "Python 3", "AttributeError at the first call"),
+    "_save_data": PrivateName(
+        "numba.core.caching.IndexDataCacheFile", "Numba 0.61", "AttributeError at the first call"
+    ),
+    "_save_index": PrivateName(
+        "numba.core.caching.IndexDataCacheFile", "Numba 0.61", "AttributeError at the first call"
+    ),
 }
-"""Those of accelerate and of Python."""
+"""Those of accelerate, Numba and Python."""
 
 
 @cache

@@ -51,19 +51,24 @@ def _stamp() -> tuple[str, bytes]:
 class _CacheFile(_NumbasFile):  # type: ignore[misc]
     """The index of the compiled code of a function, and the files with that code."""
 
+    def __init__(self, folder: str, stem: str, stamp: object) -> None:
+        super().__init__(folder, stem, stamp)
+        self.folder, self.stem = Path(folder), stem
+
     def save(self, key: Any, data: Any) -> None:
         """Keep code. Where it cannot be written, every process compiles it."""
-        name = self._data_name_pattern.format(number=uuid.uuid4().int)
+        name = f"{self.stem}.{uuid.uuid4().hex}.nbc"
         try:
-            with locked(Path(self._cache_path, "index")):
+            with locked(self.folder / "index"):
                 kept = self._load_index()
                 self._save_data(name, data)
                 kept[key] = name
                 self._save_index(kept)
-                for left in self._files() - {*kept.values()}:  # of other sources, or replaced
-                    Path(self._data_path(left)).unlink(missing_ok=True)
+                for file in self.folder.glob(f"{glob.escape(self.stem)}.*.nbc"):
+                    if file.name not in kept.values():  # of other sources, or replaced
+                        file.unlink(missing_ok=True)
         except OSError as error:
-            _log.info("the compiled code of %s is not kept: %s", self._index_name, error)
+            _log.info("the compiled code of %s is not kept: %s", self.stem, error)
 
     def load(self, key: Any) -> Any:
         """The code that was kept; None if there is none, or it cannot be read."""
@@ -78,18 +83,14 @@ class _CacheFile(_NumbasFile):  # type: ignore[misc]
         except _UNREADABLE:
             return {}
 
-    def _files(self) -> set[str]:
-        pattern = glob.escape(self._data_path(self._data_name_pattern.partition("{")[0])) + "*.nbc"
-        return {Path(each).name for each in glob.glob(pattern)}
-
 
 class _Cache(_NumbasCache):  # type: ignore[misc]
     """What Numba keeps of a function, in files of our own names."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        stamp = self._impl.locator.get_source_stamp(), _stamp()
-        self._cache_file = _CacheFile(self._cache_path, self._impl.filename_base, stamp)
+        own = self._impl
+        self._cache_file = _CacheFile(self.cache_path, own.filename_base, (own.locator.get_source_stamp(), _stamp()))
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
