@@ -78,6 +78,27 @@ def test_code_is_compiled_again_once_a_file_with_parts_of_it_changed(tmp_path: P
     assert [*hits, run(tmp_path, NOWHERE)[1]] == [0, 1, 0]
 
 
+def test_the_first_compilation_of_this_package_is_told_once(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "lookahead", tmp_path / "lookahead", ignore=shutil.ignore_patterns("__pycache__"))
+    script = """
+import numba, sys
+from lookahead.utils import jit
+jit._SILENT_S = 0.0
+numba.njit(lambda x: x)(1)
+print("another package", file=sys.stderr)
+import numpy as np
+from lookahead.ngram.acceptance import children_along
+for dtype in (np.int32, np.int64):
+    children_along(np.zeros(2, np.int32), np.zeros(2, np.int32), np.zeros(2, dtype))
+"""
+    told = []
+    for _ in range(2):  # the second process finds the code
+        command = [sys.executable, "-c", script]
+        told.append(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr)
+    line = "compiling what drafts and attends, once after an install: about 20 s"
+    assert [each.splitlines() for each in told] == [["another package", line], ["another package"]]
+
+
 def index_in(folder: Path, stamp: object = 1) -> _CacheFile:
     folder.mkdir(exist_ok=True)
     return _CacheFile(str(folder), "function-1", stamp)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import os
 import re
 import sys
@@ -44,7 +43,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line 
 
 _LEAST_GAIN = 1.1  # of bf16, below which the type that "auto" takes stays
 _SILENT_S = 1.0  # preparation that takes less is not reported
-_COMPILING = "compiling what drafts and attends, once after an install: about 20 s"
 
 
 @functools.lru_cache(maxsize=8)
@@ -113,23 +111,23 @@ def usage_errors(*, truncates: bool = False) -> Iterator[None]:
 
 @functools.cache
 def watch_compilation() -> Any:
-    """Print one line where Numba still compiles a second after it began to."""
+    """Print one line where Numba still compiles a second after it began to, and show what in a line that moves."""
     from numba.core import event
+
+    from lookahead.utils.jit import compilation
 
     class Notice(event.Listener):
         """Is told whenever a function begins and ends to be compiled."""
 
-        began, is_said, depth = math.inf, False, 0
+        depth = 0
         status: Status | None = None  # the line that moves meanwhile, and what it says else
         text = ""
 
         def on_start(self, event: Any) -> None:
-            self._tell()
             self.depth += 1
             self._show(f"compiling {event.data['dispatcher'].py_func.__name__.strip('_')}, once after an install")
 
         def on_end(self, event: Any) -> None:
-            self._tell()
             self.depth -= 1
             if not self.depth:
                 self._show(self.text)
@@ -138,13 +136,7 @@ def watch_compilation() -> Any:
             if self.status is not None:
                 self.status.update(text)
 
-        def _tell(self) -> None:
-            now = time.perf_counter()
-            self.began = min(self.began, now)
-            if not self.is_said and now - self.began > _SILENT_S:
-                self.is_said = True
-                say("note", _COMPILING)
-
+    compilation.tell = functools.partial(say, "note")
     notice = Notice()
     event.register("numba:compile", notice)
     return notice

@@ -13,6 +13,7 @@ import glob
 import logging
 import pickle
 import re
+import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -36,6 +37,7 @@ _UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeE
 _NumbasCache: Any = caching.FunctionCache
 _NumbasFile: Any = caching.IndexDataCacheFile
 _log = logging.getLogger(__name__)
+_SILENT_S = 1.0  # compilation that takes less is not told
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
 
 
@@ -150,20 +152,28 @@ def _temporary_cache() -> str | None:
         return None
 
 
-class _FirstCompilation(event.Listener):
-    """Says in the log, once in a process, that functions of this package are compiled, which takes a while."""
+class _Compilation(event.Listener):
+    """Says once in a process that functions of this package are compiled, where that takes more than a second."""
 
-    is_said = False
+    tell: Callable[[str], object] = staticmethod(_log.warning)  # which Python shows on stderr; commands have their own
+    _is_told, _depth, _began, _spent_s = False, 0, 0.0, 0.0
 
     def on_start(self, event: Any) -> None:
-        function = event.data["dispatcher"].py_func
-        if not self.is_said and function.__module__.startswith("lookahead."):
-            self.is_said = True
-            _log.info("compiling what drafts and attends, once after an install: about 20 s")
+        if self._depth or event.data["dispatcher"].py_func.__module__.startswith("lookahead."):
+            self._began = self._began if self._depth else time.perf_counter()
+            self._depth += 1
 
     def on_end(self, event: Any) -> None:
-        pass
+        if not self._depth:
+            return
+        self._depth -= 1
+        now = time.perf_counter()
+        if not self._is_told and self._spent_s + now - self._began > _SILENT_S:
+            self._is_told = True
+            self.tell("compiling what drafts and attends, once after an install: about 20 s")
+        if not self._depth:
+            self._spent_s += now - self._began
 
 
-_first = _FirstCompilation()
-event.register("numba:compile", _first)
+compilation = _Compilation()
+event.register("numba:compile", compilation)
