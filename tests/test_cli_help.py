@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 import subprocess
@@ -96,14 +95,24 @@ def test_dir_shows_the_public_names_and_none_but_those_of_every_module():
 
 @pytest.mark.parametrize(("silent_s", "lines"), [(0.0, 1), (1e9, 0)])
 def test_compiling_is_told_in_one_line_once_it_takes_a_while(monkeypatch, capsys, silent_s, lines):
-    monkeypatch.setattr(terminal, "_SILENT_S", silent_s)
+    _forget_compilations(monkeypatch, silent_s)
     event.unregister("numba:compile", terminal.watch_compilation())  # of commands before in this process
     terminal.watch_compilation.cache_clear()
-    notice = terminal.watch_compilation()
-    numba.njit(lambda x: abs(min(x, 1)))(1)
-    numba.njit(lambda x: abs(min(x, 2)))(1)
+    terminal.watch_compilation()
+    for factor in (1, 2):
+        numba.njit(_of_the_package(factor))(1)
     assert capsys.readouterr().err.count("\n") == lines
-    assert notice.began < math.inf
+
+
+def _forget_compilations(monkeypatch, silent_s=0.0):
+    monkeypatch.setattr(jit, "_SILENT_S", silent_s)
+    monkeypatch.setattr(jit.compilation, "tell", jit.compilation.tell)
+    for name, value in (("_is_told", False), ("_spent_s", 0.0)):
+        monkeypatch.setattr(jit.compilation, name, value)
+
+
+def _of_the_package(factor):
+    return eval(f"lambda x: x * {factor}", {"__name__": "lookahead.example"})
 
 
 def test_the_line_that_moves_names_what_is_compiled_and_goes_on_with_its_own_text(monkeypatch):
@@ -124,13 +133,12 @@ def test_the_line_that_moves_names_what_is_compiled_and_goes_on_with_its_own_tex
 
 
 def test_python_says_in_the_log_once_that_functions_of_the_package_are_compiled(caplog, monkeypatch):
-    monkeypatch.setattr(jit._first, "is_said", False)
-    caplog.set_level("INFO", "lookahead.utils.jit")
+    _forget_compilations(monkeypatch)
+    monkeypatch.setattr(jit.compilation, "tell", jit._Compilation.tell)  # commands before have their own
     numba.njit(lambda x: x + 4)(1)
     assert not caplog.messages
     for factor in (5, 6):
-        function = eval(f"lambda x: x * {factor}", {"__name__": "lookahead.example"})
-        numba.njit(function)(1)
+        numba.njit(_of_the_package(factor))(1)
     assert len(caplog.messages) == 1 and "once after an install" in caplog.text
 
 
