@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lookahead.hf.quantized import QuantizedLinear
+from lookahead.hf.quantized import InferenceQuantizer, QuantizedLinear
 from lookahead.kernels import gguf_blocks, gguf_product
 from lookahead.kernels.packed_product import PackedWeight
 
@@ -112,7 +111,7 @@ class BlockConfig(QuantizationConfigMixin):
 
 
 @register_quantizer("lookahead_gguf")
-class _BlockQuantizer(HfQuantizer):
+class _BlockQuantizer(InferenceQuantizer):
     """Puts layers for blocks in the places of linear layers and embeddings, before weights are loaded."""
 
     quantization_config: BlockConfig
@@ -128,11 +127,3 @@ class _BlockQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         return model.requires_grad_(False)
-
-    def is_serializable(self, **kwargs: Any) -> bool:
-        """The GGUF file is that already."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return False

@@ -110,9 +110,22 @@ OWN_BLOCKS = "gguf"
 """The name, beside those, for weights as a GGUF file has them."""
 
 
+class InferenceQuantizer(HfQuantizer):
+    """What transformers asks of models that are not saved or trained: save the one that a model was made from."""
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        """Quantizing a model again takes little longer than reading it."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Rounded weights have no gradient."""
+        return False
+
+
 @register_quantizer("lookahead_int8")
 @register_quantizer("lookahead_int4")
-class _Quantizer(HfQuantizer):
+class _Quantizer(InferenceQuantizer):
     """Quantizes the linear layers of a model that was loaded with one of these, the output layer included."""
 
     quantization_config: _Config
@@ -124,14 +137,6 @@ class _Quantizer(HfQuantizer):
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False  # the embedding is not quantized
         return model.requires_grad_(False)
-
-    def is_serializable(self, **kwargs: Any) -> bool:
-        """Save the model that was quantized instead: quantizing it again takes little longer than reading it."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
 
 
 def resolve_quantize(name: str | None, device: torch.device) -> _Config | None:
