@@ -12,8 +12,8 @@ import torch
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers
+from lookahead.backend.probes import own_logits
 from lookahead.backend.protocol import BitPolicy
-from lookahead.backend.support import own_logits
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.quantized import quantize_linears
 from tests.support.small_layers import (

@@ -17,8 +17,8 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.probes import own_pass, step_logits
 from lookahead.backend.protocol import BitPolicy
-from lookahead.backend.support import own_pass, step_logits
 from lookahead.drafting.tree import TokenTree
 from lookahead.generation.conversation import Conversation
 from lookahead.hf.state_layers import KEEPS_STATES, states_in

@@ -15,16 +15,8 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.linears import keeps_bits
 from lookahead.backend.cpu.product_bits import has_other_products
+from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_logits, own_pass
 from lookahead.backend.protocol import BitPolicy, Shape
-from lookahead.backend.support import (
-    CHAIN,
-    PROBES,
-    TOLERANCE,
-    TREE,
-    agree,
-    own_logits,
-    own_pass,
-)
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.hf.facts import attention_name, calls_registered_attention, decoder_vocabulary, empty_cache, input_device

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
-from lookahead.backend.chain_backend import ChainBackend
-from lookahead.backend.choice import backend_for
-from lookahead.backend.protocol import BitPolicy, Shape
-from lookahead.backend.torch_backend import TorchBackend
+from lookahead.backend.probes import PROBES, decodes_alike, own_logits, scores_like_the_model
+from lookahead.backend.protocol import Shape
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
-from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, named, with_place
 from lookahead.hf.calls import changed_loop
 from lookahead.hf.facts import (
-    cache_input,
     calls_registered_attention,
     decoder_vocabulary,
-    input_device,
-    inputs_of,
     is_sequential,
     may_keep_states,
     other_layers,
@@ -35,24 +26,11 @@ from lookahead.hf.facts import (
     vocabulary_size,
 )
 from lookahead.hf.model_code import attention_code, changed_attention, changed_caches, odd_window, pre_hooks_of
-from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
-from lookahead.hf.state_layers import has_states, states_in
 from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 from lookahead.utils.shipped import is_shipped
-
-TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits
-_TOLERANCE_FP32 = 1e-3
-# Ninths of the vocabulary: the first tokens are often special, and the outliers of their activations magnify rounding.
-# In half precision rounding may change the routing to experts, so one correct probe of three is enough.
-PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
-_PADDING = 3  # tokens before a text that is compared with the text alone
-_PROMPT, _DEEPEST, _WIDE = 24, 5, 40  # tokens and nodes of what is decoded where a user's code runs
-
-TREE = (0, 0, 1, 2, 0)
-CHAIN = (0, 0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +98,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         verdict = Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
     if verdict.shape != "none" and not has_encoder and state.newest is not None and state.newest.users:
         name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
-        if not state.probed(name, model, partial(_decodes_alike, model, verdict)):
+        if not state.probed(name, model, partial(decodes_alike, model, verdict.shape, verdict.by_node)):
             return Support("none", "code that is not of transformers treats several tokens otherwise than one")
     return verdict
 
@@ -209,7 +187,7 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
     needs_all = is_tree and model.config.is_encoder_decoder and model.dtype == torch.float32
     for tokens in probes:
         try:
-            agrees = _scores_like_the_model(model, shape, tokens)
+            agrees = scores_like_the_model(model, shape, tokens)
         except Exception as error:  # a model that takes no prepared mask may raise anything
             if is_out_of_memory(error):
                 raise ProbeError("there was too little memory to probe it") from error
@@ -228,173 +206,3 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
         raise ProbeError(f"it cannot run ({named(error)})") from error
     failure = "its attention takes no prepared masks" if is_tree else "it does not continue from a truncated cache"
     return f"{failure} ({named(raised)})"
-
-
-@torch.inference_mode()
-def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) -> Tensor:
-    """The model's logits, in one pass of its own, whose encoder reads `read`; no text sees what pads it behind its end.
-
-    `[texts, tokens of the longest, vocab]`.
-    """
-    longest, device = max(map(len, texts)), input_device(model)
-    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs = {"input_ids": torch.tensor([read] * len(texts), device=device), "decoder_input_ids": ids}
-    logits: Tensor = model(**inputs).logits
-    return logits
-
-
-def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mapping[str, Any] | None = None) -> Tensor:
-    """The logits, `[vocab]`, after the last of some tokens, by the model's own pass, as `generate` makes it.
-
-    Args:
-        model: The model.
-        tokens: int32 `[tokens]`.
-        past: A cache of transformers, of `begin` tokens.
-        begin: The position of the first token.
-        inputs: What a decoder takes of its encoder.
-    """
-    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(input_device(model))
-    given = {**(inputs or {}), ("decoder_input_ids" if inputs else "input_ids"): ids, cache_input(model): past}
-    if not inputs and "position_ids" in inputs_of(model):
-        given["position_ids"] = torch.arange(begin, begin + len(tokens), device=ids.device)[None]
-    logits: Tensor = model(use_cache=True, **given).logits
-    return logits[0, -1]
-
-
-@torch.inference_mode()
-def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """The logits, `[vocab]`, after tokens that the model reads one by one, as `generate` does, behind a prompt."""
-    past: Any = DynamicCache(config=model.config.get_text_config())
-    logits = own_pass(model, np.array(prompt, np.int32), past, 0)
-    for at, token in enumerate(tokens):
-        logits = own_pass(model, np.array([token], np.int32), past, len(prompt) + at)
-    return logits
-
-
-def heeds_padding(model: PreTrainedModel) -> bool:
-    """Whether a model with states reads a prompt behind padding as it reads it alone; the first call probes it."""
-    return state_of(model).probed("padding", model, partial(_heeds_padding, model), truth)
-
-
-@torch.inference_mode()
-def _heeds_padding(model: Any) -> bool:
-    vocabulary, device, config = decoder_vocabulary(model), input_device(model), model.config.get_text_config()
-    text = np.array([token * vocabulary // 9 for token in PROBES[0]], np.int32)
-    mask = torch.tensor([[0] * _PADDING + [1] * len(text)], device=device)
-    padded, alone = (DynamicCache(config=config) for _ in range(2))
-    given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(0)}
-    given = {name: each for name, each in given.items() if name in inputs_of(model)}
-    ids = torch.tensor([[0] * _PADDING + text.tolist()], device=device)
-    logits = model(input_ids=ids, **given, **{cache_input(model): padded}, use_cache=True).logits[0, -1]
-    own = own_pass(model, text, alone, 0)
-    for at, layer in enumerate(padded.layers):
-        if has_states(layer):
-            kept = states_in(alone.layers[at])
-            if not all(agree(model, states, kept[key]) for key, states in states_in(layer).items()):
-                return False
-    return agree(model, logits, own)
-
-
-@torch.inference_mode()
-def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequence[int]) -> bool:
-    """Whether two drafted passes, with a commit between them, give the logits of the model's own passes."""
-    drafted, pad = list(tokens[2:]), getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-    if model.config.is_encoder_decoder and shape == "trees" and pad is not None:
-        drafted[0] = pad  # behind padding some decoders count positions anew, which chains are split for
-    tree = TokenTree.from_parents([tokens[2], *drafted], TREE if shape == "trees" else CHAIN)
-    path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
-    paths: list[list[int]] = []  # tokens from the root to every node
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        paths.append([*(paths[parent] if paths else []), token])
-    is_batch = shape == "trees" and (not model.config.is_encoder_decoder or calls_registered_attention(model))
-    texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if is_batch else 1]
-    rows = len(texts)
-    backend: TorchBackend
-    # Weights packed for the rows of a batch are of no use to later passes over one row.
-    if not model.config.is_encoder_decoder:
-        backend = backend_for(model, rows=rows, capacity=16, shape=shape, packs=False)
-    else:
-        encoded = encode(model, [np.array(tokens, np.int32)] * rows)
-        if shape == "trees":
-            make_inputs = partial(EncoderInputs, encoded=encoded)
-            backend = backend_for(model, rows=rows, capacity=256, packs=False, make_inputs=make_inputs)
-        else:
-            backend = ChainBackend(model, encoded, rows, packs=False)
-    with backend.serving():
-        backend.read([np.array(text, np.int32) for text in texts])
-        for row in range(rows):
-            backend.commit(row, path[:1])  # the end of the prompt
-        first = backend.score([tree] * rows)
-        for row in range(rows):
-            backend.commit(row, path)
-        second = backend.score([TokenTree.root(tokens[0])] * rows)
-        backend.commit(0, path[:1])
-        if rows > 1:
-            backend.retire(1)
-        third = backend.score([TokenTree.root(tokens[3])])  # as the model itself would take it, in half precision
-    checks = [
-        (text, tail, logits)
-        for row, text in enumerate(texts)
-        for tail, logits in (
-            (paths[-1], first[row, -1]),
-            (paths[-2], first[row, -2]),
-            ([*tree.tokens[path].tolist(), tokens[0]], second[row, 0]),
-        )
-    ]
-    checks.append((texts[0], [*tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
-    if backend.cache.states:  # a pass over a whole text may compute otherwise than tokens that are read one by one
-        return all(agree(model, logits, step_logits(model, text, tail)) for text, tail, logits in checks)
-    own = own_logits(model, [text + tail for text, tail, _ in checks], tokens)
-    ends = (len(text + tail) - 1 for text, tail, _ in checks)
-    return all(agree(model, check[2], own[row, end]) for row, (check, end) in enumerate(zip(checks, ends, strict=True)))
-
-
-def _decodes_alike(model: PreTrainedModel, verdict: Support) -> bool:
-    """Compare every node of a wide pass with decoding it token by token, where a user's code may tell them apart.
-
-    In half precision on a CPU bits are compared: what a small edit changes is less than rounding.
-    """
-    is_half = model.dtype in TOLERANCE and input_device(model).type == "cpu"
-    policy = BitPolicy.SOLO if is_half else BitPolicy.ROUNDED
-    shape: Shape = "trees" if verdict.shape == "trees" or (verdict.by_node and is_half) else "chains"
-    if is_half and shape == "chains":  # whose bits are others
-        return False
-    try:
-        return _compare_nodes(model, shape, policy)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        state_of(model).note_problem(f"{type(model).__name__} verifies no {shape}", with_place(error))
-        return False
-
-
-@torch.inference_mode()
-def _compare_nodes(model: PreTrainedModel, shape: Shape, policy: BitPolicy) -> bool:
-    vocabulary = decoder_vocabulary(model)
-    prompt = (np.arange(_PROMPT, dtype=np.int32) * 7 + 1) % vocabulary
-    chain = np.arange(-1, _DEEPEST).clip(0)
-    parents = [*chain, *(np.arange(_DEEPEST + 1, _WIDE) % (_DEEPEST + 1))] if shape == "trees" else [*chain]
-    tree = TokenTree.from_parents((np.arange(len(parents)) + prompt[-1]) % vocabulary, parents)
-    backend = backend_for(model, rows=1, capacity=128, shape=shape, packs=False)
-    with backend.serving():
-        backend.read([prompt])
-        backend.commit(0, np.zeros(1, np.int32))
-        scores = backend.score([tree], policy)[0]
-    past: Any = DynamicCache(config=model.config.get_text_config())
-    own_pass(model, prompt, past, 0)
-    for parent in range(_DEEPEST + 1):  # the chain, and behind each of its nodes the branches
-        branches = [node for node in range(parent + 2, len(parents)) if parents[node] == parent]
-        for node in (parent, *branches):
-            held = past if node == parent else deepcopy(past)
-            own = own_pass(model, tree.tokens[node : node + 1], held, _PROMPT + int(tree.depths[node]))
-            if not (torch.equal(own, scores[node]) if policy is BitPolicy.SOLO else agree(model, scores[node], own)):
-                return False
-    return True
-
-
-def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
-    """Whether logits, `[vocab]`, are those expected but for rounding."""
-    tolerance = max(TOLERANCE.get(dtype, _TOLERANCE_FP32) for dtype in (model.dtype, logits.dtype))
-    return bool((logits - expected).norm() <= tolerance * expected.norm())

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from lookahead.backend import self_check, support
+from lookahead.backend import probes, self_check, support
 from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import BackendReport, PathReport, Shape
 from lookahead.config import LookaheadConfig
@@ -242,7 +242,7 @@ def _verified(
     elif found.shape != "none" and may_keep_states(model) and mixers_of(model):
         if keeps_cache and (len(lengths) > 1 or not takes_states(cache_in(call.model_kwargs))):
             found = support.Support("none", "its states are given back for one prompt, beside attention")
-        elif is_padded and not support.heeds_padding(model):
+        elif is_padded and not probes.heeds_padding(model):
             found = support.Support("none", "its layers keep states, which the padding of a batch changes")
         elif validation.reads_otherwise(call.generation_config):
             found = support.Support("none", "its layers keep states, and texts are to be read in parts or anew")
