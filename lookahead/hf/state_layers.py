@@ -78,6 +78,15 @@ class StateLayer(_Layer):  # type: ignore[misc]
         """Continue from states `[rows, ...]`; without any from an empty text."""
         load_states(self, states)
 
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Hold new states themselves, which the base class copies into memory of a fixed address."""
+        held = self.recurrent_states.get(state_idx)
+        if held is None or (held.shape, held.dtype) != (recurrent_states.shape, recurrent_states.dtype):
+            made: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+            return made
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
     def taken(self) -> States:
         """The states as the newest call of the layer left them."""
         return states_in(self)
