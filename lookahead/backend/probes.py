@@ -18,7 +18,14 @@ from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
-from lookahead.hf.facts import cache_input, calls_registered_attention, decoder_vocabulary, input_device, inputs_of
+from lookahead.hf.facts import (
+    cache_input,
+    calls_registered_attention,
+    decoder_vocabulary,
+    input_device,
+    inputs_of,
+    picks_keys,
+)
 from lookahead.hf.model_inputs import EncoderInputs, encode
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_layers import has_states, states_in
@@ -29,6 +36,7 @@ _TOLERANCE_FP32 = 1e-3
 # Ninths of the vocabulary: the first tokens are often special, and the outliers of their activations magnify rounding.
 # In half precision rounding may change the routing to experts, so one correct probe of three is enough.
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
+_PICKED = 4  # keys that the indexers of a probed model pick: fewer than its texts have tokens
 _PADDING = 3  # tokens before a text that is compared with the text alone
 _PROMPT, _DEEPEST, _WIDE = 24, 5, 40  # tokens and nodes of what is decoded where a user's code runs
 
@@ -69,6 +77,15 @@ def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mappin
     return logits[0, -1]
 
 
+def picking_few(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A copy, with the model's weights, whose indexers pick few keys, as in a long text; None if none says how many."""
+    copied = deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+    indexers = [each for each in copied.modules() if "index_topk" in vars(each)]
+    for indexer in indexers:
+        vars(indexer)["index_topk"] = _PICKED
+    return copied if indexers else None
+
+
 @torch.inference_mode()
 def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """The logits, `[vocab]`, after tokens that the model reads one by one, as `generate` does, behind a prompt."""
@@ -80,14 +97,19 @@ def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[
 
 
 def heeds_padding(model: PreTrainedModel) -> bool:
-    """Whether a model with states reads a prompt behind padding as it reads it alone; the first call probes it."""
+    """Whether a model reads a prompt behind padding as it reads it alone; the first call probes it."""
     return state_of(model).probed("padding", model, partial(_heeds_padding, model), truth)
 
 
+def _heeds_padding(model: PreTrainedModel) -> bool:
+    probed = (picks_keys(model) and picking_few(model)) or model
+    return all(_reads_behind_padding(probed, probe) for probe in (PROBES[0], PROBES[0][:2]))
+
+
 @torch.inference_mode()
-def _heeds_padding(model: Any) -> bool:
+def _reads_behind_padding(model: Any, probe: Sequence[int]) -> bool:
     vocabulary, device, config = decoder_vocabulary(model), input_device(model), model.config.get_text_config()
-    text = np.array([token * vocabulary // 9 for token in PROBES[0]], np.int32)
+    text = np.array([token * vocabulary // 9 for token in probe], np.int32)
     mask = torch.tensor([[0] * _PADDING + [1] * len(text)], device=device)
     padded, alone = (DynamicCache(config=config) for _ in range(2))
     given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(0)}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.backend.probes import PROBES, decodes_alike, own_logits, scores_like_the_model
+from lookahead.backend.probes import PROBES, decodes_alike, own_logits, picking_few, scores_like_the_model
 from lookahead.backend.protocol import Shape
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import is_out_of_memory, named, with_place
@@ -21,6 +21,7 @@ from lookahead.hf.facts import (
     is_sequential,
     may_keep_states,
     other_layers,
+    picks_keys,
     processes_of,
     rope_parameters_of,
     vocabulary_size,
@@ -136,7 +137,10 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
     decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
     if odd := odd_window(model, decoder.modules()):
         return Support("none", odd)
-    return replace(_probed_shape(model, config), ropes=_growing_ropes(model, config))
+    probed = picking_few(model) if picks_keys(model) else model
+    if probed is None:
+        return Support("none", "its attention sees keys that an indexer picks, and how many is not known")
+    return replace(_probed_shape(probed, config), ropes=_growing_ropes(model, config))
 
 
 def _growing_ropes(model: PreTrainedModel, config: Any) -> tuple[tuple[str, int], ...]:

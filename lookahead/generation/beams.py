@@ -36,7 +36,7 @@ from lookahead.generation.hf_outputs import append_states, copy_prefix_from
 from lookahead.hf.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.hf.cache import CACHE, TreeCache, cache_in, is_callers, tokens_in
 from lookahead.hf.calls import ResolvedCall, own_beam_search, read_prompt
-from lookahead.hf.facts import attention_name, empty_cache, processes_of, vocabulary_size
+from lookahead.hf.facts import attention_name, empty_cache, picks_keys, processes_of, vocabulary_size
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
@@ -183,8 +183,10 @@ class BeamLoop(PlainLoop):
             return _with_cache(output, past.own()) if self._returns_cache and isinstance(past, _SharedInput) else output
         validation.validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
         support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
-        if support.shape != "trees" or processes_of(model) > 1 or mixers_of(model):
-            apart = "it is spread over several processes" if processes_of(model) > 1 else "its layers keep states"
+        apart = "it is spread over several processes" if processes_of(model) > 1 else ""
+        apart = apart or ("its layers keep states" if mixers_of(model) else "")
+        apart = apart or ("an indexer picks the keys it sees" if picks_keys(model) else "")
+        if support.shape != "trees" or apart:
             reason = support.reason or apart
             reason = f"the beams of {type(model).__name__} are no token tree: {reason}"
             if self._is_refused:

@@ -33,6 +33,7 @@ from lookahead.hf.facts import (
     empty_cache,
     input_device,
     may_keep_states,
+    picks_keys,
     validate_model,
     vocabulary_size,
 )
@@ -246,6 +247,11 @@ def _verified(
             found = support.Support("none", "its layers keep states, which the padding of a batch changes")
         elif validation.reads_otherwise(call.generation_config):
             found = support.Support("none", "its layers keep states, and texts are to be read in parts or anew")
+    elif found.shape != "none" and picks_keys(model):
+        if keeps_cache or tokens_in(cache_in(call.model_kwargs)):
+            found = support.Support("none", "its indexer keeps keys of its own, which are not in the caches of callers")
+        elif is_padded and not probes.heeds_padding(model):
+            found = support.Support("none", "its indexer picks keys, which the padding of a batch changes")
     elif call.generation_config.use_cache is False and (users := version_of(model).users):
         found = support.Support(
             "none", f"its {users[0]} is not of transformers and may compute otherwise without a cache"

@@ -19,7 +19,8 @@ from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.hf.cache import CACHE
 
 Attention = Callable[..., tuple[Tensor, Any]]
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_INDEXED = "indexed_attention"  # whose queries see the keys that an indexer picks, by a mask that the model makes
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", _INDEXED})
 SILU = SiLUActivation, nn.SiLU
 """The classes of the activation `x * sigmoid(x)`."""
 
@@ -36,8 +37,13 @@ def is_sdpa(attention: Attention) -> bool:
 
 
 def calls_registered_attention(model: Any) -> bool:
-    """Whether the layers of a model call the attention function that their configuration names."""
-    return bool(model._can_set_attn_implementation())
+    """Whether layers of a model call the attention function that their configuration names, and show it all keys."""
+    return bool(model._can_set_attn_implementation()) and not picks_keys(model)
+
+
+def picks_keys(model: Any) -> bool:
+    """Whether an indexer of some layer picks the keys that a query sees, as in DeepSeek sparse attention."""
+    return _INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def uncompiled(model: Any) -> Any:

@@ -210,9 +210,10 @@ def odd_window(model: Any, modules: Iterable[nn.Module]) -> str:
         at = each.__dict__.get("layer_idx")
         if "sliding_window" not in each.__dict__ or not isinstance(at, int):
             continue
-        expected = common if kinds is None or kinds[at] == "sliding_attention" else None
-        if each.__dict__["sliding_window"] != expected:
-            return f"layer {at} has a sliding_window of {each.__dict__['sliding_window']} instead of {expected}"
+        expected = common if kinds is None or "sliding" in kinds[at] else None
+        window = each.__dict__["sliding_window"] if each.__dict__.get("is_sliding", True) else None
+        if window != expected:
+            return f"layer {at} has a sliding_window of {window} instead of {expected}"
     return ""
 
 

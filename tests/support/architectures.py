@@ -64,6 +64,8 @@ MIXED_EXPERTS: Options = {**EXPERTS, **MIXED_WINDOW, **HEAD_8}
 LORA: Options = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 MLA: Options = {**LORA, "num_key_value_heads": 4}
 MLA_EXPERTS: Options = {**MLA, **EXPERTS}
+# With few heads many keys score 0, and which of equal scores are picked depends on the slots, in transformers too.
+PICKING: Options = {**MLA_EXPERTS, "index_topk": 6, "index_head_dim": 8, "index_n_heads": 64}
 GEMMA4: Options = {**HEAD_8, **WINDOW, "global_head_dim": 16, "vocab_size_per_layer_input": 101}
 GEMMA_SHARED: Options = {
     "num_hidden_layers": 4,
@@ -106,6 +108,8 @@ TREES: Rows = {
         "RoPE in chunks, NoPE every fourth layer, GQA, QK norm, MoE",
         {**LLAMA4, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
     ),
+    "AXK1": ("MLA, MoE", MLA_EXPERTS),
+    "AXK2": ("MLA, keys picked by an indexer, MoE", PICKING),
     "Afmoe": ("RoPE in windows, NoPE, GQA, QK norm, gated, MoE", MIXED_EXPERTS),
     "Apertus": ("llama3 RoPE, GQA, QK norm", {}),
     "Arcee": ("RoPE, GQA", {}),
@@ -127,15 +131,18 @@ TREES: Rows = {
     ),
     "DeepseekV2": ("MLA, MoE", MLA_EXPERTS),
     "DeepseekV3": ("MLA, MoE", MLA_EXPERTS),
+    "DeepseekV32": ("MLA, keys picked by an indexer, MoE", PICKING),
     "DiffLlama": ("RoPE, GQA, differential attention", {}),
     "Dots1": ("RoPE, GQA, QK norm, windows in every other layer, MoE", {**MIXED_EXPERTS, "n_shared_experts": 1}),
     "Ernie4_5": ("RoPE, GQA", HEAD_8),
     "Ernie4_5_Moe": ("RoPE, GQA, MoE", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
     "Exaone4": ("RoPE in windows, NoPE, GQA, QK norm", MIXED_WINDOW),
+    "ExaoneMoe": ("RoPE in windows, NoPE, GQA, QK norm, MoE", MIXED_EXPERTS),
     "Falcon": ("RoPE, MQA, parallel residual", {"alibi": False}),
     "Falcon-MHA": ("RoPE, MHA, biases", {"multi_query": False, "parallel_attn": False, "bias": True}),
     "Falcon-new": ("RoPE, GQA, parallel residual", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "FlexOlmo": ("RoPE, GQA, QK norm, MoE", EXPERTS),
+    "Flint": ("RoPE, GQA, QK norm, sinks, windows in every other layer, MoE", MIXED_EXPERTS),
     "Gemma": ("RoPE, GQA", {"head_dim": 16}),
     "Gemma2": ("RoPE, GQA, softcap, windows in every other layer", {**MIXED_WINDOW, **SOFTCAP, "head_dim": 16}),
     "Gemma3": ("RoPE of two kinds, GQA, QK norm, windows in every other layer", {**MIXED_WINDOW, "head_dim": 16}),
@@ -172,6 +179,7 @@ TREES: Rows = {
     "Glm4": ("partial RoPE, GQA, norms around attention", HEAD_8),
     "Glm4Moe": ("partial RoPE, GQA, MoE", {**EXPERTS, **HEAD_8}),
     "Glm4MoeLite": ("MLA, MoE", MLA_EXPERTS),
+    "GlmMoeDsa": ("MLA, keys picked by an indexer, MoE", PICKING),
     "GPT2": ("learned positions, MHA", {}),
     "GPT2-upcast": (
         "learned positions, MHA, scaled by layer",
@@ -193,6 +201,8 @@ TREES: Rows = {
     ),
     "GraniteMoe": ("RoPE, GQA, MoE", EXPERTS),
     "GraniteMoeShared": ("RoPE, GQA, MoE", {**EXPERTS, "shared_intermediate_size": 32}),
+    "GraniteMoeSWA": ("RoPE, GQA, sinks, windows in every other layer, MoE", MIXED_EXPERTS),
+    "GraniteSWA": ("RoPE, GQA, sinks, windows in every other layer", MIXED_WINDOW),
     "Helium": ("RoPE, GQA", HEAD_8),
     "HrmText": (
         "RoPE, MHA, gated, layers run several times",
@@ -200,18 +210,25 @@ TREES: Rows = {
     ),
     "HunYuanDenseV1": ("RoPE, GQA, QK norm", HEAD_8),
     "HunYuanMoEV1": ("RoPE, GQA, QK norm, MoE", {**EXPERTS, **HEAD_8, "moe_topk": 2}),
+    "HyperCLOVAX": ("RoPE, GQA", {}),
+    "HYV3": ("RoPE, GQA, QK norm, MoE", {**EXPERTS, **HEAD_8}),
+    "HYV4": ("MLA, keys picked by an indexer, sinks, MoE", PICKING),
     "Jais2": ("RoPE, GQA, biases", {}),
     "JetMoe": ("RoPE, mixture of attention heads, MoE", {**EXPERTS, "kv_channels": 8}),
+    "Kolibri1": ("RoPE, GQA, QK norm, windows in every other layer, MoE", MIXED_EXPERTS),
+    "Laguna": ("partial RoPE, GQA, QK norm, gated, windows in every other layer, MoE", MIXED_EXPERTS),
     "LongcatFlash": (
         "MLA, two attentions a layer, MoE",
         {**MLA_EXPERTS, "head_dim": 4, "ffn_hidden_size": 64, "moe_topk": 2, "zero_expert_num": 2}
         | {"expert_ffn_hidden_size": 16},
     ),
+    "Mellum": ("RoPE, GQA, QK norm, windows in every other layer, MoE", MIXED_EXPERTS),
     "MiMoV2Flash": (
         "partial RoPE, GQA, sinks, windows in every other layer, MoE",
         {**MIXED_EXPERTS, "v_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
         | {"swa_head_dim": 8, "swa_v_head_dim": 8},
     ),
+    "MiniCPM3": ("MLA", MLA),
     "MiniMaxM2": ("RoPE, GQA, QK norm, MoE", {**EXPERTS, **HEAD_8}),
     "Ministral": ("RoPE, GQA, windows in every other layer", {**MIXED_WINDOW, **HEAD_8}),
     "Ministral3": (
@@ -256,6 +273,7 @@ TREES: Rows = {
     "Qwen3Moe": ("RoPE, GQA, QK norm, MoE", {**EXPERTS, **HEAD_8}),
     "SeedOss": ("RoPE, GQA, biases", HEAD_8),
     "SmolLM3": ("RoPE, NoPE every fourth layer, GQA", {"num_hidden_layers": 4}),
+    "SolarOpen": ("partial RoPE, GQA, MoE", {**EXPERTS, **HEAD_8}),
     "StableLm": ("partial RoPE, GQA, QK norm", {"use_qkv_bias": True, "qk_layernorm": True}),
     "StableLm-parallel": ("partial RoPE, GQA, parallel residual", {"use_parallel_residual": True}),
     "Starcoder2": ("RoPE, GQA, windows", WINDOW),
@@ -276,6 +294,10 @@ CHAINS: Rows = {
     "Mpt": ("ALiBi, MHA", {}),
 }
 STATES: Rows = {
+    "BailingHybrid": (
+        "delta attention and MLA, MoE",
+        {**MLA_EXPERTS, **HEAD_8, "layer_types": LINEAR},
+    ),
     "Bamba": ("Mamba 2 and attention", {**MAMBA2, "attn_layer_indices": [1]}),
     "FalconH1": ("Mamba 2 beside attention", {**MAMBA2, "mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_chunk_size": 16}),
     "FalconMamba": ("Mamba", {}),
@@ -308,14 +330,28 @@ STATES: Rows = {
     "Qwen3_5": ("gated delta net and attention", {**DELTA, "head_dim": 16}),
     "Qwen3_5Moe": ("gated delta net and attention, MoE", {**DELTA, **EXPERTS, "head_dim": 16}),
     "Qwen3Next": ("gated delta net and attention, MoE", {**DELTA, **EXPERTS, **HEAD_8}),
+    "Zamba": (
+        "Mamba and shared attention",
+        {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8}
+        | {"n_mamba_heads": 2},
+    ),
     "Zamba2": (
         "Mamba 2 and shared attention",
         {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8}
         | {"n_mamba_heads": 4, "mamba_headdim": 16, "use_mem_eff_path": False, "num_mem_blocks": 1, "adapter_rank": 4},
     ),
+    "Zaya": (
+        "short convolutions beside partial RoPE, GQA, windows in every other layer, MoE",
+        {**EXPERTS, **HEAD_8, **WINDOW, "num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"]}
+        | {"router_hidden_size": 16},
+    ),
 }
 PLAIN: Rows = {
-    "DeepseekV32": ("MLA, keys picked by an indexer, MoE", {**MLA_EXPERTS, "index_topk": 6, "index_head_dim": 8}),
+    "Inkling": (
+        "short convolutions beside attention by distance, GQA, windows, MoE",
+        {**EXPERTS, **HEAD_8, "layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": 9}
+        | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+    ),
     "MiniMax": ("lightning attention and attention, MoE", {"layer_types": LINEAR, "num_local_experts": 4}),
     "MiniMaxM3": (
         "RoPE, GQA, blocks of keys picked by an indexer, MoE",
