@@ -128,12 +128,24 @@ class TorchBackend:
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
         """As `Backend.read`."""
+        if (logits := self._inputs.read()) is not None:
+            return self._read_by_model(prompts, logits, on_prefill)
         if encoded is not None:
             self._inputs.join(encoded)
         if self.cache.states and len(prompts) > 1:
             return self._read_apart(prompts, first, on_prefill)
         with self._inputs.joining(), self.cache.slots.rows_from(first, len(prompts)):
             return self._read(prompts, on_prefill or (lambda *_: None))
+
+    def _read_by_model(self, prompts: Sequence[IntArray], logits: Tensor, report: OnPrefill | None) -> Tensor:
+        """What `read` returns for prompts that the model itself has read into the cache."""
+        self.is_read_whole, self.hidden, self.prompt_hidden = len(prompts) == 1, {}, []
+        for row in range(len(prompts)):
+            self.cache.hold_root(row)
+        if report is not None:
+            longest = max(map(len, prompts))
+            report(longest, longest)
+        return logits
 
     def _read_apart(self, prompts: Sequence[IntArray], first: int, report: OnPrefill | None) -> Tensor:
         """`read` one prompt after the other: the padding behind a shorter one would change its states."""
@@ -215,6 +227,8 @@ class TorchBackend:
         is_plain = is_plain and not np.ptp(slots.lengths[: len(trees)])
         slots.begin(width, scored, is_plain=is_plain)
         tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
+        if self._inputs.shifts is not None:
+            tree_pass.positions = tree_pass.positions + self._inputs.shifts[: len(trees)]
         if self._states is None:
             return self._forward(tree_pass, policy)
         if scored is not None:

@@ -122,7 +122,7 @@ class Engine:
         with self._learning:
             for row in rows:
                 row.slot = self._free_slots.pop()
-                text = np.concatenate((row.inputs, row.text))  # the n-grams of a summary are in what the encoder read
+                text = row.source  # the n-grams of a summary are in what the encoder read
                 for proposer in self._proposers:
                     proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
             self._rows_since_output_start += len(rows)
@@ -149,7 +149,7 @@ class Engine:
         now = time.perf_counter()
         for row in rows:
             row.prefilled = now
-            row.stats.prefill_s = row.stats.ttft_s = now - started
+            row.stats.prefill_s = row.stats.ttft_s = row.stats.prefill_s + now - started
         return outputs
 
     def step(self, *, is_refilled: bool = False) -> list[StepOutput]:

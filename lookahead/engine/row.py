@@ -77,6 +77,7 @@ class Row:
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
         self.slot = self.emitted = 0  # its number among the rows of its engine, and tokens
         self.inputs: IntArray = np.zeros(0, np.int32)  # what an encoder has read for it
+        self.placeholders: NDArray[np.int64] = np.zeros(0, np.int64)  # tokens of its prompt that stand for other inputs
         self.encoded: Any = None  # an `Encoded` of that, until the row joins others
         self.prefilled = 0.0  # when its prompt was read, by `time.perf_counter`
         self.policy = BitPolicy.ROUNDED  # which bits its passes have
@@ -86,6 +87,14 @@ class Row:
     def text(self) -> IntArray:
         """Its ids without padding, int32 `[tokens]`."""
         return np.ascontiguousarray(self.ids[self.padding : self.length], np.int32)
+
+    @property
+    def source(self) -> IntArray:
+        """What drafts are made of: what an encoder has read, and its text without placeholders, int32 `[tokens]`."""
+        text = self.text
+        if len(self.placeholders):
+            text = text[~np.isin(text, self.placeholders)]
+        return np.concatenate((self.inputs, text))
 
     @property
     def tokens(self) -> int:

@@ -14,6 +14,7 @@ from lookahead.backend import self_check
 from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import Backend, BitPolicy, Shape
+from lookahead.backend.torch_backend import MakeInputs
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.controller import Controller
@@ -23,9 +24,10 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
+from lookahead.generation.prompt_reading import PromptInputs, PromptReading
 from lookahead.hf.encoded_rows import Encoded
 from lookahead.hf.facts import decoder_vocabulary, input_device, may_keep_states, processes_of
-from lookahead.hf.model_inputs import EncoderInputs
+from lookahead.hf.model_inputs import EncoderInputs, ModelInputs
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of, most_nodes
 from lookahead.hf.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
@@ -49,6 +51,7 @@ def assemble(
     shape: Shape = "trees",
     warp: Callable[[Tensor], Tensor] | None = None,
     encoded: Encoded | None = None,
+    reading: PromptReading | None = None,
     keep_cache: bool = False,
 ) -> Engine:
     """Build an engine: a backend with its cache, the proposers, and the controller with its learned state.
@@ -64,6 +67,7 @@ def assemble(
         shape: What is verified in one pass.
         warp: As in `Call`.
         encoded: What the encoder has read for the batch; None without one, and for rows that join with their own.
+        reading: Reads the prompts of the batch where they are more than tokens.
         keep_cache: As for `Engine`.
     """
     config = _bounded(config, model, len(batch) or slots)
@@ -81,13 +85,23 @@ def assemble(
         warp=warp,
         inputs=None if encoded is None else encoded.tokens,
     )
-    proposers, controller = _drafting(config, call, runs_to_limit=not (stopping.custom or stopping.eos_tokens))
     has_encoder, packs = model.config.is_encoder_decoder, config.pack == "auto"
+    proposers, controller = _drafting(
+        config,
+        call,
+        runs_to_limit=not (stopping.custom or stopping.eos_tokens),
+        shows_hidden=not has_encoder and reading is None,
+    )
     # `generate` attends to padding under a mask.
     is_separate = isolates or (rows == 1 and not batch[0].padding)
     policy = BitPolicy.ROUNDED
     if is_separate and shape == "trees" and config.exactness == "auto" and self_check.keeps_solo_bits(model):
         policy = BitPolicy.SOLO
+    make_inputs: MakeInputs = ModelInputs
+    if has_encoder:
+        make_inputs = partial(EncoderInputs, encoded=encoded)
+    elif reading is not None:
+        make_inputs = partial(PromptInputs, reading=reading)
     backend: Backend
     if has_encoder and shape == "chains":
         assert encoded is not None
@@ -105,7 +119,7 @@ def assemble(
             packs=packs,
             # The comparison of bits was made with all kernels.
             has_kernels=policy is BitPolicy.SOLO or has_encoder or self_check.kernels_agree(model, shape, packs=packs),
-            **({"make_inputs": partial(EncoderInputs, encoded=encoded)} if has_encoder else {}),
+            make_inputs=make_inputs,
         )
     given = (backend, proposers, controller, config, call, batch)
     return Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
@@ -120,7 +134,7 @@ def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> Look
 
 
 def _drafting(
-    config: LookaheadConfig, call: Call, *, runs_to_limit: bool
+    config: LookaheadConfig, call: Call, *, runs_to_limit: bool, shows_hidden: bool
 ) -> tuple[Sequence[Proposer], Controller | None]:
     """The proposers of a call and their controller, with the learned state of the model."""
     model, has_encoder, learned = call.model, call.model.config.is_encoder_decoder, state_of(call.model).learned
@@ -137,7 +151,7 @@ def _drafting(
         cost, budget = learned.costs[config.passes], learned.budgets[config.passes]
         cost.assume(node_cost(model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
-    if has_encoder and reads_hidden:
+    if reads_hidden and not shows_hidden:
         raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
     tp_group = tensor_parallel_group(model) if processes_of(model) > 1 else None
     if tp_group is not None:

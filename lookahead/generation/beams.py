@@ -68,7 +68,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
             model(input_ids=prompt.expand(beams, -1), **{CACHE: past}, use_cache=True)
             backend = CpuBackend(model, rows=1, capacity=64)
             copy_prefix_from(past, backend.cache, np.zeros(1, np.int64))
-            backend.cache.slots.lengths[0] -= 1
+            backend.cache.hold_root(0)
             tree = BeamTree(int(prompt[0, -1]), prompt.new_zeros(0), beams)
             with backend.serving():
                 for step in range(2):
@@ -246,7 +246,7 @@ class BeamLoop(PlainLoop):
         logits = read_prompt(model, input_ids, config, inputs)
         with torch.inference_mode():
             copy_prefix_from(past, cache, np.zeros(1, np.int64), drops=True)
-        cache.slots.lengths[0] -= 1  # the last token is the root of the tree
+        cache.hold_root(0)
         return logits[:1, -1]
 
     def _with_shared_input(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lookahead.generation import validation
 from lookahead.generation.assembly import assemble
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
 from lookahead.generation.hf_outputs import copy_prefix_from
+from lookahead.generation.prompt_reading import PromptReading, placeholders_of
 from lookahead.hf.cache import cache_in, tokens_in
 from lookahead.hf.calls import ResolvedCall, own_sample
 from lookahead.hf.encoded_rows import Encoded
@@ -60,6 +61,7 @@ class RequestPlan:
         lengths: int64 `[batch]`, tokens of the prompts without padding.
         stopping: Ends the rows.
         shape: What is verified in one pass; "none" for the loop of transformers.
+        reading: Reads the prompts where they are more than tokens; None for tokens alone.
         reason: Why that loop serves, to be told; empty where it is told by the shape alone.
         is_refused: Whether it is an error to ask for drafts all the same, by a configuration that names proposers.
     """
@@ -71,6 +73,7 @@ class RequestPlan:
     lengths: NDArray[np.int64]
     stopping: StoppingRule
     shape: Shape | Literal["none"] = "none"
+    reading: PromptReading | None = None
     reason: str = ""
     is_refused: bool = False
 
@@ -82,7 +85,7 @@ class RequestPlan:
     @property
     def can_join(self) -> bool:
         """Whether its prompt can be a row beside others. One that asks for a single token, and drafts nothing, can."""
-        if self.is_sampled or self.reason:
+        if self.is_sampled or self.reason or self.reading is not None:
             return False
         given = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
         is_single = self.shape == "none"
@@ -106,6 +109,10 @@ class RequestPlan:
             padding = longest - length
             rule = self.stopping.within(self.context, padding)
             rows.append(Row(i, ids, chooser, rule, padding=padding, place=i, device=device))
+        if self.reading is not None:
+            places = np.array(list(placeholders_of(call.model.config)), np.int64)
+            for row in rows:
+                row.placeholders, row.stats.prefill_s = places, self.reading.seconds
         return rows
 
     def encoded(self) -> Encoded | None:
@@ -157,9 +164,10 @@ class RequestPlan:
                 shape=self.shape,
                 warp=warp_of(call.logits_processor) if self.is_sampled else None,
                 encoded=encoded,
+                reading=self.reading,
                 keep_cache=self.keeps_cache or is_continued,
             )
-        if is_continued:
+        if is_continued and self.reading is None:
             longest = call.input_ids.shape[1]
             copy_prefix_from(cast(DynamicCache, past), engine.cache, longest - self.lengths)
         return engine
@@ -202,6 +210,7 @@ def plan_request(
     # is read in parts, it multiplies other numbers of rows together: the bits are not those of one token at a time.
     if isinstance(held, StaticCache) or validation.reads_otherwise(generation_config):
         config = replace(config, exactness="fast")
+    others = validation.other_inputs(model, options)
     lengths = validation.prompt_lengths(model, call.input_ids, options)
     plan = RequestPlan(
         call=call, config=config, tokenizer=tokenizer, context=context, lengths=lengths, stopping=stopping
@@ -218,6 +227,8 @@ def plan_request(
     shape, reason = _verified(call, config, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
     if reason and is_given and config.proposers:
         return replace(plan, reason=reason, is_refused=True)
+    if others and generation_config.use_cache is False:
+        reason = f"{', '.join(others)} are read anew for every token"
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
         # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
@@ -225,6 +236,14 @@ def plan_request(
         return replace(plan, reason=f"{reason}; it is decoded plainly")
     if not model.config.is_encoder_decoder and tokens_in(past) > 0:
         validation.validate_past(model, past, call.input_ids, generation_config, options.get("attention_mask"))
+    if others:
+        reading = PromptReading(call, lengths, keeps_cache=plan.keeps_cache)
+        if reason := reading.unsupported_reason(shape):
+            told = f"{type(model).__name__} cannot be decoded speculatively behind {', '.join(others)}: {reason}"
+            return replace(
+                plan, reason=f"{told}; it is decoded plainly", is_refused=is_given and bool(config.proposers)
+            )
+        return replace(plan, shape=shape, reading=reading)
     validation.validate_positions(options.get("position_ids"), lengths, longest)
     return replace(plan, shape=shape)
 

@@ -49,8 +49,8 @@ _PROMPTS = ("input_ids", "attention_mask", "inputs", "inputs_embeds", "messages"
 _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_config": "config"}
 _LEAST_SHARE = 0.8  # of the rows of an embedding that a tokenizer names; the rest is padding of the table
 
-# Inputs of the model that a decoder is served with, or has no use for as it has its own cache and positions.
-_SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
+SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
+"""Inputs of a model that passes have, or have no use for as they have a cache and positions of their own."""
 _SERVED_BEHIND_ENCODER = frozenset(
     {
         *("encoder_outputs", "attention_mask", "decoder_attention_mask", CACHE, "use_cache"),
@@ -65,6 +65,7 @@ _MODE_OPTIONS = (
     *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
 )
 
+_LOOPS = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
 _NO_BEAMS = ("num_beams", 1), ("num_beam_groups", 1)
 
 
@@ -214,13 +215,12 @@ def validate_call(
     model: PreTrainedModel,
     config: GenerationConfig,
     model_kwargs: Mapping[str, Any],
-    modes: Sequence[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+    modes: Sequence[GenerationMode] = _LOOPS,
 ) -> None:
     """Refuse by UnsupportedModelError what cannot be served of a call of `model.generate`, resolved by it."""
     validate_model(model)
     mode, past, has_encoder = config.get_generation_mode(), cache_in(model_kwargs), model.config.is_encoder_decoder
     cache = EncoderDecoderCache if has_encoder else DynamicCache
-    served = _SERVED_BEHIND_ENCODER if has_encoder else _SERVED
     if config.guidance_scale is not None and config.guidance_scale != 1:
         raise _left_out(
             f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token"
@@ -238,11 +238,9 @@ def validate_call(
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise _left_out(f"{name}=True is not served")
-    for name, value in model_kwargs.items():
-        # transformers passes an empty dictionary for no images
-        if name in served or value is None or (isinstance(value, dict) and all(v is None for v in value.values())):
-            continue
-        if name not in _TOKEN_TYPES or value.any() or _heeds(model, name):
+    for name in other_inputs(model, model_kwargs):
+        # Beams, and a decoder behind an encoder, take tokens alone.
+        if has_encoder or mode not in _LOOPS or name == "inputs_embeds":
             raise _left_out(f"the model input {name!r} is not served")
     if isinstance(past, EncoderDecoderCache):
         if past.get_seq_length() > 0:
@@ -251,6 +249,19 @@ def validate_call(
         kind = type(past.self_attention_cache)
         if is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
             raise _left_out(f"a {kind.__name__} is not given back")
+
+
+def other_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> list[str]:
+    """The names of inputs of a call, other than tokens and what every pass has, that may change its output."""
+    served = _SERVED_BEHIND_ENCODER if model.config.is_encoder_decoder else SERVED
+    names = []
+    for name, value in model_kwargs.items():
+        # transformers passes an empty dictionary for no images
+        if name in served or value is None or (isinstance(value, dict) and all(v is None for v in value.values())):
+            continue
+        if name not in _TOKEN_TYPES or value.any() or _heeds(model, name):
+            names.append(name)
+    return names
 
 
 def _left_out(what: str, hint: str = "") -> UnsupportedModelError:
@@ -347,8 +358,8 @@ def prompt_lengths(
 ) -> NDArray[np.int64]:
     """Number of tokens of each prompt without its left padding, int64 `[batch]`; each stands there for every beam.
 
-    Refuses what is not in the vocabulary, and what outgrows the model's table of positions: on a GPU the model would
-    end the process.
+    Refuses what is not in the vocabulary, unless other inputs may take its place, and what outgrows the model's table
+    of positions: on a GPU the model would end the process.
     """
     has_encoder, vocab_size = model.config.is_encoder_decoder, decoder_vocabulary(model)
     given = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
@@ -371,7 +382,7 @@ def prompt_lengths(
         raise _left_out(
             f"attention_mask of prompt {int(lengths.argmin())} is all zeros: a prompt needs at least one token"
         )
-    for row, ids in enumerate(input_ids.cpu().numpy()):
+    for row, ids in enumerate(() if other_inputs(model, model_kwargs) else input_ids.cpu().numpy()):
         check_token_ids(ids[longest - lengths[row] :], row, vocab_size)
     limit = side_positions(model, "decoder") if has_encoder else position_limit(model)
     most = longest if has_encoder else int(lengths.max())

@@ -226,6 +226,12 @@ class TreeCache(Cache):
                 buffer[row, length - each.shape[1] : length] = each.transpose(0, 1)
         self.slots.lengths[row] = length
 
+    def hold_root(self, row: int) -> None:
+        """Let the newest committed token of a row be the root of its first tree."""
+        self.slots.lengths[row] -= 1
+        if self.states:
+            self._ahead.add(row)
+
     def retire(self, row: int) -> int:
         """Remove an active row; the last active row takes its place. Returns the row that moved to `row`."""
         last = self.slots.active - 1

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.utils.generic import ModelOutput
 
 from lookahead.hf.cache import CACHE
 from lookahead.utils.shipped import is_shipped
@@ -119,6 +120,23 @@ def read_prompt(model: Any, input_ids: Tensor, config: GenerationConfig, inputs:
     """Read a prompt as the loop of transformers does; logits `[rows, n, vocab]`."""
     logits: Tensor = model._prefill(input_ids, config, inputs).logits
     return logits
+
+
+def inputs_of_step(call: ResolvedCall, past: Cache, tokens: Tensor) -> dict[str, Any]:
+    """The inputs of the model for the newest of some tokens behind a prompt, as the loop of transformers makes them.
+
+    Args:
+        call: The call.
+        past: The cache, which holds the prompt and the tokens before the newest.
+        tokens: int64 `[batch, 1 or more]`.
+    """
+    model: Any = call.model
+    inputs, outputs = {**call.model_kwargs, CACHE: past}, ModelOutput({CACHE: past})
+    for _ in range(tokens.shape[1]):
+        inputs = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=False)
+    ids = torch.cat([call.input_ids, tokens], -1)
+    prepared: dict[str, Any] = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **inputs)
+    return prepared
 
 
 def generate_output(model: PreTrainedModel, sequences: Tensor, past: Any, **others: Any) -> GenerateOutput:

@@ -195,6 +195,18 @@ def described(value: object) -> str:
     return f"{type(value).__name__} {name!r}; load it: model, tokenizer = lookahead.load({name!r})"
 
 
+def modules_of_text(model: nn.Module) -> list[nn.Module]:
+    """The modules that a pass over text may call: those of the decoder, of the head, and around them.
+
+    What reads images or sound stands beside the decoder.
+    """
+    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+        return list(model.modules())
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    within = {part for each in (decoder, head) if each is not None for part in each.modules()}
+    return [each for each in model.modules() if each in within or not within.isdisjoint(each.modules())]
+
+
 def windows_of(model: PreTrainedModel) -> list[int | None]:
     """Positions that each layer of the cache of `model.generate` keeps for a query; None for all."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers

@@ -39,6 +39,7 @@ class ModelInputs:
     prefix = ""  # of the names of inputs
     counts_nodes = False
     joins_alone = False  # whether rows join one at a time
+    shifts: Tensor | None = None  # int64 `[rows, 1]`, positions behind a prompt less its tokens; None for zeros
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache) -> None:
         names = inputs_of(model)
@@ -54,6 +55,10 @@ class ModelInputs:
     def joining(self) -> AbstractContextManager[None]:
         """A block whose passes are over the rows of new prompts alone."""
         return nullcontext()
+
+    def read(self) -> Tensor | None:
+        """Fill the cache with the prompts; the logits behind them `[rows, 1, vocab]`, or None if passes are to read."""
+        return None
 
     def retire(self, row: int, last: int) -> None:
         """Forget a row, whose place the last one takes."""

@@ -288,9 +288,9 @@ def _pack(weight: Tensor, bias: Tensor | None, policy: BitPolicy, others: Sequen
 
 
 def keeps_bits(model: nn.Module) -> bool:
-    """Whether rows of the linear layers in half precision can have the bits they have alone, without many products."""
+    """Whether rows of the layers of text in half precision can have the bits they have alone, without many products."""
     with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
-        return all(map(_keeps_bits_of_rows, product_bits.linear_layers(model)))
+        return all(map(_keeps_bits_of_rows, product_bits.linear_layers_of_text(model)))
     return False
 
 

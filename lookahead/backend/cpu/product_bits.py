@@ -20,6 +20,7 @@ from transformers import Conv1D
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.protocol import BitPolicy
 from lookahead.hf.block_layers import BlockEmbedding
+from lookahead.hf.facts import modules_of_text
 from lookahead.hf.model_code import arithmetic_flags, multiplies_as_shipped
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import packed_product
@@ -84,6 +85,12 @@ class Rows(NamedTuple):
 def linear_layers(model: nn.Module) -> list[nn.Linear | Conv1D]:
     """The linear layers of a model, none of a subclass."""
     return [each for each in model.modules() if type(each) is nn.Linear or type(each) is Conv1D]
+
+
+def linear_layers_of_text(model: nn.Module) -> list[nn.Linear | Conv1D]:
+    """Those of them that a pass over text calls."""
+    called = set(modules_of_text(model))
+    return [each for each in linear_layers(model) if each in called]
 
 
 def matrix_of(layer: nn.Linear | Conv1D) -> Tensor:
@@ -214,20 +221,20 @@ def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, T
 
 
 def has_other_products(model: nn.Module, apart: Iterable[nn.Module] = ()) -> bool:
-    """Whether a model multiplies by weights that are not those of linear layers, as for experts in one tensor.
+    """Whether passes over text multiply by weights that are not those of linear layers, as for experts in one tensor.
 
     The modules that stand `apart`, with all in them, do not count.
     """
     known = nn.Embedding, BlockEmbedding, QuantizedLinear
     ours = {*linear_layers(model), *(part for module in apart for part in module.modules())}
-    others = (each for each in model.modules() if each not in ours and not isinstance(each, known))
+    others = (each for each in modules_of_text(model) if each not in ours and not isinstance(each, known))
     return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))
 
 
 def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
     """Whether rows in half precision have the bits that they have in a pass over copies of them; but for the head."""
     head = model.get_output_embeddings()
-    kinds = {Kind.of(matrix_of(each), each.bias) for each in linear_layers(model) if each is not head}
+    kinds = {Kind.of(matrix_of(each), each.bias) for each in linear_layers_of_text(model) if each is not head}
     return not has_other_products(model) and all(_has_bits_of_copies(kind, rows, copies) for kind in kinds)
 
 

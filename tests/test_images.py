@@ -1,0 +1,217 @@
+"""Prompts with images or sound: the tokens of `model.generate`, drafted, with one pass of the encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.hf.cache import CACHE
+from tests.support.adversarial_proposers import Offer, Scripted, always_wrong, drafting_by, perfect, random_trees
+from tests.support.token_prompts import DRAFTING
+from tests.support.vision_models import PLACE, SEEING, Seeing, build, cases, prompts
+
+NEW = 20
+LENGTH: dict[str, Any] = {"max_new_tokens": NEW}
+DRAWN = [False, True]
+OURS: dict[str, Any] = {"custom_generate": lookahead.decode, "lookahead_config": DRAFTING}
+DECODED = [family for family in SEEING.values() if family.decoded != "plain"]
+
+
+@cache
+def built(name: str) -> PreTrainedModel:
+    return build(SEEING[name])
+
+
+@contextmanager
+def calls_of(module: torch.nn.Module) -> Iterator[list[None]]:
+    """A list that holds an element for every call of a module within the block."""
+    calls: list[None] = []
+    handle = module.register_forward_hook(lambda *_: calls.append(None))
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def generated(model: Any, **options: Any) -> Any:
+    torch.manual_seed(7)
+    return model.generate(**{**LENGTH, "do_sample": False, **options})
+
+
+def seen_by_drafts(answer: Tensor, inputs: dict[str, Tensor]) -> list[list[int]]:
+    """Whole texts as proposers know them: without padding, and without what stands for images in the prompt."""
+    width, texts = inputs["input_ids"].shape[1], []
+    for ids, mask in zip(answer.tolist(), inputs["attention_mask"].tolist(), strict=True):
+        prompt = [token for token, seen in zip(ids[:width], mask, strict=True) if seen and token != PLACE]
+        texts.append(prompt + ids[width:])
+    return texts
+
+
+def offer_of(kind: str, answer: Tensor, inputs: dict[str, Tensor]) -> Offer | None:
+    texts = seen_by_drafts(answer, inputs)
+    return {
+        "real": lambda: None,
+        "perfect": lambda: perfect(texts),
+        "wrong": lambda: always_wrong(texts, 101),
+        "random": lambda: random_trees(101),
+    }[kind]()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("drafts", ["real", "perfect", "wrong", "random"])
+@pytest.mark.parametrize("rows", [1, 2], ids=["one", "batch"])
+@pytest.mark.parametrize("do_sample", DRAWN, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", cases(DECODED))
+def test_a_prompt_of_more_than_text_gives_the_tokens_of_generate(
+    accepted: list[int], family: Seeing, do_sample: bool, rows: int, drafts: str
+) -> None:
+    model, inputs = built(family.name), prompts(family, rows)
+    expected = generated(model, **inputs, do_sample=do_sample)
+    offer = offer_of(drafts, expected, inputs)
+    with nullcontext() if offer is None else drafting_by(offer):
+        assert torch.equal(generated(model, **inputs, do_sample=do_sample, **OURS), expected)
+    assert len(accepted) == 1
+    assert drafts != "perfect" or accepted[0] >= rows * (NEW - 4)
+
+
+@pytest.mark.parametrize("family", cases(DECODED))
+def test_an_encoder_runs_once_and_a_pass_gives_several_tokens(family: Seeing) -> None:
+    model, inputs = built(family.name), prompts(family)
+    expected = generated(model, **inputs)
+    with drafting_by(perfect(seen_by_drafts(expected, inputs))), calls_of(model) as passes:
+        for begins in (True, False):  # the first call compares passes of ours with the model's own
+            passes.clear()
+            with calls_of(model.get_submodule(family.encoder)) as reads:
+                assert torch.equal(generated(model, **inputs, **OURS), expected)
+            assert len(reads) == 1
+            assert begins or 1 < len(passes) < NEW / 2
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen2.5VL"])
+def test_in_bfloat16_the_logits_behind_an_image_have_the_bits_of_generate(name: str) -> None:
+    family = SEEING[name]
+    model = build(family).to(torch.bfloat16)
+    inputs = {
+        key: each.to(torch.bfloat16) if each.is_floating_point() else each for key, each in prompts(family).items()
+    }
+    shown = {"return_dict_in_generate": True, "output_logits": True}
+    expected = generated(model, **inputs, **shown)
+    with drafting_by(random_trees(101)):
+        got = generated(model, **inputs, **shown, **OURS)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert all(torch.equal(ours.float(), theirs) for ours, theirs in zip(got.logits, expected.logits, strict=True))
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5VL", "Gemma3", "Qwen3.5"])
+def test_a_cache_that_holds_an_image_is_given_back_and_continued_from(accepted: list[int], name: str) -> None:
+    family, turns = SEEING[name], []
+    model, inputs = built(name), prompts(family)
+    marks = {key: each for key, each in inputs.items() if key == family.types}
+    for options in ({}, OURS):
+        first = generated(model, **inputs, **options, return_dict_in_generate=True)
+        text = torch.cat([first.sequences, torch.tensor([[12, 5, 9]])], -1)
+        types = {key: torch.nn.functional.pad(each, (0, text.shape[1] - each.shape[1])) for key, each in marks.items()}
+        held = {CACHE: first[CACHE], "attention_mask": torch.ones_like(text)}
+        second = generated(model, input_ids=text, **types, **held, **options)
+        turns.append((first.sequences, first[CACHE].get_seq_length(), second))
+    assert torch.equal(turns[1][0], turns[0][0])
+    assert turns[1][1] == turns[0][1]
+    assert torch.equal(turns[1][2], turns[0][2])
+    assert accepted
+
+
+def test_places_are_not_drafted_from_and_the_text_around_them_is() -> None:
+    family, started = SEEING["Llava"], []
+
+    class Listener(Scripted):
+        def start(self, row: int, prompt: Any) -> None:
+            started.append(prompt.tolist())
+            super().start(row, prompt)
+
+    inputs = prompts(family)
+    config = LookaheadConfig(draft="fixed", proposers=(lambda call: Listener(lambda *_: None),))
+    generated(built("Llava"), **inputs, custom_generate=lookahead.decode, lookahead_config=config)
+    assert started == [[token for token in inputs["input_ids"][0].tolist() if token != PLACE]]
+
+
+def test_a_prompt_may_be_nothing_but_an_image(accepted: list[int]) -> None:
+    model, inputs = built("Llava"), prompts(SEEING["Llava"])
+    inputs |= {"input_ids": torch.full((1, 4), PLACE), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    assert torch.equal(generated(model, **inputs, **OURS), generated(model, **inputs))
+    assert len(accepted) == 1
+
+
+def test_several_outputs_of_an_image_are_those_of_generate(accepted: list[int]) -> None:
+    model, inputs = built("Qwen2.5VL"), prompts(SEEING["Qwen2.5VL"])
+    options = {**inputs, "do_sample": True, "num_return_sequences": 3}
+    assert torch.equal(generated(model, **options, **OURS), generated(model, **options))
+    assert len(accepted) == 1
+
+
+def test_rows_behind_images_that_end_leave_the_others_their_positions(accepted: list[int]) -> None:
+    model, inputs = built("Qwen2.5VL"), prompts(SEEING["Qwen2.5VL"], rows=2)
+    answer = generated(model, **inputs)[:, inputs["input_ids"].shape[1] :]
+    end = next(token for token in answer[0].tolist() if token not in answer[1].tolist())
+    options = {**inputs, "eos_token_id": end, "max_new_tokens": 30}
+    assert torch.equal(generated(model, **options, **OURS), generated(model, **options))
+    assert len(accepted) == 1
+
+
+def test_a_switch_and_a_streamer_serve_a_prompt_with_an_image(accepted: list[int]) -> None:
+    family = SEEING["Gemma3"]
+    model, inputs, shown = built("Gemma3"), prompts(family), list[int]()
+
+    class Shown(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            shown.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            shown.append(-1)
+
+    expected = generated(model, **inputs)
+    with lookahead.enable(model, DRAFTING):
+        assert torch.equal(generated(model, **inputs, streamer=Shown()), expected)
+    assert shown == [*expected[0].tolist(), -1]
+    assert len(accepted) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("Mllama", {}, "its cache holds more than the text"),
+        ("PaliGemma", {}, "cannot be decoded speculatively"),
+        ("Llava", {"num_beams": 2}, "'mm_encoder_outputs'"),
+        ("Llava", {"use_cache": False}, "read anew"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else next(iter(each), "greedy"),
+)
+def test_what_is_not_served_behind_an_image_is_decoded_plainly_and_says_why(
+    accepted: list[int], name: str, options: dict[str, Any], why: str
+) -> None:
+    model, inputs = built(name), prompts(SEEING[name])
+    expected = generated(model, **inputs, **options)
+    with lookahead.enable(model), pytest.warns(UserWarning, match=why) as said:
+        assert torch.equal(generated(model, **inputs, **options), expected)
+    assert len(said) == 1
+    assert not accepted
+
+
+def test_a_mistake_in_the_inputs_is_told_by_the_model_and_not_remembered(accepted: list[int]) -> None:
+    family = SEEING["Llava"]
+    model, inputs = build(family), prompts(family)
+    wrong = {**inputs, "pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}
+    for options in ({}, OURS):
+        with pytest.raises(ValueError, match=r"[Ii]mage features and image tokens do not match"):
+            generated(model, **wrong, **options)
+    assert torch.equal(generated(model, **inputs, **OURS), generated(model, **inputs))
+    assert len(accepted) == 1
