@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 from transformers.generation.streamers import BaseStreamer
 
 import lookahead
-from lookahead import LookaheadConfig
+from lookahead import LookaheadConfig, PromptError
 from lookahead.hf.cache import CACHE
 from tests.support.adversarial_proposers import Offer, Scripted, always_wrong, drafting_by, perfect, random_trees
 from tests.support.token_prompts import DRAFTING
@@ -214,4 +214,68 @@ def test_a_mistake_in_the_inputs_is_told_by_the_model_and_not_remembered(accepte
         with pytest.raises(ValueError, match=r"[Ii]mage features and image tokens do not match"):
             generated(model, **wrong, **options)
     assert torch.equal(generated(model, **inputs, **OURS), generated(model, **inputs))
+    assert len(accepted) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids=["one", "batch"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_a_processor_returns_is_a_prompt(
+    accepted: list[int], tiny_tokenizer: PreTrainedTokenizerFast, rows: int, side: str
+) -> None:
+    family = SEEING["Gemma3"]
+    model, inputs = built("Gemma3"), prompts(family, rows)
+    expected = generated(model, **inputs)[:, inputs["input_ids"].shape[1] :].tolist()
+    given = dict(inputs)
+    if side == "right":
+        padding = (inputs["attention_mask"] == 0).sum(1).tolist()
+        for name in ("input_ids", "attention_mask", "token_type_ids"):
+            given[name] = torch.stack([each.roll(-n) for each, n in zip(inputs[name], padding, strict=True)])
+    result = lookahead.generate(model, tiny_tokenizer, BatchFeature(given), config=DRAFTING, **LENGTH)
+    assert result.token_ids == expected
+    assert len(accepted) == 1
+    if rows == 1:
+        pieces = lookahead.stream(model, tiny_tokenizer, given, config=DRAFTING, **LENGTH)
+        assert "".join(pieces) == result.texts[0]
+
+
+@pytest.mark.parametrize("case", ["list", "many", "truncate", "mask", "text model"])
+def test_a_mistake_with_what_a_processor_returns_is_told(
+    tiny_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, case: str
+) -> None:
+    model, inputs, tokenizer = built("Llava"), prompts(SEEING["Llava"], 2), tiny_tokenizer
+    unmasked = {name: each for name, each in inputs.items() if name != "attention_mask"}
+    one = prompts(SEEING["Llava"])
+    calls: dict[str, Any] = {
+        "list": (lambda: lookahead.generate(model, tokenizer, [one, one], **LENGTH), "prompt 0 holds pixel_values"),
+        "many": (lambda: lookahead.stream_many(model, tokenizer, inputs, **LENGTH), "takes tokens alone"),
+        "truncate": (lambda: lookahead.generate(model, tokenizer, one, truncate="left", **LENGTH), "truncate must be"),
+        "mask": (lambda: lookahead.generate(model, tokenizer, unmasked, **LENGTH), "need their attention_mask"),
+        "text model": (
+            lambda: lookahead.generate(tiny_llama, tokenizer, inputs, **LENGTH), "does not read pixel_values"
+        ),
+    }  # fmt: skip
+    call, told = calls[case]
+    with pytest.raises(PromptError, match=told):
+        call()
+
+
+def test_a_pipeline_of_images_and_text_gives_under_the_switch_what_it_gives_without_it(
+    accepted: list[int], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    images = pytest.importorskip("PIL.Image")
+    clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    from transformers import LlavaProcessor
+
+    shape = {"height": 8, "width": 8}
+    place = tiny_tokenizer.decode([PLACE])
+    options = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    processor = LlavaProcessor(
+        clip.CLIPImageProcessorPil(size=shape, crop_size=shape), tiny_tokenizer, image_token=place, **options
+    )
+    model = build(SEEING["Llava"])
+    pipe = pipeline("image-text-to-text", model=model, processor=processor)
+    asked = {"text": f"{place}what is this? this is", "images": images.new("RGB", (16, 12), (200, 30, 90))}
+    expected = pipe(**asked, max_new_tokens=NEW)
+    with lookahead.enable(model, DRAFTING):
+        assert pipe(**asked, max_new_tokens=NEW) == expected
     assert len(accepted) == 1

@@ -65,6 +65,7 @@ def generate(
         prompts: One prompt or a list of them, decoded together. A prompt is a string, a list of messages
             (`{"role": ..., "content": ...}`), or token ids: a list, a tensor or array `[tokens]`, or what the tokenizer
             returns. Tensors and what the tokenizer returns may be `[batch, tokens]`; what its mask hides is left out.
+            What a processor returns may hold images or sound too, as it stands for `model.generate`.
         config: How to draft; the defaults when None.
         generation_config: As for `model.generate`.
         seed: Seeds torch's random numbers first, for reproducible sampling.
@@ -199,7 +200,12 @@ def stream_many(
     """
     given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
     reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
-    return _stream(Scheduler(reader, rows, cache_tokens), iter(reader.separate(prompts)))
+    separated = iter(reader.separate(prompts))
+    if reader.further:
+        raise PromptError(
+            f"stream_many takes tokens alone, got {', '.join(reader.further)}; lookahead.generate takes them"
+        )
+    return _stream(Scheduler(reader, rows, cache_tokens), separated)
 
 
 def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Completion]:

@@ -22,19 +22,21 @@ from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.generation import validation
 from lookahead.generation.plan import RequestPlan, plan_request
 from lookahead.hf.calls import resolve_call
-from lookahead.hf.facts import context_limit, input_device, side_positions, vocabulary_size
+from lookahead.hf.facts import context_limit, input_device, inputs_of, side_positions, vocabulary_size
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""
 
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int] | Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]"
-"""Text, chat messages, token ids `[tokens]`, or the output of a tokenizer for one text."""
+"""Text, chat messages, token ids `[tokens]`, or the output of a tokenizer or a processor for one text."""
 
 Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
-"""One prompt or several; ids, tensors and the output of a tokenizer may be `[batch, tokens]`."""
+"""One prompt or several; ids, tensors and the output of a tokenizer or a processor may be `[batch, tokens]`."""
 
 Truncation: TypeAlias = Literal["left", "right"]
 _KINDS = "a string, chat messages or token ids"
+# What a mapping may hold besides the tokens that an output goes on from.
+_APART = frozenset(("input_ids", "attention_mask", "position_ids", "labels"))
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -76,7 +78,8 @@ class PromptReader:
     """Reads the prompts of a call and plans their decoding, with the arguments of `lookahead.generate`.
 
     A prompt has at most `limit` tokens, and `room` if it leaves room for its output; None for no limit. Of the options
-    of `model.generate`, `has_own` tells whether they hold processors or criteria of a user's own.
+    of `model.generate`, `has_own` tells whether they hold processors or criteria of a user's own. `further` are the
+    inputs of the model that came with the tokens, such as images; those `[batch, tokens]` are lists without padding.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class PromptReader:
         self._generation_config, self.options = validation.serve_stop_strings(
             model, tokenizer, generation_config, options
         )
-        self._special, self._truncate = add_special_tokens, truncate
+        self._special, self._truncate, self.further = add_special_tokens, truncate, dict[str, Any]()
         self._chat_kwargs = dict(chat_template_kwargs or {})
         has_encoder = model.config.is_encoder_decoder
         self._names = ("input", "encoder") if has_encoder else ("prompt", "model")
@@ -150,7 +153,7 @@ class PromptReader:
             padded.to(device),
             attention_mask=mask.to(device),
             generation_config=self._generation_config,
-            **options,
+            **{**options, **self._padded_further(device)},
         )
         return plan_request(call, self.config, self.tokenizer, context)
 
@@ -164,10 +167,40 @@ class PromptReader:
             if "input_ids" not in prompts:
                 hint = "; a chat is a list of messages" if "role" in prompts else ""
                 raise PromptError(f"prompts must be {_KINDS}, got a dict of {', '.join(map(str, prompts))}{hint}")
-            return self._rows(prompts["input_ids"], prompts.get("attention_mask"))
+            mask = prompts.get("attention_mask")
+            self.further = self._further_of(prompts, mask)
+            return self._rows(prompts["input_ids"], mask)
         if isinstance(prompts, bytes | PathLike) or not isinstance(prompts, Iterable):
             raise PromptError(f"prompts must be {_KINDS}, or several of them, got {_got(prompts)}")
         return prompts
+
+    def _further_of(self, given: Mapping[str, Any], mask: Any) -> dict[str, Any]:
+        """What a mapping holds for the model besides tokens and their mask."""
+        if self.model.config.is_encoder_decoder:
+            return {}
+        taken, shape = inputs_of(self.model), np.shape(given["input_ids"])
+        others = {name: each for name, each in given.items() if name not in _APART and each is not None}
+        further: dict[str, Any] = {}
+        for name, value in others.items():
+            array = value if isinstance(value, Tensor) else np.asarray(value)
+            if name not in taken:
+                if array.ndim > 1 and "float" in str(array.dtype):
+                    raise PromptError(f"{type(self.model).__name__} does not read {name}")
+                continue
+            further[name] = self._rows(value, mask) if tuple(array.shape) == shape else torch.as_tensor(array)
+        if further and mask is None and len(shape) > 1 and shape[0] > 1:
+            raise PromptError(f"several prompts with {', '.join(further)} need their attention_mask")
+        if further and self._truncate is not None:
+            raise PromptError(f"truncate must be None for a prompt with {', '.join(further)}, got {self._truncate!r}")
+        return further
+
+    def _padded_further(self, device: torch.device) -> dict[str, Tensor]:
+        """The further inputs, those of every token padded as the tokens are."""
+        given = {
+            name: pad_prompts(each, 0, on_the_right=False)[0] if isinstance(each, list) else each
+            for name, each in self.further.items()
+        }
+        return {name: each.to(device) for name, each in given.items()}
 
     def _rows(self, ids: Any, mask: Any) -> list[list[int]]:
         """Ids `[tokens]` or `[batch, tokens]` without what a mask of that shape hides."""
@@ -194,7 +227,8 @@ class PromptReader:
         if not ids:
             shown = f": {prompt!r}" if isinstance(prompt, str) else ""
             raise PromptError(f"prompt {index} has no tokens{shown}; a prompt needs at least one")
-        validation.check_token_ids(np.array(ids), index, self._vocabulary)
+        if not self.further:  # which may stand for tokens outside of the vocabulary
+            validation.check_token_ids(np.array(ids), index, self._vocabulary)
         if self._truncate is not None and self.room is not None and len(ids) > self.room:
             return self._shorten_chat(prompt, index) if is_chat(prompt) else self._shorten(prompt, ids)
         if self.limit is not None and len(ids) > self.limit:
@@ -210,6 +244,9 @@ class PromptReader:
     def _ids(self, prompt: Any, index: int) -> list[int]:
         is_array = isinstance(prompt, Tensor | np.ndarray) or (isinstance(prompt, Mapping) and "input_ids" in prompt)
         rows = list(self.separate(prompt)) if is_array else [prompt]
+        if isinstance(prompt, Mapping) and self.further:
+            held = ", ".join(self.further)
+            raise PromptError(f"prompt {index} holds {held}: pass what the processor returns for all prompts, no list")
         if len(rows) != 1:
             raise PromptError(f"prompt {index} must be one prompt, got {len(rows)}")
         if not _are_ids(rows[0]) and rows[0] not in ([], ()):
