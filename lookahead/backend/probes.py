@@ -126,8 +126,13 @@ def _reads_behind_padding(model: Any, probe: Sequence[int]) -> bool:
 
 
 @torch.inference_mode()
-def scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequence[int]) -> bool:
-    """Whether two drafted passes, with a commit between them, give the logits of the model's own passes."""
+def scores_like_the_model(
+    model: PreTrainedModel, shape: Shape, tokens: Sequence[int], *, behind_own: bool = False
+) -> bool:
+    """Whether two drafted passes, with a commit between them, give the logits of the model's own passes.
+
+    With `behind_own` these are over single tokens, behind a prompt of one token, which is read alike in any case.
+    """
     drafted, pad = list(tokens[2:]), getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     if model.config.is_encoder_decoder and shape == "trees" and pad is not None:
         drafted[0] = pad  # behind padding some decoders count positions anew, which chains are split for
@@ -137,7 +142,7 @@ def scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequence
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*(paths[parent] if paths else []), token])
     is_batch = shape == "trees" and (not model.config.is_encoder_decoder or calls_registered_attention(model))
-    texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if is_batch else 1]
+    texts = [list(tokens[: 1 if behind_own else 2]), list(tokens[1:2])][: 2 if is_batch else 1]
     rows = len(texts)
     backend: TorchBackend
     # Weights packed for the rows of a batch are of no use to later passes over one row.
@@ -172,7 +177,9 @@ def scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequence
         )
     ]
     checks.append((texts[0], [*tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
-    if backend.cache.states:  # a pass over a whole text may compute otherwise than tokens that are read one by one
+    if (
+        backend.cache.states or behind_own
+    ):  # a pass over a whole text may compute otherwise than tokens that are read one by one
         return all(agree(model, logits, step_logits(model, text, tail)) for text, tail, logits in checks)
     own = own_logits(model, [text + tail for text, tail, _ in checks], tokens)
     ends = (len(text + tail) - 1 for text, tail, _ in checks)

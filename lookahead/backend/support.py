@@ -42,6 +42,7 @@ class Support:
     reason: str = ""  # why it is not trees
     ropes: tuple[tuple[str, int], ...] = ()  # embeddings of positions that change beyond some length: kind, limit
     by_node: bool = False  # whether trees are right too where every node attends alone, by the model's own function
+    behind_own: bool = False  # whether trees are right behind a prompt that the model itself has read, and only there
 
     @classmethod
     def of(cls, values: Any) -> Support:
@@ -50,7 +51,7 @@ class Support:
         ropes = all(type(kind) is str and type(limit) is int for kind, limit in made.ropes)
         if made.shape not in ("trees", "chains", "none") or type(made.reason) is not str or not ropes:
             raise ValueError(f"it is no verdict on what a model can verify: {values!r}")
-        return replace(made, by_node=truth(values["by_node"]))
+        return replace(made, by_node=truth(values["by_node"]), behind_own=truth(values["behind_own"]))
 
 
 class ProbeError(Exception):
@@ -97,7 +98,14 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         verdict = Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
-    if verdict.shape != "none" and not has_encoder and state.newest is not None and state.newest.users:
+    if (
+        (verdict.shape != "none" or verdict.behind_own)
+        and not has_encoder
+        and state.newest is not None
+        and state.newest.users
+    ):
+        if verdict.behind_own:
+            return replace(verdict, behind_own=False)
         name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
         if not state.probed(name, model, partial(decodes_alike, model, verdict.shape, verdict.by_node)):
             return Support("none", "code that is not of transformers treats several tokens otherwise than one")
@@ -175,11 +183,17 @@ def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
     if not reason:
         return Support("trees")
     mismatch = _mismatch_of(model, "chains")
-    return Support("none", mismatch) if mismatch else Support("chains", reason, by_node=by_node)
+    if not mismatch:
+        return Support("chains", reason, by_node=by_node)
+    behind_own = not (users or model.config.is_encoder_decoder or _mismatch_of(model, "trees", behind_own=True))
+    return Support("none", mismatch, behind_own=behind_own)
 
 
-def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
+def _mismatch_of(model: PreTrainedModel, shape: Shape, *, behind_own: bool = False) -> str:
     """Why passes over a few trees or chains are not those of the model; an empty string if they are.
+
+    With `behind_own` the model's passes over single tokens count, and not one over a whole text, whose tokens may all
+    attend to each other.
 
     Raises:
         ProbeError: A pass ran out of memory, or the model cannot run at all.
@@ -191,7 +205,7 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
     needs_all = is_tree and model.config.is_encoder_decoder and model.dtype == torch.float32
     for tokens in probes:
         try:
-            agrees = scores_like_the_model(model, shape, tokens)
+            agrees = scores_like_the_model(model, shape, tokens, behind_own=behind_own)
         except Exception as error:  # a model that takes no prepared mask may raise anything
             if is_out_of_memory(error):
                 raise ProbeError("there was too little memory to probe it") from error

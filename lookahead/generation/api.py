@@ -195,6 +195,7 @@ def stream_many(
     Raises:
         ConfigError: An option is out of its range.
         PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
+        PromptError: The prompts are what a processor returns, with images or sound.
         UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
             `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
     """

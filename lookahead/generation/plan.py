@@ -224,11 +224,13 @@ def plan_request(
     given = call.logits_processor, call.stopping_criteria, generation_config
     if reason := stateful_reason(*given, batch_size, is_lossy):
         return replace(plan, reason=reason)
-    shape, reason = _verified(call, config, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
+    found = _found(call, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
+    given_back = {"is_padded": bool(lengths.min() < longest), "keeps_cache": plan.keeps_cache}
+    shape, reason = shape_of(model, found, config, rows=batch_size, **given_back)
     if reason and is_given and config.proposers:
         return replace(plan, reason=reason, is_refused=True)
-    if others and generation_config.use_cache is False:
-        reason = f"{', '.join(others)} are read anew for every token"
+    if (others or found.behind_own) and generation_config.use_cache is False:
+        reason = f"{', '.join(others) or 'its prompt'} is read anew for every token"
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
         # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
@@ -236,22 +238,20 @@ def plan_request(
         return replace(plan, reason=f"{reason}; it is decoded plainly")
     if not model.config.is_encoder_decoder and tokens_in(past) > 0:
         validation.validate_past(model, past, call.input_ids, generation_config, options.get("attention_mask"))
-    if others:
+    if others or found.behind_own:
         reading = PromptReading(call, lengths, keeps_cache=plan.keeps_cache)
         if reason := reading.unsupported_reason(shape):
-            told = f"{type(model).__name__} cannot be decoded speculatively behind {', '.join(others)}: {reason}"
-            return replace(
-                plan, reason=f"{told}; it is decoded plainly", is_refused=is_given and bool(config.proposers)
-            )
+            behind = ", ".join(others) or "a prompt"
+            reason = f"{type(model).__name__} cannot be decoded speculatively behind {behind}: {reason}"
+            is_refused = is_given and bool(config.proposers)
+            return replace(plan, reason=f"{reason}; it is decoded plainly", is_refused=is_refused)
         return replace(plan, shape=shape, reading=reading)
     validation.validate_positions(options.get("position_ids"), lengths, longest)
     return replace(plan, shape=shape)
 
 
-def _verified(
-    call: ResolvedCall, config: LookaheadConfig, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool
-) -> tuple[Shape | Literal["none"], str]:
-    """What a call verifies in one pass, and why the model cannot verify what is asked for, or an empty string."""
+def _found(call: ResolvedCall, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool) -> support.Support:
+    """What the model of a call can verify, with the cache and the padding of the call."""
     model, longest = call.model, call.input_ids.shape[1]
     is_padded = bool(lengths.min() < longest)
     found = support.support_of(model, shortest=int(lengths.min()), max_length=max_length)
@@ -275,7 +275,7 @@ def _verified(
         found = support.Support(
             "none", f"its {users[0]} is not of transformers and may compute otherwise without a cache"
         )
-    return shape_of(model, found, config, rows=len(lengths), is_padded=is_padded, keeps_cache=keeps_cache)
+    return found
 
 
 def shape_of(
@@ -298,6 +298,8 @@ def shape_of(
         keeps_cache: Whether the caller gets the cache.
     """
     shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
+    if found.behind_own:
+        shape = "trees"
     is_auto = config.exactness == "auto"
     if has_encoder and shape == "trees":
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"

@@ -162,7 +162,7 @@ def _families() -> Iterator[Seeing]:
     eyes = {**EYES, "projection_dim": 32, "vision_use_head": False}
     options = {"text_config": {**TEXT, "model_type": "gemma"}, "vision_config": eyes, "projection_dim": 32}
     options |= {"hidden_size": 32, "image_token_index": PLACE, "tie_word_embeddings": False}
-    prefix = ("token_type_ids", "plain", "a prompt attends to all of itself")
+    prefix = ("token_type_ids", "trees", "a prompt attends to all of itself")
     yield Seeing("PaliGemma", "PaliGemmaForConditionalGeneration", options, 4, _square, tower, *prefix)
     eyes = {**EYES, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32, "max_num_tiles": 1}
     eyes |= {"num_hidden_layers": 2, "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
