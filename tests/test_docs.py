@@ -50,6 +50,7 @@ NOT_RUN = {
     ("docs/pools.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
+    ("docs/drop-in.md", 'model = AutoModelForImageTextToText.from_pretrained("PATH_OR_ID")'),
     ("docs/drop-in.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
     ("docs/front-ends.md", "pip install 'lookahead-decoding[serve]'"),
     ("docs/front-ends.md", "from openai import"),

@@ -188,6 +188,15 @@ def test_rows_behind_images_that_end_leave_the_others_their_positions(accepted: 
     assert len(accepted) == 1
 
 
+def test_a_video_gives_the_tokens_of_generate(accepted: list[int]) -> None:
+    model, inputs = built("Qwen2.5VL"), prompts(SEEING["Qwen2.5VL"])
+    inputs["input_ids"] = torch.where(inputs["input_ids"] == PLACE, 98, inputs["input_ids"])
+    inputs["mm_token_type_ids"] *= 2
+    video = {"pixel_values_videos": inputs.pop("pixel_values"), "video_grid_thw": inputs.pop("image_grid_thw")}
+    assert torch.equal(generated(model, **inputs, **video, **OURS), generated(model, **inputs, **video))
+    assert len(accepted) == 1
+
+
 def test_a_switch_and_a_streamer_serve_a_prompt_with_an_image(accepted: list[int]) -> None:
     family = SEEING["Gemma3"]
     model, inputs, shown = built("Gemma3"), prompts(family), list[int]()

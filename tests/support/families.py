@@ -32,6 +32,7 @@ from tests.support.encoder_decoders import (
     ENCODER_DECODER_CLASSES,
     ENCODER_DECODER_SIZES,
 )
+from tests.support.vision_models import SEEING, Seeing
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 SEED = 2
@@ -55,6 +56,11 @@ positions depend on more than the depth of a node, drafted from the input's own 
 keep one length: a pass gives every row as many tokens as the slowest row accepts. So do those of LED and Mvp, whose
 attention functions are their own. On a CPU its passes multiply by packed weights, as those of causal models do. The
 third column is about the decoder's attention to its own text."""
+SEEING_TOO = """\
+## Models that read images or sound
+
+The prompt is read by the model's own first pass, as by `model.generate`, and what is behind it is verified as the table
+says, for one prompt or a batch. `tests/test_images.py` compares every row with `model.generate`."""
 
 Decoded = Literal["trees", "chains", "plain"]
 
@@ -203,14 +209,15 @@ def _let_wander(model: Any) -> None:
 
 def page() -> str:
     """docs/families.md."""
-    tables = [_table(FAMILIES.values()), _table(ENCODER_DECODERS.values())]
-    return "\n".join([INTRODUCTION, "", *tables[0], "", ENCODER_DECODERS_TOO, "", *tables[1], ""])
+    tables = [_table(FAMILIES.values()), _table(ENCODER_DECODERS.values()), _table(SEEING.values(), "Prompt")]
+    parts = zip((INTRODUCTION, SEEING_TOO, ENCODER_DECODERS_TOO), (tables[0], tables[2], tables[1]), strict=True)
+    return "\n".join(line for text, table in parts for line in (text, "", *table, ""))
 
 
-def _table(families: Iterable[Family]) -> list[str]:
+def _table(families: Iterable[Family | Seeing], features: str = "Attention") -> list[str]:
     """Families as lines of Markdown."""
     rows = [f"| {each.name} | `{each.model_class}` | {each.features} | {each.decoded} |" for each in families]
-    return ["| Configuration | Class | Attention | Decoded as |", "| --- | --- | --- | --- |", *rows]
+    return [f"| Configuration | Class | {features} | Decoded as |", "| --- | --- | --- | --- |", *rows]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
