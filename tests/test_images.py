@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import lookahead
 from lookahead import LookaheadConfig, PromptError
+from lookahead.generation.prompt_reading import PromptReading
 from lookahead.hf.cache import CACHE
+from lookahead.hf.calls import resolve_call
 from tests.support.adversarial_proposers import Offer, Scripted, always_wrong, drafting_by, perfect, random_trees
 from tests.support.token_prompts import DRAFTING
 from tests.support.vision_models import PLACE, SEEING, Seeing, build, cases, prompts
@@ -146,6 +149,15 @@ def test_places_are_not_drafted_from_and_the_text_around_them_is() -> None:
     assert started == [[token for token in inputs["input_ids"][0].tolist() if token != PLACE]]
 
 
+def test_a_proposer_that_reads_hidden_states_is_refused_where_a_pass_of_the_models_own_shows_none() -> None:
+    class Reader(Scripted):
+        hidden_layers = (-1,)
+
+    config = LookaheadConfig(proposers=(lambda call: Reader(lambda *_: None),))
+    with pytest.raises(lookahead.UnsupportedModelError, match="shows no hidden states"):
+        generated(built("Llava"), **prompts(SEEING["Llava"]), **{**OURS, "lookahead_config": config})
+
+
 def test_a_prompt_may_be_nothing_but_an_image(accepted: list[int]) -> None:
     model, inputs = built("Llava"), prompts(SEEING["Llava"])
     inputs |= {"input_ids": torch.full((1, 4), PLACE), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
@@ -179,8 +191,13 @@ def test_several_outputs_of_an_image_are_those_of_generate(accepted: list[int]) 
     assert len(accepted) == 1
 
 
-def test_rows_behind_images_that_end_leave_the_others_their_positions(accepted: list[int]) -> None:
+def test_rows_that_end_leave_the_others_their_positions(accepted: list[int]) -> None:
     model, inputs = built("Qwen2.5VL"), prompts(SEEING["Qwen2.5VL"], rows=2)
+    # The second prompt is text, whose positions are not those of tokens behind an image.
+    text = inputs["input_ids"][1].where(inputs["input_ids"][1] != PLACE, torch.tensor(44))
+    inputs |= {"input_ids": torch.stack([inputs["input_ids"][0], text]), "pixel_values": inputs["pixel_values"][:16]}
+    inputs |= {"image_grid_thw": inputs["image_grid_thw"][:1], "mm_token_type_ids": inputs["mm_token_type_ids"].clone()}
+    inputs["mm_token_type_ids"][1] = 0
     answer = generated(model, **inputs)[:, inputs["input_ids"].shape[1] :]
     end = next(token for token in answer[0].tolist() if token not in answer[1].tolist())
     options = {**inputs, "eos_token_id": end, "max_new_tokens": 30}
@@ -233,6 +250,24 @@ def test_what_is_not_served_behind_an_image_is_decoded_plainly_and_says_why(
         assert torch.equal(generated(model, **inputs, **options), expected)
     assert len(said) == 1
     assert not accepted
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_passes_that_do_not_see_all_that_the_model_sees_are_found_out(lost: int) -> None:
+    model = build(SEEING["Llava"])
+    call = resolve_call(model, **prompts(SEEING["Llava"]), **LENGTH)
+    reading = PromptReading(call, np.array([call.input_ids.shape[1] - lost]), keeps_cache=False)
+    assert reading.unsupported_reason("trees") == ("its passes behind them are other than ours" if lost else "")
+
+
+def test_a_cache_that_the_caller_gets_is_read_into_once_where_drafts_turn_out_not_to_follow() -> None:
+    family = SEEING["Mllama"]
+    model, inputs = build(family), prompts(family)
+    expected = generated(model, **inputs, return_dict_in_generate=True)
+    with lookahead.enable(model), pytest.warns(UserWarning, match="its cache holds more"):
+        got = generated(model, **inputs, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert got[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
 
 
 def test_a_mistake_in_the_inputs_is_told_by_the_model_and_not_remembered(accepted: list[int]) -> None:

@@ -113,6 +113,8 @@ class Scheduler:
         )
         # A user's objects are made for the rows of one call.
         self._is_apart = own or prefills_at_once(self._model)
+        # Where the model itself must read a prompt, its plan has read it.
+        self._is_apart |= not has_encoder and support_of(self._model, shortest=1, max_length=1).behind_own
         if has_encoder and not (self._shares_batches and joins_alone(self._model, config)):
             self._is_apart = True  # the encoder would read the prompt only to resolve options
         self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
