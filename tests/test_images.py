@@ -135,6 +135,17 @@ def test_a_cache_that_holds_an_image_is_given_back_and_continued_from(accepted: 
     assert accepted
 
 
+def test_a_turn_of_text_goes_on_from_a_cache_with_an_image(accepted: list[int]) -> None:
+    model, inputs, turns = built("Qwen2.5VL"), prompts(SEEING["Qwen2.5VL"]), list[Tensor]()
+    for options in ({}, OURS):
+        first = generated(model, **inputs, **options, return_dict_in_generate=True)
+        text = torch.cat([first.sequences, torch.tensor([[12, 5, 9]])], -1)
+        held = {CACHE: first[CACHE], "attention_mask": torch.ones_like(text)}
+        turns.append(generated(model, input_ids=text, **held, **options))
+    assert torch.equal(*turns)
+    assert len(accepted) == 2
+
+
 def test_places_are_not_drafted_from_and_the_text_around_them_is() -> None:
     family, started = SEEING["Llava"], []
 

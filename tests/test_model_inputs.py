@@ -171,14 +171,22 @@ def test_a_row_without_tokens_is_left_to_transformers(looping_llama: PreTrainedM
 
 
 @pytest.mark.parametrize("shape", [(12,), (1, 12), (2, 12), (3, 2, 12)], ids=str)
-@pytest.mark.parametrize("stretch", [1, 2], ids=["the usual ones", "every other one"])
-def test_positions_of_any_shape_are_served_or_refused(
-    looping_llama: PreTrainedModel, shape: tuple[int, ...], stretch: int
+def test_the_usual_positions_are_served_in_any_shape(
+    looping_llama: PreTrainedModel, accepted: list[int], shape: tuple[int, ...]
 ) -> None:
-    ids = IDS.repeat(2, 1)
-    options = {**GREEDY, "custom_generate": lookahead.decode, "position_ids": stretch * torch.arange(12).expand(shape)}
-    if stretch == 1:
-        assert torch.equal(looping_llama.generate(ids, **options), looping_llama.generate(ids, **GREEDY))
-    else:
-        with pytest.raises(UnsupportedModelError, match="position_ids"):
-            looping_llama.generate(ids, **options)
+    ids, expected = IDS.repeat(2, 1), looping_llama.generate(IDS.repeat(2, 1), **GREEDY)
+    options = {**GREEDY, "custom_generate": lookahead.decode, "position_ids": torch.arange(12).expand(shape)}
+    assert torch.equal(looping_llama.generate(ids, **options), expected)
+    assert len(accepted) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 12), (2, 12)], ids=str)
+def test_positions_of_a_users_own_are_gone_on_from_as_by_generate(
+    looping_llama: PreTrainedModel, accepted: list[int], shape: tuple[int, ...]
+) -> None:
+    ids, options = IDS.repeat(2, 1), {**GREEDY, "position_ids": 2 * torch.arange(12).expand(shape)}
+    expected = looping_llama.generate(ids, **options)
+    got = looping_llama.generate(ids, **options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+    assert torch.equal(got, expected)
+    assert len(accepted) == 1
+    assert not torch.equal(expected, looping_llama.generate(ids, **GREEDY)), "the positions do nothing here"

@@ -59,6 +59,12 @@ def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) 
     return logits
 
 
+def attends_ahead(model: PreTrainedModel, tokens: Sequence[int]) -> bool:
+    """Whether a text without an image is read so that a token sees those behind it."""
+    own = own_logits(model, [tokens, [tokens[0], *reversed(tokens[1:])]], tokens)
+    return not agree(model, own[0, 0], own[1, 0])
+
+
 def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mapping[str, Any] | None = None) -> Tensor:
     """The logits, `[vocab]`, after the last of some tokens, by the model's own pass, as `generate` makes it.
 

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.backend.probes import PROBES, decodes_alike, own_logits, picking_few, scores_like_the_model
+from lookahead.backend.probes import (
+    PROBES,
+    attends_ahead,
+    decodes_alike,
+    own_logits,
+    picking_few,
+    scores_like_the_model,
+)
 from lookahead.backend.protocol import Shape
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import is_out_of_memory, named, with_place
@@ -166,7 +173,7 @@ def _growing_ropes(model: PreTrainedModel, config: Any) -> tuple[tuple[str, int]
 
 
 def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
-    by_node = False
+    by_node, users = False, list[Any]()
     # A probe is too short to show the effect of a window or a slope over cache slots.
     if "local" in getattr(config, "attention_layers", ()):
         reason = "its attention windows count slots of the cache"
@@ -205,7 +212,8 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape, *, behind_own: bool = Fal
     needs_all = is_tree and model.config.is_encoder_decoder and model.dtype == torch.float32
     for tokens in probes:
         try:
-            agrees = scores_like_the_model(model, shape, tokens, behind_own=behind_own)
+            agrees = not behind_own or attends_ahead(model, tokens)
+            agrees = agrees and scores_like_the_model(model, shape, tokens, behind_own=behind_own)
         except Exception as error:  # a model that takes no prepared mask may raise anything
             if is_out_of_memory(error):
                 raise ProbeError("there was too little memory to probe it") from error

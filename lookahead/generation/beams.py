@@ -181,7 +181,9 @@ class BeamLoop(PlainLoop):
                 output = search(model, **inputs)
             past = cache_in(inputs)
             return _with_cache(output, past.own()) if self._returns_cache and isinstance(past, _SharedInput) else output
-        validation.validate_positions(options.get("position_ids"), np.repeat(self._lengths, self._beams), width)
+        lengths = np.repeat(self._lengths, self._beams)
+        if not validation.has_usual_positions(options.get("position_ids"), lengths, width):
+            raise UnsupportedModelError("position_ids of your own are not served with beams")
         support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
         apart = "it is spread over several processes" if processes_of(model) > 1 else ""
         apart = apart or ("its layers keep states" if mixers_of(model) else "")

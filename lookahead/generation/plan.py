@@ -210,8 +210,10 @@ def plan_request(
     # is read in parts, it multiplies other numbers of rows together: the bits are not those of one token at a time.
     if isinstance(held, StaticCache) or validation.reads_otherwise(generation_config):
         config = replace(config, exactness="fast")
-    others = validation.other_inputs(model, options)
     lengths = validation.prompt_lengths(model, call.input_ids, options)
+    others = validation.other_inputs(model, options)
+    if not validation.has_usual_positions(options.get("position_ids"), lengths, call.input_ids.shape[1]):
+        others.append("position_ids")
     plan = RequestPlan(
         call=call, config=config, tokenizer=tokenizer, context=context, lengths=lengths, stopping=stopping
     )
@@ -246,7 +248,6 @@ def plan_request(
             is_refused = is_given and bool(config.proposers)
             return replace(plan, reason=f"{reason}; it is decoded plainly", is_refused=is_refused)
         return replace(plan, shape=shape, reading=reading)
-    validation.validate_positions(options.get("position_ids"), lengths, longest)
     return replace(plan, shape=shape)
 
 

@@ -103,8 +103,11 @@ class PromptReading:
         The first call for a model and inputs of these names compares passes of ours with its own.
         """
         names = ", ".join(sorted(name for name, each in self._call.model_kwargs.items() if each is not None))
-        name = f"{shape} behind {names}, {len(self._lengths)} rows, padded: {bool(np.ptp(self._lengths))}"
-        held = deepcopy(self._given.layers) if self._given is not None else []
+        name = f"{shape} behind {names}, a batch: {len(self._lengths) > 1}, padded: {bool(np.ptp(self._lengths))}"
+        try:
+            held = deepcopy(self._given.layers) if self._given is not None else []
+        except RuntimeError:  # torch copies no tensor that gradients go through
+            return "its cache keeps what gradients are computed of"
         reason = state_of(self._model).probed(name, self._model, partial(self._find_difference, shape))
         _ = self._prompt if not reason else None
         reason = reason or self._unlike_text()

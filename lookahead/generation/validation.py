@@ -333,14 +333,13 @@ def validate_past(
             raise UnsupportedModelError(f"{CACHE} holds {keys.dtype}, which is narrower than the model's {model.dtype}")
 
 
-def validate_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:
-    """Refuse positions of the user's own, `[…, batch or 1, tokens]`; those of padding may be any."""
+def has_usual_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> bool:
+    """Whether positions, `[…, batch or 1, tokens]`, are those of text; those of padding may be any."""
     if position_ids is None:
-        return
+        return True
     usual = np.arange(longest) - (longest - lengths)[:, None]
     given = position_ids.cpu().numpy()
-    if given.shape[-1] != longest or ((given != usual) & (usual >= 0)).any():
-        raise _left_out("position_ids of your own are not served")
+    return given.shape[-1] == longest and not ((given != usual) & (usual >= 0)).any()
 
 
 def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> None:
