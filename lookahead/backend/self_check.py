@@ -15,7 +15,7 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.linears import keeps_bits
 from lookahead.backend.cpu.product_bits import has_other_products
-from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_logits, own_pass
+from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_pass, step_logits
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
@@ -54,7 +54,7 @@ def _kernels_agree(model: PreTrainedModel, shape: Shape, packs: bool) -> bool:
             backend.commit(0, _ROOT)
             logits = backend.score([tree])[0, -2]
         path = [first, *(drafted[node] for node in _path_to(tree, len(drafted) - 2))]
-        if agree(model, logits, own_logits(model, [path], path)[0, -1]):
+        if agree(model, logits, step_logits(model, path[:1], path[1:])):
             return True
     except Exception as error:
         if is_out_of_memory(error):
