@@ -105,14 +105,10 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         verdict = Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
-    if (
-        (verdict.shape != "none" or verdict.behind_own)
-        and not has_encoder
-        and state.newest is not None
-        and state.newest.users
-    ):
-        if verdict.behind_own:
-            return replace(verdict, behind_own=False)
+    has_users = not has_encoder and state.newest is not None and bool(state.newest.users)
+    if has_users and verdict.behind_own:  # the comparison would read its text by a pass of ours
+        return replace(verdict, behind_own=False)
+    if has_users and verdict.shape != "none":
         name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
         if not state.probed(name, model, partial(decodes_alike, model, verdict.shape, verdict.by_node)):
             return Support("none", "code that is not of transformers treats several tokens otherwise than one")

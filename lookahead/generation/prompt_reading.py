@@ -122,11 +122,11 @@ class PromptReading:
         if any(getattr(layer, "keys", None) is not None and layer.get_seq_length() != width for layer in layers):
             return "its cache holds more than the text"
         first, second = (each.get("position_ids") for each in self._steps)
-        if first is not None and not torch.equal(second, first + 1):
+        if first is None:
+            return ""
+        if second is None or not torch.equal(second, first + 1):
             return "its positions do not grow by one a token"
-        if first is not None and first.ndim > 2 and bool((first[-3:] != first[-1]).any()):
-            return "the components of its positions differ"
-        return ""
+        return "the components of its positions differ" if first.ndim > 2 and (first[-3:] != first[-1]).any() else ""
 
     def _find_difference(self, shape: Shape) -> str:
         _ = self._prompt  # an error of the model here is one of the inputs
