@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,8 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import lookahead
 from lookahead import LookaheadConfig, PromptError
-from lookahead.generation.prompt_reading import PromptReading
-from lookahead.hf.cache import CACHE
+from lookahead.generation.prompt_reading import PromptReading, placeholders_of
+from lookahead.hf.cache import CACHE, tokens_in
 from lookahead.hf.calls import resolve_call
 from tests.support.adversarial_proposers import Offer, Scripted, always_wrong, drafting_by, perfect, random_trees
 from tests.support.token_prompts import DRAFTING
@@ -193,6 +194,36 @@ def test_prompts_that_the_model_reads_itself_come_one_by_one_from_a_stream(
     got = {each.index: each.token_ids for each in done}
     for index, text in enumerate(texts):
         assert got[index] == generated(model, input_ids=torch.tensor([text]))[0, len(text) :].tolist()
+
+
+def test_a_place_is_what_the_configuration_names_or_the_vocabulary_lacks() -> None:
+    model = built("Llava")
+    assert set(placeholders_of(model, torch.tensor([[5, 120, PLACE]]))) == {120, PLACE}
+
+
+def test_a_place_may_stand_outside_of_the_vocabulary(accepted: list[int]) -> None:
+    family = SEEING["PaliGemma"]
+    model = build(replace(family, options={**family.options, "image_token_index": 101}))
+    inputs = prompts(family)
+    inputs["input_ids"] = inputs["input_ids"].where(inputs["input_ids"] != PLACE, torch.tensor(101))
+    assert torch.equal(generated(model, **inputs, **OURS), generated(model, **inputs))
+    assert len(accepted) == 1
+
+
+def test_a_lack_of_memory_for_the_comparison_is_no_verdict(accepted: list[int]) -> None:
+    model, inputs, lacking = build(SEEING["Llava"]), prompts(SEEING["Llava"]), [True]
+    expected, width = generated(model, **inputs), inputs["input_ids"].shape[1]
+
+    def lack(_module: Any, _args: Any, given: dict[str, Any]) -> None:
+        if given["input_ids"].shape[1] == 1 and tokens_in(given.get(CACHE)) == width and lacking:
+            lacking.clear()
+            raise MemoryError
+
+    model.register_forward_pre_hook(lack, with_kwargs=True)
+    for reason in ("too little memory", ""):
+        with pytest.warns(UserWarning, match=reason) if reason else nullcontext(), lookahead.enable(model, DRAFTING):
+            assert torch.equal(generated(model, **inputs), expected)
+        assert len(accepted) == (not reason)
 
 
 def test_several_outputs_of_an_image_are_those_of_generate(accepted: list[int]) -> None:

@@ -110,7 +110,7 @@ class RequestPlan:
             rule = self.stopping.within(self.context, padding)
             rows.append(Row(i, ids, chooser, rule, padding=padding, place=i, device=device))
         if self.reading is not None:
-            places = np.array(list(placeholders_of(call.model.config)), np.int64)
+            places = np.array(placeholders_of(call.model, call.input_ids), np.int64)
             for row in rows:
                 row.placeholders, row.stats.prefill_s = places, self.reading.seconds
         return rows

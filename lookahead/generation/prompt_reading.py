@@ -108,7 +108,12 @@ class PromptReading:
             held = deepcopy(self._given.layers) if self._given is not None else []
         except RuntimeError:  # torch copies no tensor that gradients go through
             return "its cache keeps what gradients are computed of"
-        reason = state_of(self._model).probed(name, self._model, partial(self._find_difference, shape))
+        try:
+            reason = state_of(self._model).probed(name, self._model, partial(self._find_difference, shape))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = "there was too little memory to compare its passes with ours"  # the next call tries again
         _ = self._prompt if not reason else None
         reason = reason or self._unlike_text()
         if reason and self._given is not None:
@@ -187,16 +192,18 @@ class PromptReading:
             return all(agree(model, ours, theirs) for ours, theirs in pairs)
 
 
-def placeholders_of(config: PretrainedConfig) -> frozenset[int]:
-    """The tokens that a configuration names for other than text, such as `image_token_id`."""
+def placeholders_of(model: PreTrainedModel, input_ids: Tensor) -> list[int]:
+    """The tokens that stand for other than text: named by the configuration, such as `image_token_id`, or unknown."""
+    config, vocabulary = model.config, decoder_vocabulary(model)
+    unknown: list[int] = input_ids[(input_ids < 0) | (input_ids >= vocabulary)].unique().tolist()
     text_config = config.get_text_config(decoder=True)
     parts = [config, *(each for each in vars(config).values() if isinstance(each, PretrainedConfig))]
     named = [item for part in parts if part is not text_config for item in vars(part).items()]
-    return frozenset(
+    return unknown + [
         each
         for name, each in named
         if name.endswith(("token_id", "token_index")) and name not in _OF_TEXT and isinstance(each, int)
-    )
+    ]
 
 
 class PromptInputs(ModelInputs):
