@@ -344,6 +344,15 @@ def test_what_a_processor_returns_is_a_prompt(
         assert "".join(pieces) == result.texts[0]
 
 
+def test_types_that_mark_no_image_leave_prompts_of_text_as_they_are(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model, ids = built("Gemma3"), torch.tensor([[5, 9, 31, 5, 9]])
+    given = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
+    expected = [generated(model, input_ids=ids)[0, 5:].tolist()] * 2
+    assert lookahead.generate(model, tiny_tokenizer, [given, given], config=DRAFTING, **LENGTH).token_ids == expected
+    done = lookahead.stream_many(model, tiny_tokenizer, given, config=DRAFTING, **LENGTH)
+    assert [each.token_ids for each in done] == expected[:1]
+
+
 @pytest.mark.parametrize("case", ["list", "many", "truncate", "mask", "text model"])
 def test_a_mistake_with_what_a_processor_returns_is_told(
     tiny_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, case: str

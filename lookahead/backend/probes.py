@@ -60,7 +60,7 @@ def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) 
 
 
 def attends_ahead(model: PreTrainedModel, tokens: Sequence[int]) -> bool:
-    """Whether a text without an image is read so that a token sees those behind it."""
+    """Whether the model reads a text in one pass so that tokens see those behind them."""
     own = own_logits(model, [tokens, [tokens[0], *reversed(tokens[1:])]], tokens)
     return not agree(model, own[0, 0], own[1, 0])
 
@@ -183,9 +183,8 @@ def scores_like_the_model(
         )
     ]
     checks.append((texts[0], [*tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
-    if (
-        backend.cache.states or behind_own
-    ):  # a pass over a whole text may compute otherwise than tokens that are read one by one
+    # A pass over a whole text may compute otherwise than tokens that are read one by one.
+    if backend.cache.states or behind_own:
         return all(agree(model, logits, step_logits(model, text, tail)) for text, tail, logits in checks)
     own = own_logits(model, [text + tail for text, tail, _ in checks], tokens)
     ends = (len(text + tail) - 1 for text, tail, _ in checks)

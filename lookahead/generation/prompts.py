@@ -187,7 +187,10 @@ class PromptReader:
                 if array.ndim > 1 and "float" in str(array.dtype):
                     raise PromptError(f"{type(self.model).__name__} does not read {name}")
                 continue
-            further[name] = self._rows(value, mask) if tuple(array.shape) == shape else torch.as_tensor(array)
+            is_of_tokens = tuple(array.shape) == shape
+            if is_of_tokens and not array.any():  # all tokens are of the usual type
+                continue
+            further[name] = self._rows(value, mask) if is_of_tokens else torch.as_tensor(array)
         if further and mask is None and len(shape) > 1 and shape[0] > 1:
             raise PromptError(f"several prompts with {', '.join(further)} need their attention_mask")
         if further and self._truncate is not None:

@@ -196,15 +196,15 @@ def described(value: object) -> str:
 
 
 def modules_of_text(model: nn.Module) -> list[nn.Module]:
-    """The modules that a pass over text may call: those of the decoder, of the head, and around them.
+    """The modules that a pass over text may call.
 
-    What reads images or sound stands beside the decoder.
+    What stands beside the decoder within the base model reads images or sound.
     """
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         return list(model.modules())
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    within = {part for each in (decoder, head) if each is not None for part in each.modules()}
-    return [each for each in model.modules() if each in within or not within.isdisjoint(each.modules())]
+    text = {part for each in (model.get_decoder(), model.get_output_embeddings()) if each for part in each.modules()}
+    beside = {each for each in model.base_model.modules() if each not in text and text.isdisjoint(each.modules())}
+    return [each for each in model.modules() if each not in beside]
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:
