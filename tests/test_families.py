@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
+from lookahead.hf.facts import modules_of_text
 from lookahead.hf.state_scope import mixers_of
 from tests.support.adversarial_proposers import among_decoys, drafting_by, perfect
 from tests.support.families import FAMILIES, IS_NEWEST, PAGE, build, cases, page
@@ -140,3 +141,9 @@ def test_position_embeddings_that_change_on_the_way_are_not_drafted_across(rope:
 @pytest.mark.skipif(not IS_NEWEST, reason="the page is about a newer transformers")
 def test_the_page_of_families_is_what_the_table_gives() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize("name", ["Llama", "OPT", "Bloom", "ModernBertDecoder"])  # the last has a head named decoder
+def test_a_pass_over_text_may_call_all_modules_of_a_model_that_reads_text_alone(name: str) -> None:
+    model = build(FAMILIES[name])
+    assert modules_of_text(model) == list(model.modules())

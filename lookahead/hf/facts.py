@@ -203,6 +203,8 @@ def modules_of_text(model: nn.Module) -> list[nn.Module]:
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         return list(model.modules())
     text = {part for each in (model.get_decoder(), model.get_output_embeddings()) if each for part in each.modules()}
+    if model.get_input_embeddings() not in text:  # some name their head a decoder
+        return list(model.modules())
     beside = {each for each in model.base_model.modules() if each not in text and text.isdisjoint(each.modules())}
     return [each for each in model.modules() if each not in beside]
 
