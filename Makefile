@@ -35,7 +35,7 @@ test-changed: $(VENV)/.installed-test ## the extended tests of the rooms that di
 	tests=$$($(BIN)/python -m tests.support.extended) && \
 	if [ -n "$$tests" ]; then $(BIN)/python -m pytest $(TWO_CORES) $$tests; fi
 
-test-all: lint types ## core and extended tests, with full products of options and architectures
+test-all: lint types $(VENV)/.installed-quantizers ## core and extended tests, with full products of options and architectures
 	$(BIN)/python -m pytest $(TWO_CORES) -m 'not gpu' tests/test_*.py
 
 test-gpu: $(VENV)/.installed-test ## what a machine with an NVIDIA GPU runs first: tests, benchmarks, and what falls short
@@ -86,6 +86,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-quantizers: tests/quantizers.txt $(VENV)/.installed-test
+	$(PIP) install --constraint constraints.txt --requirement tests/quantizers.txt
 	@touch $@
 
 $(VENV)/.installed-front-ends: tests/front_ends.txt $(VENV)/.installed-test

@@ -205,7 +205,7 @@ def test_a_model_whose_rows_depend_on_each_other_is_found_out() -> None:
 
 def test_a_model_with_products_that_are_no_linear_layers_is_said_to_round() -> None:
     model = made("llama", torch.bfloat16)
-    model.model.layers[1].mlp.down_proj.__class__ = type("Other", (torch.nn.Linear,), {})
+    model.model.layers[1].mlp.down_proj.__class__ = type("Other", (torch.nn.Linear,), {"__module__": "torch.other"})
     assert not keeps_solo_bits(model), "its rows are multiplied all at once"
     assert [each.exactness for each in stats_of(model, prompts(1))] == ["rounding"]
 

@@ -223,7 +223,7 @@ def test_a_model_whose_activations_are_quantized_together_is_decoded_plainly_and
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
-    with pytest.warns(UserWarning, match="quantized by one scale for all tokens of a pass"):
+    with pytest.warns(UserWarning, match="its Linear layers scale activations by all tokens of a pass"):
         assert torch.equal(decode(model), model.generate(IDS, **GREEDY))
 
 

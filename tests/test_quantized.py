@@ -96,7 +96,7 @@ def test_drafts_that_are_always_wrong_or_right_change_no_token(bits, folders):
 @pytest.mark.parametrize("inputs", [{"input_ids": PROMPT}, RAGGED], ids=["one", "ragged"])
 def test_in_fp32_drafts_would_change_tokens_so_there_are_none_and_a_warning_says_why(inputs, bits, folders):
     model, options = quantized(folders["looping"], SINGLE, bits), {"max_new_tokens": 24, "do_sample": False, **inputs}
-    with pytest.warns(UserWarning, match="its inputs are rounded, .*; load it with dtype='bf16'"):
+    with pytest.warns(UserWarning, match="QuantizedLinear layers round their inputs, .*; load it with dtype='bf16'"):
         got = model.generate(**options, custom_generate=lookahead.decode)
     assert torch.equal(got, model.generate(**options))
     with pytest.raises(UnsupportedModelError, match="load it with dtype='bf16'"):

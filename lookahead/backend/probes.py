@@ -44,7 +44,6 @@ TREE = (0, 0, 1, 2, 0)
 CHAIN = (0, 0, 1, 2, 3)
 
 
-@torch.inference_mode()
 def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) -> Tensor:
     """The model's logits, in one pass of its own, whose encoder reads `read`; no text sees what pads it behind its end.
 

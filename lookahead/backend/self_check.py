@@ -15,6 +15,7 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.linears import keeps_bits
 from lookahead.backend.cpu.product_bits import has_other_products
+from lookahead.backend.layer_probes import layers_with_solo_bits
 from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_pass, step_logits
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import TokenTree
@@ -104,7 +105,8 @@ def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
     # expert the rows that chose it.
     has_experts = any("experts" in name for name, _ in model.named_modules())
     mixers = map(model.get_submodule, mixers_of(model).layers)  # which take as few nodes in a call as keep their bits
-    if has_experts or has_other_products(model, mixers) or not keeps_bits(model):
+    layers = layers_with_solo_bits(model)
+    if layers is None or has_experts or has_other_products(model, [*mixers, *layers]) or not keeps_bits(model, layers):
         return False
     # Products of activations that change few bits show in a small model only after many of them.
     trials = 1 if model.num_parameters() > _SMALL_MODEL else _TRIALS

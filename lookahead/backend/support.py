@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lookahead.backend.layer_probes import layers_with_solo_bits, unfit_reason
 from lookahead.backend.probes import (
     PROBES,
+    TOLERANCE,
     attends_ahead,
     decodes_alike,
     own_logits,
@@ -21,10 +23,12 @@ from lookahead.backend.probes import (
 from lookahead.backend.protocol import Shape
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import is_out_of_memory, named, with_place
+from lookahead.hf.cache_code import changed_caches
 from lookahead.hf.calls import changed_loop
 from lookahead.hf.facts import (
     calls_registered_attention,
     decoder_vocabulary,
+    input_device,
     is_sequential,
     may_keep_states,
     other_layers,
@@ -33,9 +37,9 @@ from lookahead.hf.facts import (
     rope_parameters_of,
     vocabulary_size,
 )
-from lookahead.hf.model_code import attention_code, changed_attention, changed_caches, odd_window, pre_hooks_of
+from lookahead.hf.foreign_layers import foreign_layers
+from lookahead.hf.model_code import attention_code, changed_attention, odd_window, pre_hooks_of
 from lookahead.hf.model_state import state_of
-from lookahead.hf.quantized import QuantizedLinear
 from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 from lookahead.utils.shipped import is_shipped
@@ -50,6 +54,7 @@ class Support:
     ropes: tuple[tuple[str, int], ...] = ()  # embeddings of positions that change beyond some length: kind, limit
     by_node: bool = False  # whether trees are right too where every node attends alone, by the model's own function
     behind_own: bool = False  # whether trees are right behind a prompt that the model itself has read, and only there
+    is_foreign: bool = False  # whether layers of others' code compute a part of it
 
     @classmethod
     def of(cls, values: Any) -> Support:
@@ -58,7 +63,8 @@ class Support:
         ropes = all(type(kind) is str and type(limit) is int for kind, limit in made.ropes)
         if made.shape not in ("trees", "chains", "none") or type(made.reason) is not str or not ropes:
             raise ValueError(f"it is no verdict on what a model can verify: {values!r}")
-        return replace(made, by_node=truth(values["by_node"]), behind_own=truth(values["behind_own"]))
+        flags = {name: truth(values[name]) for name in ("by_node", "behind_own", "is_foreign")}
+        return replace(made, **flags)
 
 
 class ProbeError(Exception):
@@ -105,12 +111,13 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         verdict = Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
-    has_users = not has_encoder and state.newest is not None and bool(state.newest.users)
+    has_users = verdict.is_foreign or (state.newest is not None and bool(state.newest.users))
+    has_users = has_users and not has_encoder
     if has_users and verdict.behind_own:  # the comparison would read its text by a pass of ours
         return replace(verdict, behind_own=False)
     if has_users and verdict.shape != "none":
         name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
-        if not state.probed(name, model, partial(decodes_alike, model, verdict.shape, verdict.by_node)):
+        if not state.probed(name, model, partial(_treats_tokens_alike, model, verdict, verdict.shape)):
             return Support("none", "code that is not of transformers treats several tokens otherwise than one")
     return verdict
 
@@ -126,10 +133,6 @@ def unsupported_reason(model: PreTrainedModel) -> str:
     if changed := changed_caches():
         return f"{changed} has taken the place of a cache's own code"
     for module in model.modules():
-        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
-            return "its activations are quantized by one scale for all tokens of a pass, so drafts would change it"
-        if isinstance(module, QuantizedLinear) and model.dtype == torch.float32:
-            return "its inputs are rounded, which enlarges the rounding of several tokens; load it with dtype='bf16'"
         # An adapter that is added to a model in evaluation mode is itself in training mode.
         if module.training and (module is model or (isinstance(module, nn.Dropout) and module.p)):
             return "it is in training mode; call its eval() first"
@@ -148,10 +151,25 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
     decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
     if odd := odd_window(model, decoder.modules()):
         return Support("none", odd)
+    try:
+        unfit = unfit_reason(model, decoder)
+    except Exception as error:
+        raise ProbeError("there was too little memory to probe it") from error
+    if unfit:
+        return Support("none", unfit)
     probed = picking_few(model) if picks_keys(model) else model
     if probed is None:
         return Support("none", "its attention sees keys that an indexer picks, and how many is not known")
-    return replace(_probed_shape(probed, config), ropes=_growing_ropes(model, config))
+    is_foreign = bool(foreign_layers(decoder))
+    return replace(_probed_shape(probed, config), ropes=_growing_ropes(model, config), is_foreign=is_foreign)
+
+
+def _treats_tokens_alike(model: PreTrainedModel, verdict: Support, shape: Shape) -> bool:
+    """Whether others' code computes several tokens as one after the other: bit for bit in half precision on a CPU."""
+    compares_bits = model.dtype in TOLERANCE and input_device(model).type == "cpu"
+    if verdict.is_foreign and compares_bits and layers_with_solo_bits(model) is None:
+        return False
+    return decodes_alike(model, shape, verdict.by_node)
 
 
 def _growing_ropes(model: PreTrainedModel, config: Any) -> tuple[tuple[str, int], ...]:
@@ -223,7 +241,8 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape, *, behind_own: bool = Fal
         return ignored if is_tree else "it does not read several tokens as it reads one after the other"
     state_of(model).note_problem(f"{type(model).__name__} verifies no {shape}", with_place(raised))
     try:
-        own_logits(model, probes[:1], probes[0])
+        with torch.inference_mode():
+            own_logits(model, probes[:1], probes[0])
     except Exception as error:
         raise ProbeError(f"it cannot run ({named(error)})") from error
     failure = "its attention takes no prepared masks" if is_tree else "it does not continue from a truncated cache"

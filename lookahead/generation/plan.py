@@ -26,6 +26,7 @@ from lookahead.generation.beams import BEAM_MODES, BeamLoop
 from lookahead.generation.hf_outputs import copy_prefix_from
 from lookahead.generation.prompt_reading import PromptReading, placeholders_of
 from lookahead.hf.cache import cache_in, tokens_in
+from lookahead.hf.cache_code import changed_cache
 from lookahead.hf.calls import ResolvedCall, own_sample
 from lookahead.hf.encoded_rows import Encoded
 from lookahead.hf.facts import (
@@ -38,7 +39,7 @@ from lookahead.hf.facts import (
     validate_model,
     vocabulary_size,
 )
-from lookahead.hf.model_code import changed_cache, edits_inputs, version_of
+from lookahead.hf.model_code import edits_inputs, version_of
 from lookahead.hf.model_state import outside_passes, undisturbed
 from lookahead.hf.private_names import missing_names
 from lookahead.hf.state_layers import takes_states

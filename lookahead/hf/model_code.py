@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.nn.modules import module as modules_of_torch
-from transformers import Conv1D, DynamicCache, EncoderDecoderCache, masking_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Conv1D, masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -35,7 +34,6 @@ _CALLS = ("forward", "_call_impl")  # attributes of a module by which it is call
 _PACKAGES = "torch", "transformers", "lookahead"
 _USUAL_FLAGS = True, True
 _RECORDS_OUTPUTS = "transformers.utils.output_capturing"
-_CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
 
 
 class Code(NamedTuple):
@@ -61,7 +59,7 @@ def code_of(classes: frozenset[type]) -> Code:
     known = _known.get(classes)
     if known is None or known.number != number:
         called = [*own, *(_called(kind) for kind, _ in _files_of(classes))]
-        found = [each for space in called for value in list(space.values()) for each in _callables_in(value)]
+        found = [each for space in called for value in list(space.values()) for each in callables_in(value)]
         known = _known[classes] = Code(number, tuple(each for each in found if not is_shipped(each)), held)
     return known
 
@@ -107,7 +105,7 @@ def _is_shipped_in(module: ModuleType) -> bool:
 def _called(kind: type) -> dict[str, Any]:
     """The globals of a class's file that its methods name, and those that these name."""
     space, found = vars(sys.modules[kind.__module__]), dict[str, Any]()
-    waiting = [each for value in list(vars(kind).values()) for each in _callables_in(value)]
+    waiting = [each for value in list(vars(kind).values()) for each in callables_in(value)]
     while waiting:
         function = inspect.unwrap(waiting.pop())
         for name in getattr(getattr(function, "__code__", None), "co_names", ()):
@@ -119,7 +117,7 @@ def _called(kind: type) -> dict[str, Any]:
     return found
 
 
-def _callables_in(value: Any) -> Iterator[Any]:
+def callables_in(value: Any) -> Iterator[Any]:
     """What a class attribute or a global calls; nothing for classes, which count by their own attributes."""
     if isinstance(value, property):
         yield from filter(None, (value.fget, value.fset))
@@ -132,22 +130,6 @@ def _callables_in(value: Any) -> Iterator[Any]:
 def multiplies_as_shipped() -> bool:
     """Whether linear layers multiply by torch's own code, and in the precision of their type."""
     return arithmetic_flags()[: len(_USUAL_FLAGS)] == _USUAL_FLAGS and not code_of(_LINEARS).foreign
-
-
-def changed_caches() -> str:
-    """The name of a function that has taken the place of one of transformers' caches, or an empty string."""
-    return next((str(getattr(each, "__qualname__", each)) for each in code_of(_CACHES).foreign), "")
-
-
-def changed_cache(cache: Any) -> str:
-    """The same of a cache that a call brings along, whose class or `update` may be a user's; empty without a cache."""
-    if cache is None:
-        return ""
-    parts = [cache, *(getattr(cache, "layers", None) or ())]
-    foreign = code_of(frozenset(map(type, parts))).foreign
-    items = [item for part in parts for item in list(vars(part).items())]
-    own = [name for name, each in items if callable(each) and not isinstance(each, type | torch.dtype)]
-    return next(iter((*own, *(str(getattr(each, "__qualname__", each)) for each in foreign))), "")
 
 
 def arithmetic_flags() -> tuple[Any, ...]:
@@ -193,8 +175,9 @@ def changed_attention(model: nn.Module) -> str:
     # The model's own `forward` stands around all of a pass, and is compared as other code is.
     around = {name[:end] for name in attention for end in range(1, len(name) + 1) if name[end:][:1] in ("", ".")}
     for name, module in named.items():
-        own = [vars(module)[key] for key in _CALLS if key in vars(module) and not is_ours(vars(module)[key])]
-        is_own = not (all(map(is_shipped, own)) or hasattr(module, "_hf_hook"))
+        placed = [key for key in set_on(module) if not is_ours(vars(module)[key])]
+        own = [forward_under(module) if key == "forward" else vars(module)[key] for key in placed]
+        is_own = not all(map(is_shipped, own))
         is_patched = type(module).__module__.startswith("transformers.") and not is_shipped(type(module).forward)
         mixes = name in around or "rope_type" in module.__dict__
         if mixes and module not in encoder and (is_own or is_patched):
@@ -237,8 +220,10 @@ def version_of(model: Any) -> Version:
     version of a tensor.
     """
     modules = list(model.modules())
-    weights = [each for module in modules for each in module._parameters.values() if each is not None]
-    # Offloaded weights are other objects after every pass, and inference tensors have no version.
+    # Offloaded weights are other objects after every pass, or whenever they are looked at; inference tensors have no
+    # version.
+    held = [each._parameters for each in modules if isinstance(each._parameters, dict)]
+    weights = [each for parameters in held for each in parameters.values() if each is not None]
     weights = [each for each in weights if not each.is_meta and not each.is_inference()]
     owns = [(at, vars(each)[name]) for at, each in enumerate(modules) for name in set_on(each)]
     owns = [(at, each) for at, each in owns if not is_ours(each)]
@@ -274,7 +259,9 @@ def version_of(model: Any) -> Version:
         arithmetic_flags(),
     ]
     codes = [each for _, each in owns] + [_code_in(each) for _, each in hooks]
-    references = [_reference(each) for each in (*weights, *codes, *compiled, *attention)]
+    # Packed weights are buffers, and a quantizer may count calls in one, so that their versions do not count.
+    packed = [each for module in modules if type(module) in foreign for each in module._buffers.values()]
+    references = [_reference(each) for each in (*weights, *codes, *compiled, *attention, *packed)]
     versions = [each._version for each in weights]
     return Version(
         hash((code.number, *map(id, references), *versions, repr(flags))), [*references, code], [*map(_name_of, users)]
@@ -310,6 +297,12 @@ def edits_inputs(model: nn.Module) -> bool:
     """Whether a user's hook is shown the named inputs of a module, masks among them."""
     hooked = ((each._forward_pre_hooks, each._forward_pre_hooks_with_kwargs) for each in model.modules())
     return any(not is_ours(hooks[key]) for hooks, shown in hooked for key in shown if key in hooks)
+
+
+def forward_under(module: nn.Module) -> Any:
+    """The forward that accelerate or compressed-tensors stand around to move tensors, else the one set on a module."""
+    own = vars(module)
+    return own.get("_old_forward", own.get("_original_forward_func", own.get("forward")))
 
 
 def is_ours(function: Any) -> bool:

@@ -72,6 +72,8 @@ TORCH: dict[str, PrivateName] = {
 """Those of torch: what identifies the code of a pass in `lookahead.hf`, and what backends and kernels call."""
 
 OTHERS: dict[str, PrivateName] = {
+    "_old_forward": PrivateName("", "accelerate 1.10", "an offloaded model is decoded plainly"),
+    "_original_forward_func": PrivateName("", "compressed-tensors 0.15", "an offloaded model is decoded plainly"),
     "_hf_hook": PrivateName("", "accelerate 1.10", "an offloaded model is taken to be on the meta device, and refused"),
     "_impl": PrivateName("numba.core.caching.Cache", "Numba 0.61", "AttributeError when the package is imported"),
     "_is_owned": PrivateName("", "Python 3", "AttributeError at the first call"),

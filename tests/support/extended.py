@@ -36,6 +36,8 @@ EXTENDED = {
     "tests/test_packaging.py": ("MANIFEST.in", "kernels/*", "lookahead/*/__init__.py", "lookahead/__*.py", "ngram/*"),
     "tests/test_ray*.py": ("lookahead/jobs/*", "lookahead/summarization/*"),
     "tests/test_shared_files.py": ("lookahead/jobs/*", "lookahead/utils/*", "lookahead/proposers/store_files.py"),
+    # Libraries that `make test-all` installs
+    "tests/test_foreign_quantizers.py": ("lookahead/*/layer_probes.py", "lookahead/*/foreign_layers.py"),
     "tests/test_tensor_parallel.py": ("lookahead/*/tensor_parallel.py", "lookahead/*/linears.py"),
 }
 # What every test belongs to.

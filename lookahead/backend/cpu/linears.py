@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import is_not
@@ -287,10 +287,14 @@ def _pack(weight: Tensor, bias: Tensor | None, policy: BitPolicy, others: Sequen
             return None
 
 
-def keeps_bits(model: nn.Module) -> bool:
-    """Whether rows of the layers of text in half precision can have the bits they have alone, without many products."""
+def keeps_bits(model: nn.Module, apart: Collection[nn.Module] = ()) -> bool:
+    """Whether rows of the layers of text in half precision can have the bits they have alone, without many products.
+
+    Layers that stand `apart` do not count.
+    """
     with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
-        return all(map(_keeps_bits_of_rows, product_bits.linear_layers_of_text(model)))
+        layers = product_bits.linear_layers_of_text(model)
+        return all(_keeps_bits_of_rows(each) for each in layers if each not in apart)
     return False
 
 

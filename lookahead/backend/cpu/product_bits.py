@@ -21,6 +21,7 @@ from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.protocol import BitPolicy
 from lookahead.hf.block_layers import BlockEmbedding
 from lookahead.hf.facts import modules_of_text
+from lookahead.hf.foreign_layers import foreign_layers
 from lookahead.hf.model_code import arithmetic_flags, multiplies_as_shipped
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import packed_product
@@ -29,11 +30,11 @@ from lookahead.utils.kept_values import Parse, kept, kept_file, truth
 from lookahead.utils.machine import machine_fingerprint
 
 T = TypeVar("T")
+ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)  # of products that are compared with those of one row
 FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
 _OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is left over
 _MANY_ROWS = 100  # of a prompt, which are compared where torch seems to multiply each by itself
 _DIFFERENT = 256  # outputs of the compared weight that differ; the others repeat them
-_ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)
 _CANCELLING = 4  # inputs that take back the sum of the others, each what the last one left
 _BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs take them for one row
 
@@ -188,7 +189,7 @@ def _rows_of(kind: Kind, layout: Layout, seed: int) -> Rows:
     alone = torch.cat([by_torch(each, weight, bias) for each in x.split(1)])
     other = None if layout == Layout() else lay_out(weight, layout)
     most = {"solo": 0, "batch": 0}
-    for before, rows in pairwise((0, *_ROWS)):
+    for before, rows in pairwise((0, *ROWS)):
         together = by_torch(x[:rows], weight, bias)
         product = together if other is None else other.product(x[:rows], bias)
         for name, expected in (("solo", alone[:rows]), ("batch", together)):
@@ -234,8 +235,10 @@ def has_other_products(model: nn.Module, apart: Iterable[nn.Module] = ()) -> boo
 def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
     """Whether rows in half precision have the bits that they have in a pass over copies of them; but for the head."""
     head = model.get_output_embeddings()
+    if has_other_products(model) or foreign_layers(model):
+        return False
     kinds = {Kind.of(matrix_of(each), each.bias) for each in linear_layers_of_text(model) if each is not head}
-    return not has_other_products(model) and all(_has_bits_of_copies(kind, rows, copies) for kind in kinds)
+    return all(_has_bits_of_copies(kind, rows, copies) for kind in kinds)
 
 
 @_once(truth)

@@ -1,0 +1,200 @@
+"""Layers of others' code, run by themselves: whether a row's output depends on other rows, and whether bits stay.
+
+A draft may share a pass with a text only if a row's output does not depend on the rows beside it, but for the order of
+sums. Layers that scale activations by the largest number of a row keep to that, those with one scale for a tensor do
+not, and no name tells which they are. In float32 a layer that rounds its inputs, to 8 bits or to half precision, turns
+differences of last bits, which attention of several tokens has, into whole steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.cpu.product_bits import ROWS
+from lookahead.backend.probes import PROBES, own_logits
+from lookahead.errors import is_out_of_memory, named
+from lookahead.hf.facts import decoder_vocabulary
+from lookahead.hf.foreign_layers import arithmetic_of, foreign_layers, weight_kinds
+from lookahead.hf.quantized import QuantizedLinear
+
+_QUIET, _LOUD = 2.0**-7, 1000.0  # factors of the row that is compared, and of the rows beside it
+_MIXING = 1e-5  # change of its output, relative to the norm, that is more than a random order of sums
+_SUMS_FP32, _SUMS_HALF = 1e-3, 0.02  # change, relative to the norm, that is more than another order of sums
+_NEAR = 1e-3  # distance of inputs that are compared, relative to their norm
+_STEPS = 2e-4  # how far their outputs are from a line, relative to the norm; rounding to bfloat16 makes it 2e-3
+_ROWS = (*ROWS, 48, 64, 100)  # of products whose bits are compared; a layer gets all rows of a pass
+_OUTPUTS = 256  # numbers of a row that show another order of sums
+
+
+class _NoRows(Exception):
+    """A layer has no output for every row."""
+
+
+class _LayerCall(NamedTuple):
+    """A call of a layer, whose rows can be replaced."""
+
+    layer: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: Tensor  # one of the arguments, `[..., width]`
+
+    @property
+    def takes_any_rows(self) -> bool:
+        """Whether no other argument says something of every row."""
+        return sum(isinstance(each, Tensor) for each in (*self.args, *self.kwargs.values())) == 1
+
+    def output(self, rows: Tensor) -> Tensor:
+        """The output, `[rows, outputs]`, for rows `[rows, width]`; _NoRows if it has another shape."""
+        shape = (*(1 for _ in self.rows.shape[:-2]), *rows.shape) if self.takes_any_rows else self.rows.shape
+        args = [rows.view(shape) if each is self.rows else each for each in self.args]
+        kwargs = {name: rows.view(shape) if each is self.rows else each for name, each in self.kwargs.items()}
+        out = self.layer.forward(*args, **kwargs)
+        if not isinstance(out, Tensor) or out.shape[:-1] != shape[:-1]:
+            raise _NoRows
+        return out.reshape(len(rows), -1)
+
+    def like(self, count: int, seed: int = 0) -> Tensor:
+        """Random rows, `[count, width]`, as large as those of the call; as many as these where `count` does not fit."""
+        count = count if self.takes_any_rows else self.rows[..., 0].numel()
+        source = torch.Generator().manual_seed(seed)
+        numbers = torch.randn(count, self.rows.shape[-1], generator=source, dtype=torch.float32, device="cpu")
+        return numbers.to(self.rows) * self.rows.std().clamp_min(_NEAR)
+
+
+@torch.inference_mode()
+def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
+    """Why layers of others' code in a model allow no drafts, or an empty string.
+
+    Args:
+        model: The model.
+        module: The model, or its decoder: an encoder reads its text in one pass, with drafts and without.
+
+    Raises:
+        RuntimeError: There is too little memory.
+    """
+    is_single = model.dtype == torch.float32
+    own = [each for each in module.modules() if isinstance(each, QuantizedLinear)] if is_single else []
+    if not (layers := [*foreign_layers(module), *own]):
+        return ""
+    try:
+        calls, _ = _calls_in_pass(model, layers)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        if not _runs_without_gradients(model):
+            return ""  # the next probe says so
+        return f"its layers do not run in torch.inference_mode, as passes over drafts do ({named(error)})"
+    if names := _names_of(calls, _mixes):
+        return f"its {names} layers scale activations by all tokens of a pass, so drafts would change them"
+    if names := _names_of(calls, _differs_alone):
+        return f"its {names} layers compute several tokens otherwise than one"
+    if is_single and (names := _names_of(calls, _rounds)):
+        remedy = "load it with dtype='bf16'"
+        return f"its {names} layers round their inputs, which enlarges the rounding of several tokens; {remedy}"
+    return ""
+
+
+@torch.inference_mode()
+def layers_with_solo_bits(model: PreTrainedModel) -> set[nn.Module] | None:
+    """The layers of others' code that a text reaches, if rows have the bits in products of many that they have alone.
+
+    None where the rows of one of them have not.
+    """
+    if not (layers := foreign_layers(model)):
+        return set()
+    calls, called = _calls_in_pass(model, layers)
+    return called if all(map(_keeps_bits, calls)) else None
+
+
+def _calls_in_pass(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[_LayerCall], set[nn.Module]]:
+    """A call of every kind of layer in a pass of the model's own, and all layers that were called."""
+    calls, called = dict[Any, _LayerCall](), set[nn.Module]()
+
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1]
+        rows = next((each for each in tensors if each.is_floating_point()), None)
+        if rows is not None:
+            kind = arithmetic_of(layer), rows.shape, rows.dtype
+            calls.setdefault(kind, _LayerCall(layer, args, kwargs, rows))
+            called.add(layer)
+
+    tokens = [token * decoder_vocabulary(model) // 9 for token in PROBES[0]]
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(record, with_kwargs=True).remove)
+        own_logits(model, [tokens], tokens)
+    return list(calls.values()), called
+
+
+def _runs_without_gradients(model: PreTrainedModel) -> bool:
+    """Whether a pass runs as `model.generate` makes it."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            own_logits(model, [[0]], [0])
+    except Exception:
+        return False
+    return True
+
+
+def _names_of(calls: Sequence[_LayerCall], is_met: Callable[[_LayerCall], bool]) -> str:
+    """The names of the layers that meet a condition; one without an output for every row meets none."""
+    names = dict[str, None]()
+    for call in calls:
+        try:
+            if is_met(call):
+                kinds = {each.__name__ for each in weight_kinds(call.layer)}
+                weights = ", ".join(sorted(kinds - {"Parameter"}))
+                names[type(call.layer).__name__ + (f" ({weights})" if weights else "")] = None
+        except _NoRows:
+            continue
+    return " and ".join(names)
+
+
+def _mixes(call: _LayerCall) -> bool:
+    """Whether the first row's output depends on the numbers in the others.
+
+    The products have as many rows, so bits are the same, unless a kernel adds in a random order.
+    """
+    quiet = call.like(len(PROBES[0]))
+    quiet[0] *= _QUIET
+    loud = quiet.clone()
+    loud[1:] *= _LOUD
+    first, again, other = (call.output(rows)[0].float() for rows in (quiet, quiet, loud))
+    return bool((other - first).norm() > 4 * (again - first).norm() + _MIXING * first.norm())
+
+
+def _differs_alone(call: _LayerCall) -> bool:
+    """Whether a row's output in a product of several is another one than alone, as where only several are quantized."""
+    if not call.takes_any_rows:
+        return False
+    x = call.like(len(PROBES[0]))
+    together, alone = (call.output(rows)[0].float() for rows in (x, x[:1]))
+    return bool((together - alone).norm() > (_SUMS_FP32 if x.dtype == torch.float32 else _SUMS_HALF) * alone.norm())
+
+
+def _rounds(call: _LayerCall) -> bool:
+    """Whether outputs go in steps where inputs change by less."""
+    x = call.like(2 * MAX_ROWS)
+    step = call.like(2 * MAX_ROWS, seed=1) * _NEAR
+    before, middle, after = (call.output(rows) for rows in (x - step, x, x + step))
+    return bool((before + after - 2 * middle).norm() > _STEPS * middle.norm())
+
+
+def _keeps_bits(call: _LayerCall) -> bool:
+    """Whether rows have the bits that each has alone, in products of any number of rows that passes have."""
+    if not call.takes_any_rows:
+        return False
+    outputs = call.output(call.like(1)).shape[-1]
+    for seed in range(max(1, _OUTPUTS // outputs)):
+        x = call.like(_ROWS[-1], seed)
+        alone = torch.cat([call.output(row) for row in x.split(1)])
+        if not all(torch.equal(call.output(x[:rows]), alone[:rows]) for rows in _ROWS):
+            return False
+    return True

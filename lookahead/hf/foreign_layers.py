@@ -1,0 +1,54 @@
+"""Layers of a model whose products are neither torch's nor this package's, such as those of quantized weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+from lookahead.hf.model_code import forward_under, is_ours
+from lookahead.utils.shipped import is_shipped
+
+_SHIPPED = "torch.", "transformers.", "lookahead."
+_ADDRESS = re.compile(r" at 0x\w+")
+_QUANTIZERS = "torch.ao.", "transformers.integrations."  # and yet others' arithmetic
+
+
+def foreign_layers(module: nn.Module) -> list[nn.Module]:
+    """The modules of a model that others' code computes, by their class, a weight's, or a `forward` that was set.
+
+    Where the parts of a module hold parameters, the parts count in its place.
+    """
+    return [each for each in module.modules() if is_foreign(each) and not _has_parts(each)]
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether a module, its parts left out, computes by code that is not of torch, transformers or this package."""
+    forward = forward_under(module)
+    return (
+        not _is_shipped_class(type(module))
+        or not all(map(_is_shipped_class, weight_kinds(module)))
+        or not (forward is None or is_ours(forward) or is_shipped(forward))
+    )
+
+
+def weight_kinds(module: nn.Module) -> list[type[Any]]:
+    """The classes of a module's own parameters."""
+    return [type(weight) for weight in module._parameters.values() if weight is not None]
+
+
+def arithmetic_of(module: nn.Module) -> tuple[Any, ...]:
+    """What tells the arithmetic of a layer from that of others: classes, its description and its settings."""
+    settings = {name: each for name, each in vars(module).items() if name[0] != "_" and not isinstance(each, Tensor)}
+    shown = [_ADDRESS.sub("", repr(each)) for each in (module, *settings.values())]
+    return type(module), *weight_kinds(module), *settings, *shown
+
+
+def _is_shipped_class(kind: type[Any]) -> bool:
+    name = f"{kind.__module__}."
+    return name.startswith(_SHIPPED) and not name.startswith(_QUANTIZERS)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(next(part.parameters(), None) is not None for part in module.children())
