@@ -242,6 +242,36 @@ def test_norms_and_activations_of_others_code_are_no_rounding(looping_llama):
     assert decodes_exactly(model, LookaheadConfig(draft="fixed", min_probability=0.0))
 
 
+class OwnRotary(nn.Module):
+    """A module of two outputs, which takes numbers for its own model alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = [inner]
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.inner[0](x, position_ids)
+        return cos, sin
+
+
+class OwnHalves(OwnNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-2] == 64 or x.abs().max() > 100:
+            raise ValueError("it takes no such rows")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
+def test_modules_that_cannot_be_called_by_themselves_are_judged_by_passes_alone(dtype, looping_llama):
+    model: Any = deepcopy(looping_llama).to(dtype)
+    model.model.rotary_emb = OwnRotary(model.model.rotary_emb)
+    model.model.layers[0].mlp.act_fn = OwnHalves()
+    assert len(foreign_layers(model)) == 2
+    found(model), keeps_solo_bits(model)
+    drafts = LookaheadConfig(draft="fixed") if found(model).shape == "trees" else None
+    assert decodes_exactly(model, drafts)
+
+
 def test_layers_of_torch_and_transformers_are_not_tried_wherever_their_weights_are(tiny_llama):
     model = deepcopy(tiny_llama)
     assert not foreign_layers(model)

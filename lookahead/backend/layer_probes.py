@@ -9,7 +9,7 @@ differences of last bits, which attention of several tokens has, into whole step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ _OUTPUTS = 256  # numbers of a row that show another order of sums
 
 
 class _NoRows(Exception):
-    """A layer has no output for every row."""
+    """A layer cannot be called by itself, or has no output for every row: passes of the whole model judge it."""
 
 
 class _LayerCall(NamedTuple):
@@ -44,6 +44,7 @@ class _LayerCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: Tensor  # one of the arguments, `[..., width]`
+    alike: list[nn.Module]  # the layers of this kind
 
     @property
     def takes_any_rows(self) -> bool:
@@ -51,11 +52,16 @@ class _LayerCall(NamedTuple):
         return sum(isinstance(each, Tensor) for each in (*self.args, *self.kwargs.values())) == 1
 
     def output(self, rows: Tensor) -> Tensor:
-        """The output, `[rows, outputs]`, for rows `[rows, width]`; _NoRows if it has another shape."""
+        """The output, `[rows, outputs]`, for rows `[rows, width]`; _NoRows if there is none of this shape."""
         shape = (*(1 for _ in self.rows.shape[:-2]), *rows.shape) if self.takes_any_rows else self.rows.shape
         args = [rows.view(shape) if each is self.rows else each for each in self.args]
         kwargs = {name: rows.view(shape) if each is self.rows else each for name, each in self.kwargs.items()}
-        out = self.layer.forward(*args, **kwargs)
+        try:
+            out = self.layer.forward(*args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise _NoRows from error
         if not isinstance(out, Tensor) or out.shape[:-1] != shape[:-1]:
             raise _NoRows
         return out.reshape(len(rows), -1)
@@ -84,7 +90,7 @@ def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
     if not (layers := [*foreign_layers(module), *own]):
         return ""
     try:
-        calls, _ = _calls_in_pass(model, layers)
+        calls = _calls_in_pass(model, layers)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -103,34 +109,36 @@ def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
 
 @torch.inference_mode()
 def layers_with_solo_bits(model: PreTrainedModel) -> set[nn.Module] | None:
-    """The layers of others' code that a text reaches, if rows have the bits in products of many that they have alone.
+    """The layers of others' code whose rows have the bits in products of many that they have alone.
 
-    None where the rows of one of them have not.
+    None where the rows of one have not. Layers that a text does not reach, or that cannot be tried, are left out.
     """
-    if not (layers := foreign_layers(model)):
-        return set()
-    calls, called = _calls_in_pass(model, layers)
-    return called if all(map(_keeps_bits, calls)) else None
+    layers, kept = foreign_layers(model), set[nn.Module]()
+    for call in _calls_in_pass(model, layers) if layers else ():
+        with suppress(_NoRows):
+            if not _keeps_bits(call):
+                return None
+            kept.update(call.alike)
+    return kept
 
 
-def _calls_in_pass(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[_LayerCall], set[nn.Module]]:
-    """A call of every kind of layer in a pass of the model's own, and all layers that were called."""
-    calls, called = dict[Any, _LayerCall](), set[nn.Module]()
+def _calls_in_pass(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[_LayerCall]:
+    """A call of every kind of layer in a pass of the model's own."""
+    calls = dict[Any, _LayerCall]()
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1]
         rows = next((each for each in tensors if each.is_floating_point()), None)
         if rows is not None:
             kind = arithmetic_of(layer), rows.shape, rows.dtype
-            calls.setdefault(kind, _LayerCall(layer, args, kwargs, rows))
-            called.add(layer)
+            calls.setdefault(kind, _LayerCall(layer, args, kwargs, rows, [])).alike.append(layer)
 
     tokens = [token * decoder_vocabulary(model) // 9 for token in PROBES[0]]
     with ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(record, with_kwargs=True).remove)
         own_logits(model, [tokens], tokens)
-    return list(calls.values()), called
+    return list(calls.values())
 
 
 def _runs_without_gradients(model: PreTrainedModel) -> bool:
@@ -144,16 +152,14 @@ def _runs_without_gradients(model: PreTrainedModel) -> bool:
 
 
 def _names_of(calls: Sequence[_LayerCall], is_met: Callable[[_LayerCall], bool]) -> str:
-    """The names of the layers that meet a condition; one without an output for every row meets none."""
+    """The names of the layers that meet a condition; one that cannot be tried meets none."""
     names = dict[str, None]()
     for call in calls:
-        try:
+        with suppress(_NoRows):
             if is_met(call):
                 kinds = {each.__name__ for each in weight_kinds(call.layer)}
                 weights = ", ".join(sorted(kinds - {"Parameter"}))
                 names[type(call.layer).__name__ + (f" ({weights})" if weights else "")] = None
-        except _NoRows:
-            continue
     return " and ".join(names)
 
 
@@ -190,7 +196,7 @@ def _rounds(call: _LayerCall) -> bool:
 def _keeps_bits(call: _LayerCall) -> bool:
     """Whether rows have the bits that each has alone, in products of any number of rows that passes have."""
     if not call.takes_any_rows:
-        return False
+        raise _NoRows
     outputs = call.output(call.like(1)).shape[-1]
     for seed in range(max(1, _OUTPUTS // outputs)):
         x = call.like(_ROWS[-1], seed)
