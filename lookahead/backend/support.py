@@ -63,8 +63,8 @@ class Support:
         ropes = all(type(kind) is str and type(limit) is int for kind, limit in made.ropes)
         if made.shape not in ("trees", "chains", "none") or type(made.reason) is not str or not ropes:
             raise ValueError(f"it is no verdict on what a model can verify: {values!r}")
-        flags = {name: truth(values[name]) for name in ("by_node", "behind_own", "is_foreign")}
-        return replace(made, **flags)
+        by_node, behind_own, is_foreign = (truth(values[name]) for name in ("by_node", "behind_own", "is_foreign"))
+        return replace(made, by_node=by_node, behind_own=behind_own, is_foreign=is_foreign)
 
 
 class ProbeError(Exception):
