@@ -26,7 +26,7 @@ from lookahead.hf.facts import (
     inputs_of,
     picks_keys,
 )
-from lookahead.hf.model_inputs import EncoderInputs, encode
+from lookahead.hf.model_inputs import EncoderInputs, encode_probe
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_layers import has_states, states_in
 from lookahead.utils.kept_values import truth
@@ -51,9 +51,10 @@ def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) 
     """
     longest, device = max(map(len, texts)), input_device(model)
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
-    inputs = {"input_ids": ids}
+    inputs: dict[str, Any] = {"input_ids": ids}
     if model.config.is_encoder_decoder:
-        inputs = {"input_ids": torch.tensor([read] * len(texts), device=device), "decoder_input_ids": ids}
+        encoded = encode_probe(model, read, len(texts))
+        inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask, "decoder_input_ids": ids}
     logits: Tensor = model(**inputs).logits
     return logits
 
@@ -154,7 +155,7 @@ def scores_like_the_model(
     if not model.config.is_encoder_decoder:
         backend = backend_for(model, rows=rows, capacity=16, shape=shape, packs=False)
     else:
-        encoded = encode(model, [np.array(tokens, np.int32)] * rows)
+        encoded = encode_probe(model, tokens, rows)
         if shape == "trees":
             make_inputs = partial(EncoderInputs, encoded=encoded)
             backend = backend_for(model, rows=rows, capacity=256, packs=False, make_inputs=make_inputs)

@@ -21,7 +21,7 @@ from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.hf.facts import attention_name, calls_registered_attention, decoder_vocabulary, empty_cache, input_device
-from lookahead.hf.model_inputs import EncoderInputs, encode
+from lookahead.hf.model_inputs import EncoderInputs, encode_probe
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
@@ -125,7 +125,7 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
     tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
     caches, inputs = list[Any](), dict[str, Any]()
     if model.config.is_encoder_decoder:
-        encoded = encode(model, [prompt])
+        encoded = encode_probe(model, prompt.tolist(), 1)
         caches.append(empty_cache(model))
         inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
         backend = CpuBackend(model, rows=1, capacity=64, make_inputs=partial(EncoderInputs, encoded=encoded))

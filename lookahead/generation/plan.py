@@ -126,8 +126,10 @@ class RequestPlan:
             past = empty_cache(model)
         outputs = options["encoder_outputs"]
         tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
-        is_shared = vocabulary_size(model, cast(Any, model).get_encoder()) == decoder_vocabulary(model)
-        if inputs is not None and inputs.ndim == 2 and is_shared:
+        if mask is not None and len(mask) != len(tokens):
+            mask = None  # Whisper leaves audios that ended in a mask that its decoder never sees
+        is_text = inputs is not None and inputs.ndim == 2 and not inputs.is_floating_point()
+        if is_text and vocabulary_size(model, cast(Any, model).get_encoder()) == decoder_vocabulary(model):
             inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # for several sampled outputs of each
             # Where the outputs of the encoder are given without its inputs, `generate` fills these with -100.
             seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()

@@ -27,6 +27,7 @@ from lookahead.hf.facts import (
     described,
     input_device,
     position_limit,
+    reads_text,
     side_positions,
     validate_model,
 )
@@ -125,6 +126,11 @@ def check_options(
         UnsupportedModelError: The model cannot be used.
     """
     validate_model(model)
+    if not reads_text(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads {model.main_input_name}, not text: call model.generate under "
+            "lookahead.enable(model)"
+        )
     check_config("config", config)
     if config is not None and config.pool is not None:
         pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))

@@ -5,23 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.drafting.tree import IntArray
+from lookahead.errors import UnsupportedModelError
 from lookahead.hf.cache import CACHE, TreeCache
 
 
-class Cross(NamedTuple):
-    """How a decoder attends to what the encoder has read: by keys and values that are not those of its own text."""
+class Cross:
+    """How a decoder attends to what the encoder has read: by keys and values that are not those of its own text.
 
-    own: TreeCache
-    mask: Tensor | None  # bool `[rows, 1, 1, tokens]`; None for all tokens
-    alone: Sequence[tuple[int, Tensor | None]] = ()  # by row, without what pads it: tokens, and their mask as above
+    Attributes:
+        own: The cache of its own text.
+        mask: bool `[rows, 1, 1, tokens]`; None for all tokens.
+        alone: By row, without what pads it: tokens, and their mask as above.
+    """
+
+    def __init__(self, own: TreeCache, masks: Sequence[Tensor] = ()) -> None:
+        self.own = own
+        self.see(masks)
+
+    def see(self, masks: Sequence[Tensor]) -> None:
+        """Let every row see what its mask shows, bool `[tokens]`."""
+        self.mask: Tensor | None = None
+        if not all(bool(mask.all()) for mask in masks) or len({len(mask) for mask in masks}) > 1:
+            self.mask = pad_sequence(list(masks), batch_first=True)[:, None, None]
+        self.alone = [(len(mask), None if bool(mask.all()) else mask[None, None, None]) for mask in masks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +44,17 @@ class Encoded:
     """What the decoder attends to, and where it keeps its keys and values."""
 
     outputs: Any  # of the encoder, one row per input
-    mask: Tensor | None  # int64 `[rows, tokens]`, the attention mask of the inputs; None for all tokens
+    mask: Tensor | None  # int64 `[rows, tokens]`, the attention mask of the inputs; None for all; sound has longer ones
     past: EncoderDecoderCache  # empty at first; it ends as `model.generate` would leave it
     is_returned: bool = False  # whether the caller gets the cache, and may use it outside of inference mode
     tokens: Sequence[IntArray] = ()  # inputs without padding, int32; none if the decoder has another vocabulary
+
+    def masks(self) -> list[Tensor]:
+        """Of every row what its decoder sees of the outputs, bool `[tokens]`; of a mask of other tokens all of them."""
+        shape = self.outputs[0].shape[:2]
+        if self.mask is not None and self.mask.shape == shape:
+            return list(self.mask.bool())
+        return list(self.outputs[0].new_ones(shape, dtype=torch.bool))
 
 
 class EncodedRows:
@@ -40,15 +62,16 @@ class EncodedRows:
 
     Args:
         own: The cache of the decoder's own text.
+        decoder: The decoder, which is told what of the outputs it sees.
     """
 
-    def __init__(self, own: TreeCache) -> None:
-        self._own = own
+    def __init__(self, own: TreeCache, decoder: nn.Module) -> None:
+        self._own, self._decoder = own, decoder
         self._masks: list[Tensor] = []  # bool `[tokens]` of every row
         self._buffers: list[Tensor] = []  # keys and values of all layers, `[rows or more, heads, tokens, size]`
         self._is_changed = False
         self._inputs: dict[str, Any] = {}
-        self._cross = Cross(own, None)
+        self._cross = Cross(own)
 
     @contextmanager
     def joining(self, encoded: Encoded) -> Iterator[None]:
@@ -58,9 +81,8 @@ class EncodedRows:
         past.is_updated = encoded.past.is_updated
         others, self._is_changed = self._inputs, False
         self._inputs = {"encoder_outputs": outputs, "attention_mask": mask, CACHE: past}
-        masks = list(outputs[0].new_ones(outputs[0].shape[:2]).bool() if mask is None else mask.bool())
-        self._cross = self._cross_over(masks)
-        yield
+        with self._seeing(encoded) as masks:
+            yield
         layers: Any = cross.layers
         states: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
         if self._masks:
@@ -69,6 +91,29 @@ class EncodedRows:
         else:
             self._buffers = states
         self._masks += masks
+
+    @contextmanager
+    def _seeing(self, encoded: Encoded) -> Iterator[list[Tensor]]:
+        """Let rows see of the outputs what the model shows its decoder in a block: those of sound are fewer than its
+        mask has places. Yields their masks, bool `[tokens]`.
+        """
+        shape, masks, shown = encoded.outputs[0].shape[:2], encoded.masks(), list[Any]()
+        self._cross = Cross(self._own, masks)
+
+        def see(_decoder: nn.Module, _inputs: Any, given: dict[str, Any]) -> None:
+            shown.append(given.get("encoder_attention_mask"))
+            if isinstance(shown[-1], Tensor) and shown[-1].shape == shape:
+                masks[:] = list(shown[-1].bool())
+                self._cross.see(masks)
+
+        handle = self._decoder.register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            yield masks
+        finally:
+            handle.remove()
+        is_other = encoded.mask is not None and encoded.mask.shape != shape
+        if (is_other and not shown) or any(each is not None and each.shape != shape for each in shown):
+            raise UnsupportedModelError("its decoder makes a mask of its own for what the encoder has read")
 
     def _append(self, states: Sequence[Tensor]) -> None:
         """Keep keys and values of further rows."""
@@ -102,18 +147,23 @@ class EncodedRows:
             for layer, keys, values in zip(layers, self._buffers[::2], self._buffers[1::2], strict=True):
                 layer.keys, layer.values = keys[:rows, :, :tokens], values[:rows, :, :tokens]
             # Their keys and values are known: of the outputs of the encoder a pass reads the shape alone.
-            outputs = BaseModelOutput(last_hidden_state=hidden[:1, :1].expand(rows, tokens, -1))
-            self._inputs |= {"encoder_outputs": outputs, "attention_mask": mask.long()}
-            self._cross, self._is_changed = self._cross_over(self._masks), False
+            outputs = EncoderOutputs(hidden.new_zeros(rows, tokens, hidden.shape[2]), attention_mask=mask.long())
+            given = self._inputs["attention_mask"]  # the model makes another one of a mask of sound
+            given = mask.long() if given is None or given.shape[1] == hidden.shape[1] else None
+            self._inputs |= {"encoder_outputs": outputs, "attention_mask": given}
+            self._cross, self._is_changed = Cross(self._own, self._masks), False
         return self._inputs, self._cross
 
-    def _cross_over(self, masks: Sequence[Tensor]) -> Cross:
-        alone = [(len(mask), None if bool(mask.all()) else mask[None, None, None]) for mask in masks]
-        mask = pad_sequence(list(masks), batch_first=True)
-        return Cross(self._own, None if bool(mask.all()) else mask[:, None, None], alone)
+
+@dataclass
+class EncoderOutputs(BaseModelOutput):
+    """What an encoder gives; some of those that hear give the mask of it too."""
+
+    attention_mask: Tensor | None = None  # int64 `[rows, tokens]`
 
 
 def rows_of(outputs: Any, mask: Tensor | None, rows: Tensor) -> tuple[Any, Tensor | None]:
     """Some rows, int64 `[n]`, of the encoder's outputs and of the mask of its inputs."""
-    kind = BaseModelOutput if isinstance(outputs, tuple) else type(outputs)
-    return kind(last_hidden_state=outputs[0][rows]), None if mask is None else mask[rows]
+    seen = getattr(outputs, "attention_mask", None)
+    kept = EncoderOutputs(outputs[0][rows], attention_mask=None if seen is None else seen[rows])
+    return kept, None if mask is None else mask[rows]

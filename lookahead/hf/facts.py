@@ -111,10 +111,15 @@ def position_limit(model: PreTrainedModel) -> int | None:
     if getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
         return None
     # Recurrent models have no table, and sinusoidal ones of this kind lengthen it.
-    if is_sequential(model) or any(hasattr(module, "make_weights") for module in model.modules()):
+    if is_sequential(model) or _lengthens_table(model):
         return None
     limit: int | None = getattr(config, "max_position_embeddings", None)
     return limit if limit is not None else getattr(config, "max_seq_len", None)  # as MPT names its ALiBi table
+
+
+def _lengthens_table(model: PreTrainedModel) -> bool:
+    """Whether a model makes a longer table of positions when it needs one."""
+    return any(hasattr(module, "make_weights") for module in model.modules())
 
 
 def prefills_at_once(model: PreTrainedModel) -> bool:
@@ -137,6 +142,11 @@ def check_model(model: object) -> None:
     raise ConfigError(f"model must be a PreTrainedModel, got {described(model)}")
 
 
+def reads_text(model: Any) -> bool:
+    """Whether what a model, or its encoder, reads is tokens, not sound or an image."""
+    return bool(model.main_input_name == "input_ids")
+
+
 def validate_causal_lm(model: PreTrainedModel, purpose: str) -> None:
     """Raise UnsupportedModelError if the model has an encoder; `purpose` is a verb phrase for the message."""
     if model.config.is_encoder_decoder:
@@ -151,8 +161,6 @@ def validate_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} cannot generate; lookahead serves what AutoModelForCausalLM and AutoModelForSeq2SeqLM load"
         )
-    if config.is_encoder_decoder and model.main_input_name != "input_ids":
-        raise UnsupportedModelError(f"{name} reads {model.main_input_name}; lookahead serves models that read text")
     is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
     # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
     if not is_decoder and not all(getattr(module, "is_causal", True) for module in model.modules()):
@@ -218,7 +226,10 @@ def windows_of(model: PreTrainedModel) -> list[int | None]:
 def side_positions(model: PreTrainedModel, side: Literal["encoder", "decoder"]) -> int | None:
     """Positions one side has a table for; None where they are computed."""
     limit: int | None = getattr(model.config, f"max_{side}_position_embeddings", None)  # LED names both
-    return limit if limit is not None else position_limit(model)
+    limit = limit if limit is not None else position_limit(model)
+    if limit is None and side == "decoder" and not _lengthens_table(model):
+        limit = getattr(model.config, "max_target_positions", None)  # as models that hear name it
+    return limit
 
 
 def empty_cache(model: PreTrainedModel) -> EncoderDecoderCache:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError
 from lookahead.hf.cache import TreeCache
-from lookahead.hf.encoded_rows import Cross, Encoded, EncodedRows, rows_of
+from lookahead.hf.encoded_rows import Cross, Encoded, EncodedRows, EncoderOutputs, rows_of
 from lookahead.hf.facts import (
     cache_input,
     calls_registered_attention,
@@ -24,6 +24,7 @@ from lookahead.hf.facts import (
     input_device,
     inputs_of,
     position_limit,
+    reads_text,
     side_positions,
 )
 
@@ -95,10 +96,12 @@ class EncoderInputs(ModelInputs):
         super().__init__(model, cache)
         self.positions, self.joins_alone = side_positions(model, "decoder"), encoded is None
         self._vectors, self._biases = _position_tables(model)
+        if self.takes_positions:  # it looks up what belongs to them
+            self._vectors = []
         self._known = dict[nn.Module, Tensor]()  # vectors by position, of `_vectors`
         # An attention function of ours follows the distances by itself.
         self._follows_slots = [] if calls_registered_attention(model) else self._biases
-        self._rows, self._joining, self._is_returned = EncodedRows(cache), encoded, False
+        self._rows, self._joining, self._is_returned = EncodedRows(cache, cast(Any, model).get_decoder()), encoded, False
 
     def join(self, encoded: Encoded) -> None:
         """As for `ModelInputs`."""
@@ -187,3 +190,18 @@ def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:
     with torch.inference_mode():
         outputs = seq2seq.get_encoder()(input_ids=read, attention_mask=seen, return_dict=True)
     return Encoded(outputs, seen, empty_cache(model))
+
+
+def encode_probe(model: PreTrainedModel, tokens: Sequence[int], rows: int) -> Encoded:
+    """What a decoder is probed with, the same for every row: tokens that the encoder reads.
+
+    Of an encoder that reads no text the outputs are drawn at random: none runs, and no sound or image is made up for
+    it, whose form is its own.
+    """
+    if reads_text(model):
+        return encode(model, [np.array(tokens, np.int32)] * rows)
+    config: Any = cast(Any, model).get_encoder().config
+    width = getattr(config, "output_hidden_size", None) or config.hidden_size
+    drawn = torch.randn(1, len(tokens), width, generator=torch.Generator().manual_seed(len(tokens)), device="cpu")
+    hidden = drawn.to(input_device(model), model.dtype).repeat(rows, 1, 1)
+    return Encoded(EncoderOutputs(hidden), None, empty_cache(model))

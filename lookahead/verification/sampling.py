@@ -133,6 +133,7 @@ _ROW_WISE = frozenset(
         *(hf.EncoderRepetitionPenaltyLogitsProcessor, hf.EncoderNoRepeatNGramLogitsProcessor),
         *(hf.ForcedBOSTokenLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor, hf.WatermarkLogitsProcessor),
         *(hf.SuppressTokensLogitsProcessor, hf.SuppressTokensAtBeginLogitsProcessor),
+        hf.WhisperTimeStampLogitsProcessor,
     }
 )
 
