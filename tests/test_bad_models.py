@@ -24,8 +24,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 
 import lookahead
@@ -95,14 +93,6 @@ NO_CAUSAL_LM = {
         T5EncoderModel,
         T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4),
         "cannot generate",
-    ),
-    "WhisperForConditionalGeneration": (
-        WhisperForConditionalGeneration,
-        WhisperConfig(
-            **{"vocab_size": 101, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0},
-            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 1},
-        ),
-        "reads input_features",
     ),
 }
 

@@ -103,8 +103,31 @@ def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[
 
 
 def heeds_padding(model: PreTrainedModel) -> bool:
-    """Whether a model reads a prompt behind padding as it reads it alone; the first call probes it."""
-    return state_of(model).probed("padding", model, partial(_heeds_padding, model), truth)
+    """Whether a decoder, or a model with states, reads a prompt behind padding as it reads it alone.
+
+    The first call probes it.
+    """
+    probe = _decoder_heeds_padding if model.config.is_encoder_decoder else _heeds_padding
+    return state_of(model).probed("padding", model, partial(probe, model), truth)
+
+
+@torch.inference_mode()
+def _decoder_heeds_padding(model: Any) -> bool:
+    """As `generate` prepares its inputs: by the mask some give positions to all tokens, others to those of the text."""
+    vocabulary, device = decoder_vocabulary(model), input_device(model)
+    text = [token * vocabulary // 9 for token in PROBES[0]]
+    ids = torch.tensor([[0] * _PADDING + text], device=device)
+    mask = torch.tensor([[0] * _PADDING + [1] * len(text)], device=device)
+    encoded = encode_probe(model, text, 1)
+    given = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask, "decoder_attention_mask": mask}
+    try:
+        given = model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=False, **given)
+        return agree(model, model(**given).logits[0, -1], own_logits(model, [text], text)[0, -1])
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        state_of(model).note_problem(f"{type(model).__name__} reads no padding", with_place(error))
+        return False
 
 
 def _heeds_padding(model: PreTrainedModel) -> bool:

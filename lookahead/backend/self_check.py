@@ -20,7 +20,14 @@ from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
-from lookahead.hf.facts import attention_name, calls_registered_attention, decoder_vocabulary, empty_cache, input_device
+from lookahead.hf.facts import (
+    attention_name,
+    calls_registered_attention,
+    decoder_vocabulary,
+    empty_cache,
+    encoder_of,
+    input_device,
+)
 from lookahead.hf.model_inputs import EncoderInputs, encode_probe
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of
@@ -104,9 +111,11 @@ def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
     # Linear layers multiply as many rows as keep their bits. Other products take all rows at once, and those of an
     # expert the rows that chose it.
     has_experts = any("experts" in name for name, _ in model.named_modules())
-    mixers = map(model.get_submodule, mixers_of(model).layers)  # which take as few nodes in a call as keep their bits
+    # Mixers take as few nodes in a call as keep their bits, and an encoder none.
+    apart = list(map(model.get_submodule, mixers_of(model).layers))
+    apart += [] if (encoder := encoder_of(model)) is None else [encoder]
     layers = layers_with_solo_bits(model)
-    if layers is None or has_experts or has_other_products(model, [*mixers, *layers]) or not keeps_bits(model, layers):
+    if layers is None or has_experts or has_other_products(model, [*apart, *layers]) or not keeps_bits(model, layers):
         return False
     # Products of activations that change few bits show in a small model only after many of them.
     trials = 1 if model.num_parameters() > _SMALL_MODEL else _TRIALS

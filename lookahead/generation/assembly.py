@@ -32,6 +32,7 @@ from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of, most_nodes
 from lookahead.hf.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.proposers import ProposerState, make_proposers
+from lookahead.proposers.ngram import OutputStore
 from lookahead.proposers.pool_files import pool_of
 from lookahead.verification.stopping import StoppingRule
 
@@ -52,6 +53,7 @@ def assemble(
     warp: Callable[[Tensor], Tensor] | None = None,
     encoded: Encoded | None = None,
     reading: PromptReading | None = None,
+    memory: OutputStore | None = None,
     keep_cache: bool = False,
 ) -> Engine:
     """Build an engine: a backend with its cache, the proposers, and the controller with its learned state.
@@ -68,6 +70,7 @@ def assemble(
         warp: As in `Call`.
         encoded: What the encoder has read for the batch; None without one, and for rows that join with their own.
         reading: Reads the prompts of the batch where they are more than tokens.
+        memory: What `memory="request"` keeps; None for an empty one.
         keep_cache: As for `Engine`.
     """
     config = _bounded(config, model, len(batch) or slots)
@@ -89,6 +92,7 @@ def assemble(
     proposers, controller = _drafting(
         config,
         call,
+        memory,
         runs_to_limit=not (stopping.custom or stopping.eos_tokens),
         shows_hidden=not has_encoder and reading is None,
     )
@@ -134,7 +138,7 @@ def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> Look
 
 
 def _drafting(
-    config: LookaheadConfig, call: Call, *, runs_to_limit: bool, shows_hidden: bool
+    config: LookaheadConfig, call: Call, memory: OutputStore | None, *, runs_to_limit: bool, shows_hidden: bool
 ) -> tuple[Sequence[Proposer], Controller | None]:
     """The proposers of a call and their controller, with the learned state of the model."""
     model, has_encoder, learned = call.model, call.model.config.is_encoder_decoder, state_of(call.model).learned
@@ -147,7 +151,7 @@ def _drafting(
             max_nodes=config.max_nodes or MAX_NODES_LIMIT,
             teaches="recycled" in config.proposers,
         )
-        proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch)
+        proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch, memory)
         cost, budget = learned.costs[config.passes], learned.budgets[config.passes]
         cost.assume(node_cost(model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)

@@ -20,6 +20,7 @@ from lookahead.generation.hf_outputs import collect, return_cache, scores_by_ste
 from lookahead.generation.plan import plan_request
 from lookahead.hf.cache import cache_in
 from lookahead.hf.calls import GenerateOutput, ResolvedCall, generate_output
+from lookahead.proposers.ngram import OutputStore
 
 
 def decode(
@@ -31,6 +32,7 @@ def decode(
     lookahead_config: LookaheadConfig | None = None,
     lookahead_streamer: BaseStreamer | None = None,
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    lookahead_memory: OutputStore | None = None,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateOutput:
@@ -51,6 +53,8 @@ def decode(
             own `streamer` argument to no custom method.
         lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` passes its
             own `tokenizer` to no custom method either.
+        lookahead_memory: What `memory="request"` keeps, where one request makes several calls, as Whisper does for the
+            segments of a sound; `lookahead.enable` passes it.
         inputs_tensor: What the encoder of an encoder-decoder model has read; passed by `generate`.
         **model_kwargs: What `generate` would pass to the model.
 
@@ -67,7 +71,7 @@ def decode(
     validation.check_config("lookahead_config", lookahead_config)
     given = (model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs)
     call = ResolvedCall(*given)
-    engine = plan_request(call, lookahead_config, lookahead_tokenizer).begin()
+    engine = plan_request(call, lookahead_config, lookahead_tokenizer, memory=lookahead_memory).begin()
     if lookahead_streamer is not None and not isinstance(engine, BeamLoop):
         lookahead_streamer.put(input_ids.cpu())
     if not isinstance(engine, Engine):

@@ -18,6 +18,7 @@ from lookahead.generation.decode import decode
 from lookahead.generation.validation import check_config, resolved, serve_stop_strings
 from lookahead.hf.calls import own_loop
 from lookahead.hf.facts import uncompiled, validate_model
+from lookahead.proposers.ngram import OutputStore
 
 _guard = RLock()  # held while switches are turned
 
@@ -114,7 +115,10 @@ class Generate:
             if served.pop("streamer", None) is not None:
                 streamer = _CountingStreamer(kwargs["streamer"])
             generation_config, served = serve_stop_strings(self.model, tokenizer, given, served)
-            ours = {"lookahead_config": switches[-1].config, "lookahead_tokenizer": tokenizer}
+            config = switches[-1].config
+            ours = {"lookahead_config": config, "lookahead_tokenizer": tokenizer}
+            if config is not None and config.memory == "request":
+                ours["lookahead_memory"] = OutputStore()
             method = partial(_decode_or_hand_over, ours=ours, streamer=streamer)
             return self.original(*args[:1], **served, generation_config=generation_config, custom_generate=method)
         except UnsupportedModelError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -33,9 +33,11 @@ from lookahead.hf.facts import (
     calls_registered_attention,
     decoder_vocabulary,
     empty_cache,
+    encoder_of,
     input_device,
     may_keep_states,
     picks_keys,
+    reads_text,
     validate_model,
     vocabulary_size,
 )
@@ -44,6 +46,7 @@ from lookahead.hf.model_state import outside_passes, undisturbed
 from lookahead.hf.private_names import missing_names
 from lookahead.hf.state_layers import takes_states
 from lookahead.hf.state_scope import mixers_of
+from lookahead.proposers.ngram import OutputStore
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule, stateful_reason, stopping_rule
 
@@ -59,6 +62,7 @@ class RequestPlan:
         config: How to draft.
         tokenizer: The model's tokenizer, for proposers that compare it with their own.
         context: Tokens that the model may read of a row, which ends there; None for all.
+        memory: What `memory="request"` keeps between the calls of one request; None for one call.
         lengths: int64 `[batch]`, tokens of the prompts without padding.
         stopping: Ends the rows.
         shape: What is verified in one pass; "none" for the loop of transformers.
@@ -71,6 +75,7 @@ class RequestPlan:
     config: LookaheadConfig
     tokenizer: PreTrainedTokenizerBase | None = None
     context: int | None = None
+    memory: OutputStore | None = None
     lengths: NDArray[np.int64]
     stopping: StoppingRule
     shape: Shape | Literal["none"] = "none"
@@ -128,8 +133,8 @@ class RequestPlan:
         tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
         if mask is not None and len(mask) != len(tokens):
             mask = None  # Whisper leaves audios that ended in a mask that its decoder never sees
-        is_text = inputs is not None and inputs.ndim == 2 and not inputs.is_floating_point()
-        if is_text and vocabulary_size(model, cast(Any, model).get_encoder()) == decoder_vocabulary(model):
+        is_shared = reads_text(model) and vocabulary_size(model, encoder_of(model)) == decoder_vocabulary(model)
+        if inputs is not None and inputs.ndim == 2 and is_shared:
             inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # for several sampled outputs of each
             # Where the outputs of the encoder are given without its inputs, `generate` fills these with -100.
             seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()
@@ -168,6 +173,7 @@ class RequestPlan:
                 warp=warp_of(call.logits_processor) if self.is_sampled else None,
                 encoded=encoded,
                 reading=self.reading,
+                memory=self.memory,
                 keep_cache=self.keeps_cache or is_continued,
             )
         if is_continued and self.reading is None:
@@ -181,6 +187,7 @@ def plan_request(
     config: LookaheadConfig | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     context: int | None = None,
+    memory: OutputStore | None = None,
 ) -> RequestPlan:
     """Check a call of `model.generate`, and decide what serves it.
 
@@ -189,6 +196,7 @@ def plan_request(
         config: How to draft; the defaults when None.
         tokenizer: The model's tokenizer.
         context: Tokens that the model may read of a row; None for all.
+        memory: As of `RequestPlan`.
 
     Raises:
         PromptError: A prompt has no tokens, or the model no positions for it.
@@ -218,7 +226,13 @@ def plan_request(
     if not validation.has_usual_positions(options.get("position_ids"), lengths, call.input_ids.shape[1]):
         others.append("position_ids")
     plan = RequestPlan(
-        call=call, config=config, tokenizer=tokenizer, context=context, lengths=lengths, stopping=stopping
+        call=call,
+        config=config,
+        tokenizer=tokenizer,
+        context=context,
+        memory=memory,
+        lengths=lengths,
+        stopping=stopping,
     )
     batch_size, longest = call.input_ids.shape
     if lacking:
@@ -230,8 +244,8 @@ def plan_request(
     if reason := stateful_reason(*given, batch_size, is_lossy):
         return replace(plan, reason=reason)
     found = _found(call, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
-    given_back = {"is_padded": bool(lengths.min() < longest), "keeps_cache": plan.keeps_cache}
-    shape, reason = shape_of(model, found, config, rows=batch_size, **given_back)
+    is_padded = bool(lengths.min() < longest)
+    shape, reason = shape_of(model, found, config, rows=batch_size, is_padded=is_padded)
     if reason and is_given and config.proposers:
         return replace(plan, reason=reason, is_refused=True)
     if (others or found.behind_own) and generation_config.use_cache is False:
@@ -289,7 +303,6 @@ def shape_of(
     *,
     rows: int = 1,
     is_padded: bool = False,
-    keeps_cache: bool = False,
 ) -> tuple[Shape | Literal["none"], str]:
     """What is verified in one pass, and why the model cannot verify what is asked for, or an empty string.
 
@@ -299,7 +312,6 @@ def shape_of(
         config: What is asked for.
         rows: Prompts that are decoded together.
         is_padded: Whether their lengths differ.
-        keeps_cache: Whether the caller gets the cache.
     """
     shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
     if found.behind_own:
@@ -307,7 +319,7 @@ def shape_of(
     is_auto = config.exactness == "auto"
     if has_encoder and shape == "trees":
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
-        if is_padded or (rows > 1 and (keeps_cache or not calls_registered_attention(model))):
+        if (is_padded and not probes.heeds_padding(model)) or (rows > 1 and not calls_registered_attention(model)):
             shape, why = "chains", "the rows of such a batch keep one length"
         # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
         elif is_half and is_auto and (rows > 1 or not self_check.keeps_solo_bits(model)):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -69,7 +71,7 @@ class EncodedRows:
         self._own, self._decoder = own, decoder
         self._masks: list[Tensor] = []  # bool `[tokens]` of every row
         self._buffers: list[Tensor] = []  # keys and values of all layers, `[rows or more, heads, tokens, size]`
-        self._is_changed = False
+        self._is_changed = self._is_lent = False  # lent: what is held is the caller's too
         self._inputs: dict[str, Any] = {}
         self._cross = Cross(own)
 
@@ -83,6 +85,11 @@ class EncodedRows:
         self._inputs = {"encoder_outputs": outputs, "attention_mask": mask, CACHE: past}
         with self._seeing(encoded) as masks:
             yield
+        if encoded.is_returned:  # rows that end leave the passes, but not the cache of the caller
+            cross, self._is_lent = copy(cross), True
+            cross.layers = [copy(layer) for layer in cross.layers]
+            self._inputs[CACHE] = past = EncoderDecoderCache(self._own, cross)
+            past.is_updated = encoded.past.is_updated
         layers: Any = cross.layers
         states: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
         if self._masks:
@@ -94,15 +101,18 @@ class EncodedRows:
 
     @contextmanager
     def _seeing(self, encoded: Encoded) -> Iterator[list[Tensor]]:
-        """Let rows see of the outputs what the model shows its decoder in a block: those of sound are fewer than its
-        mask has places. Yields their masks, bool `[tokens]`.
+        """Let rows see of the outputs what the model shows its decoder in a block; yields their masks, bool `[tokens]`.
+
+        An encoder of sound gives fewer outputs than its mask has places, and the model makes another mask for them.
         """
-        shape, masks, shown = encoded.outputs[0].shape[:2], encoded.masks(), list[Any]()
+        thread, shape, masks, shown = get_ident(), encoded.outputs[0].shape[:2], encoded.masks(), list[Any]()
         self._cross = Cross(self._own, masks)
 
         def see(_decoder: nn.Module, _inputs: Any, given: dict[str, Any]) -> None:
+            if get_ident() != thread:
+                return
             shown.append(given.get("encoder_attention_mask"))
-            if isinstance(shown[-1], Tensor) and shown[-1].shape == shape:
+            if shown[-1] is not None and shown[-1].shape == shape:
                 masks[:] = list(shown[-1].bool())
                 self._cross.see(masks)
 
@@ -130,8 +140,10 @@ class EncodedRows:
         self._is_changed = True
 
     def retire(self, row: int) -> None:
-        """Remove a row; the last one takes its place. Of the last row all stays as it is: it may be the caller's."""
+        """Remove a row; the last one takes its place."""
         last = self._masks.pop()
+        if self._is_lent and row < len(self._masks):
+            self._buffers, self._is_lent = [buffer.clone() for buffer in self._buffers], False
         if row < len(self._masks):
             self._masks[row] = last
             for buffer in self._buffers:

@@ -147,6 +147,12 @@ def reads_text(model: Any) -> bool:
     return bool(model.main_input_name == "input_ids")
 
 
+def encoder_of(model: Any) -> Any:
+    """The encoder of a model; None without one."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
+    return None if encoder is model else encoder
+
+
 def validate_causal_lm(model: PreTrainedModel, purpose: str) -> None:
     """Raise UnsupportedModelError if the model has an encoder; `purpose` is a verb phrase for the message."""
     if model.config.is_encoder_decoder:

@@ -101,7 +101,11 @@ class EncoderInputs(ModelInputs):
         self._known = dict[nn.Module, Tensor]()  # vectors by position, of `_vectors`
         # An attention function of ours follows the distances by itself.
         self._follows_slots = [] if calls_registered_attention(model) else self._biases
-        self._rows, self._joining, self._is_returned = EncodedRows(cache, cast(Any, model).get_decoder()), encoded, False
+        self._rows, self._joining, self._is_returned = (
+            EncodedRows(cache, cast(Any, model).get_decoder()),
+            encoded,
+            False,
+        )
 
     def join(self, encoded: Encoded) -> None:
         """As for `ModelInputs`."""

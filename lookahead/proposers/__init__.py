@@ -35,7 +35,12 @@ class ProposerState:
 
 
 def make_proposers(
-    config: LookaheadConfig, learned: ProposerState, pool: Corpus | None, call: Call, branch: LookaheadBranch
+    config: LookaheadConfig,
+    learned: ProposerState,
+    pool: Corpus | None,
+    call: Call,
+    branch: LookaheadBranch,
+    request: OutputStore | None = None,
 ) -> list[Proposer]:
     """The proposers of a configuration: first those with a name, then those of its factories.
 
@@ -45,6 +50,7 @@ def make_proposers(
         pool: The corpus, of token ids that the model knows, if there is one.
         call: The call that they are made for.
         branch: What turns the lookahead branch on and off, unless the options do.
+        request: What `memory="request"` keeps between the calls of one request; None for an empty memory.
 
     Raises:
         ProposerError: Two sources have one name, there are more than 31 sources, or a factory made no proposer.
@@ -54,7 +60,7 @@ def make_proposers(
     mixed = [name for name in config.proposers if name in SOURCES]
     if mixed:
         bounds = {"min_ngram": config.min_ngram, "max_ngram": config.max_ngram}
-        memory = learned.memory if config.memory == "shared" else OutputStore()
+        memory = learned.memory if config.memory == "shared" else request or OutputStore()
         if config.memory not in ("shared", "request"):
             memory = open_store_file(os.fspath(config.memory), call.model, learned.files)
         least = config.min_probability

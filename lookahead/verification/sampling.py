@@ -150,6 +150,8 @@ def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig,
         is_ours = kind is hf.SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last
         if is_ours and not is_tentative:
             continue  # its state is per row and of this call, and every row gets its own copy
+        if kind is hf.WhisperNoSpeechDetection and is_shipped(kind.__call__) and processor.start_of_trans_offset > 1:
+            continue  # it asks the model about all rows, once, and reads no scores
         if kind is hf.PrefixConstrainedLogitsProcessor:
             return "prefix_allowed_tokens_fn"
         if kind not in _ROW_WISE or not is_shipped(kind.__call__):
@@ -170,6 +172,10 @@ def _for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> Logi
         return processors
     mine = LogitsProcessorList()
     for processor in processors:
+        if isinstance(processor, hf.WhisperNoSpeechDetection):
+            if row == 0:
+                mine.append(processor)  # at its first token it asks the model about all rows, and keeps the answer
+            continue
         own: Any = copy(processor)  # that of a watermark has a state
         for name in _OF_PROMPTS:
             held = getattr(own, name, None)

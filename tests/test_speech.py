@@ -1,0 +1,207 @@
+"""Speech: whatever Whisper's own `generate` is asked for, its text, tokens, times and segments stay what they are."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.backend.support import support_of
+from lookahead.errors import UnsupportedModelError
+from tests.support.adversarial_proposers import (
+    always_wrong,
+    among_decoys,
+    drafting_by,
+    nothing,
+    perfect,
+    random_trees,
+)
+from tests.support.pass_recorder import counted_passes
+from tests.support.speech import FRAMES, PREVIOUS, VOCABULARY, sounds, tiny_whisper
+
+FIXED = LookaheadConfig(draft="fixed", min_probability=0.0)
+LONG = sounds(3, 200)
+HEARD = (torch.arange(200) < torch.tensor([200, 120, 170])[:, None]).long()  # their lengths in frames
+BATCH = {"attention_mask": HEARD, "language": "en"}
+ONE = {"language": "en"}
+PROMPT = torch.tensor([PREVIOUS, 30, 31])
+# Falls back to higher temperatures, and takes some segments for silence.
+DOUBTS: dict[str, Any] = {
+    "temperature": (0.0, 0.4, 0.8),
+    "compression_ratio_threshold": 3.0,
+    "logprob_threshold": -0.6,
+    "no_speech_threshold": 1e-4,
+}
+SHORT: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, ONE),
+    "translated, with times": (1, {"task": "translate", "return_timestamps": True}),
+    "a language that is detected": (2, {}),
+    "sampled": (1, {**ONE, "do_sample": True, "temperature": 0.8}),
+    "a batch": (2, {**ONE, "return_timestamps": True, "num_return_sequences": 2, "do_sample": True}),
+    "a prompt, and words left out": (
+        1,
+        {**ONE, "prompt_ids": torch.tensor([PREVIOUS, 30, 31]), "suppress_tokens": [8]},
+    ),
+    "scores": (2, {**ONE, "return_dict_in_generate": True, "output_scores": True}),
+}
+SEQUENTIAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {**ONE, "return_segments": True}),
+    "a batch": (3, BATCH),
+    "behind what was said": (1, {**ONE, "condition_on_prev_tokens": True}),
+    "a batch behind what was said": (3, {**BATCH, "condition_on_prev_tokens": True}),
+    "with doubts": (1, {**ONE, **DOUBTS, "return_segments": True}),
+    "a batch with doubts": (3, {**BATCH, **DOUBTS, "return_segments": True, "condition_on_prev_tokens": True}),
+    "behind a prompt": (1, {**ONE, "prompt_ids": PROMPT, "condition_on_prev_tokens": True}),
+}
+
+
+@cache
+def model_of() -> Any:
+    """One model for all tests that leave it as it is, probed, so that its passes can be counted."""
+    model = tiny_whisper()
+    support_of(model, shortest=1, max_length=FRAMES)
+    return model
+
+
+def hear(model: Any, features: torch.Tensor, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return model.generate(features, **options)
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Tokens are equal, and scores but for rounding, up to a row's end; a cache is compared elsewhere."""
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for name in expected.keys() - {"past_key_values", "cache"}:
+            assert_same(got[name], expected[name])
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected)
+        for mine, theirs in zip(got, expected, strict=True):
+            assert_same(mine, theirs)
+    elif isinstance(expected, torch.Tensor) and expected.is_floating_point():
+        goes_on = got.isfinite().sum(-1) != 1 if got.ndim else torch.tensor(True)
+        torch.testing.assert_close(got[goes_on], expected[goes_on], rtol=1e-3, atol=1e-3)
+    else:
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(expected))
+
+
+def compare(features: torch.Tensor, config: LookaheadConfig | None = FIXED, **options: Any) -> tuple[int, int]:
+    """Compare with the model's own `generate`; the passes of both."""
+    model = model_of()
+    with counted_passes(model) as own:
+        expected = hear(model, features, **options)
+    with warnings.catch_warnings(), lookahead.enable(model, config), counted_passes(model) as ours:
+        warnings.filterwarnings("error", message=".*(decoded plainly|by transformers alone)")
+        assert_same(hear(model, features, **options), expected)
+    got = hear(model, features, **options, custom_generate=lookahead.decode, lookahead_config=config)
+    assert_same(got, expected)
+    return len(own), len(ours)
+
+
+@pytest.mark.parametrize(("count", "options"), SHORT.values(), ids=SHORT)
+def test_sound_of_one_segment_has_the_tokens_of_generate(count: int, options: dict[str, Any]) -> None:
+    compare(sounds(count), **options)
+
+
+@pytest.mark.parametrize(("count", "options"), SEQUENTIAL.values(), ids=SEQUENTIAL)
+def test_sound_of_several_segments_has_the_tokens_and_times_of_generate(count: int, options: dict[str, Any]) -> None:
+    own, ours = compare(LONG[:count], return_timestamps=True, **options)
+    assert ours < own
+
+
+def test_no_encoder_runs_to_find_out_what_a_decoder_verifies() -> None:
+    model, heard = tiny_whisper(), []
+    model.get_encoder().register_forward_hook(lambda *_: heard.append(1))
+    assert support_of(model, shortest=1, max_length=FRAMES).shape == "trees"
+    assert not heard
+    hear(model, sounds(), **ONE, force_unique_generate_call=True, custom_generate=lookahead.decode)
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"return_timestamps": True}], ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_whatever_is_drafted_no_token_changes(count: int, options: dict[str, Any]) -> None:
+    model, features = model_of(), sounds(count)
+    options = {**ONE, **options, "force_unique_generate_call": True, "return_dict_in_generate": True}
+    expected = hear(model, features, **options).sequences
+    answers = expected.tolist()
+    for offer in (
+        *(nothing, perfect(answers), among_decoys(answers, VOCABULARY)),
+        *(always_wrong(answers, VOCABULARY), random_trees(VOCABULARY)),
+    ):
+        with drafting_by(offer):
+            got = hear(model, features, **options, custom_generate=lookahead.decode, lookahead_config=FIXED)
+        assert torch.equal(got.sequences, expected)
+
+
+def test_an_end_or_a_limit_inside_a_draft_ends_the_text_there() -> None:
+    model, features = model_of(), sounds()
+    options: dict[str, Any] = {**ONE, "force_unique_generate_call": True, "return_dict_in_generate": True}
+    text = hear(model, features, **options).sequences[0].tolist()
+    right = perfect([text])
+    for end in [token for place, token in enumerate(text) if place > 6 and token not in text[:place]][:3]:
+        with drafting_by(right), counted_passes(model) as passes:
+            ours = {"custom_generate": lookahead.decode, "lookahead_config": FIXED}
+            got = hear(model, features, **options, eos_token_id=end, **ours).sequences[0].tolist()
+        assert got == text[: text.index(end) + 1] and len(passes) == 2
+    for new in (2, 3, 7):
+        with drafting_by(right), counted_passes(model) as passes:
+            got = hear(model, features, **options, max_new_tokens=new, **ours).sequences[0].tolist()
+        assert got == text[: 4 + new] and len(passes) == 2
+
+
+def test_a_tree_has_no_more_nodes_than_the_decoder_has_positions() -> None:
+    model = tiny_whisper(max_target_positions=24)
+    options: dict[str, Any] = {**ONE, "force_unique_generate_call": True, "max_new_tokens": 19}
+    expected = hear(model, sounds(), **options)
+    for offer in (random_trees(VOCABULARY), nothing):
+        with drafting_by(offer):
+            assert torch.equal(hear(model, sounds(), **options, custom_generate=lookahead.decode), expected)
+
+
+def test_half_precision_on_a_cpu_has_the_bits_of_generate_for_one_sound() -> None:
+    model, features = tiny_whisper().to(torch.bfloat16), sounds().bfloat16()
+    wanted: dict[str, Any] = {**ONE, "return_dict_in_generate": True, "output_logits": True}
+    wanted["force_unique_generate_call"] = True
+    expected = hear(model, features, **wanted)
+    for offer in (random_trees(VOCABULARY), among_decoys(expected.sequences.tolist(), VOCABULARY)):
+        with drafting_by(offer):
+            got = hear(model, features, **wanted, custom_generate=lookahead.decode, lookahead_config=FIXED)
+        assert torch.equal(got.sequences, expected.sequences)
+        assert all(map(torch.equal, got.logits, expected.logits))
+
+
+@pytest.mark.parametrize("name", ["return_token_timestamps", "output_attentions"])
+def test_what_needs_more_than_tokens_is_decoded_plainly_and_says_so(name: str) -> None:
+    model, options = tiny_whisper(), {**ONE, name: True, "return_dict_in_generate": True}
+    expected = hear(model, sounds(), **options)
+    told = "by transformers alone: output_attentions=True is not served"
+    with pytest.warns(UserWarning, match=told), lookahead.enable(model):
+        assert_same(hear(model, sounds(), **options), expected)
+
+
+@pytest.mark.filterwarnings("ignore:the tokenizer")
+def test_the_api_of_text_refuses_a_model_that_reads_none(tiny_tokenizer: Any) -> None:
+    for call in (lookahead.generate, lookahead.stream):
+        with pytest.raises(UnsupportedModelError, match="reads input_features, not text: call"):
+            call(model_of(), tiny_tokenizer, "hello", max_new_tokens=3)
+
+
+@pytest.mark.parametrize("memory", ["shared", "request"])
+def test_later_segments_are_drafted_from_earlier_ones(memory: str) -> None:
+    model, refrain = tiny_whisper(), sounds().repeat(1, 1, 5)
+    support_of(model, shortest=1, max_length=FRAMES)
+    config = LookaheadConfig(proposers=("outputs",), draft="fixed", min_probability=0.0, memory=memory)
+    options = {**ONE, "return_timestamps": True}
+    expected = hear(model, refrain, **options)
+    with lookahead.enable(model, config), counted_passes(model) as passes:
+        assert torch.equal(hear(model, refrain, **options), expected)
+    with lookahead.enable(model, config), counted_passes(model) as of_another:
+        hear(model, refrain, **options)
+    assert len(passes) < expected.shape[1] / 2
+    assert (len(of_another) < len(passes) / 3) is (memory == "shared")
