@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import cache
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 import lookahead
-from lookahead import LookaheadConfig
+from lookahead import DraftModel, LookaheadConfig
 from lookahead.backend.support import support_of
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import ProposerError, UnsupportedModelError
 from tests.support.adversarial_proposers import (
     always_wrong,
     among_decoys,
@@ -21,6 +22,7 @@ from tests.support.adversarial_proposers import (
     perfect,
     random_trees,
 )
+from tests.support.families import ENCODER_DECODERS, build
 from tests.support.pass_recorder import counted_passes
 from tests.support.speech import FRAMES, PREVIOUS, VOCABULARY, sounds, tiny_whisper
 
@@ -205,3 +207,47 @@ def test_later_segments_are_drafted_from_earlier_ones(memory: str) -> None:
         hear(model, refrain, **options)
     assert len(passes) < expected.shape[1] / 2
     assert (len(of_another) < len(passes) / 3) is (memory == "shared")
+
+
+def heard_by(model: Any) -> list[int]:
+    """A list that gets the number of sounds whenever the encoder of a model runs."""
+    heard: list[int] = []
+    model.get_encoder().register_forward_hook(lambda _, inputs, outputs: heard.append(len(outputs[0])))
+    return heard
+
+
+@pytest.mark.parametrize(("count", "options"), [(1, ONE), (3, {**BATCH, **DOUBTS})], ids=["one", "batch"])
+@pytest.mark.parametrize("encoder", ["shared", "own"])
+def test_a_small_model_that_hears_drafts_for_any_number_of_sounds(
+    encoder: str, count: int, options: dict[str, Any]
+) -> None:
+    model, small = tiny_whisper(), tiny_whisper(seed=4, decoder_layers=1)
+    small.model.decoder.load_state_dict(model.model.decoder.state_dict(), strict=False)
+    small.proj_out.load_state_dict(model.proj_out.state_dict())
+    if encoder == "shared":
+        small.model.encoder.load_state_dict(model.model.encoder.state_dict())
+    expected = hear(model, LONG[:count], return_timestamps=True, **options)
+    of_large, of_small = heard_by(model), heard_by(small)
+    config = LookaheadConfig(proposers=(DraftModel(small),), draft="fixed")
+    with lookahead.enable(model, config):
+        assert_same(hear(model, LONG[:count], return_timestamps=True, **options), expected)
+    assert of_large and (not of_small if encoder == "shared" else max(of_small) == count)
+
+
+def test_a_copy_drafts_all_that_is_said_and_reads_the_sound_once() -> None:
+    model = tiny_whisper()
+    model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
+    config = LookaheadConfig(proposers=(DraftModel(copy.deepcopy(model), depth=16),), draft="fixed")
+    expected = hear(model, sounds(2), **ONE, force_unique_generate_call=True)
+    hear(model, sounds(2), **ONE, custom_generate=lookahead.decode, lookahead_config=config)  # probed
+    heard = heard_by(model)
+    with counted_passes(model) as passes:
+        ours = {"custom_generate": lookahead.decode, "lookahead_config": config, "force_unique_generate_call": True}
+        assert torch.equal(hear(model, sounds(2), **ONE, **ours), expected)
+    assert len(passes) < expected.shape[1] / 4 and heard == [2]
+
+
+def test_a_model_that_reads_text_cannot_draft_for_one_that_hears() -> None:
+    config = LookaheadConfig(proposers=(DraftModel(build(ENCODER_DECODERS["Bart"])),))
+    with pytest.raises(ProposerError, match="it reads input_ids, and the target input_features"):
+        hear(model_of(), sounds(), **ONE, custom_generate=lookahead.decode, lookahead_config=config)

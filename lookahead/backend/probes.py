@@ -18,6 +18,7 @@ from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
+from lookahead.hf.encoding import encode_probe
 from lookahead.hf.facts import (
     cache_input,
     calls_registered_attention,
@@ -26,7 +27,7 @@ from lookahead.hf.facts import (
     inputs_of,
     picks_keys,
 )
-from lookahead.hf.model_inputs import EncoderInputs, encode_probe
+from lookahead.hf.model_inputs import EncoderInputs
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_layers import has_states, states_in
 from lookahead.utils.kept_values import truth

@@ -112,6 +112,7 @@ class Call:
             `[n, vocab]`. None for greedy decoding.
         inputs: For an encoder-decoder target what its encoder reads, int32 `[tokens]` for every row without padding;
             empty if that is no text of its vocabulary. None for a causal target.
+        encoded: What its encoder has read and gives, a `lookahead.hf.encoded_rows.Encoded`; None for a causal target.
     """
 
     model: Any
@@ -125,6 +126,7 @@ class Call:
     by_rejection: bool
     warp: Callable[[Tensor], Tensor] | None
     inputs: Sequence[IntArray] | None = None
+    encoded: Any = None
 
 
 class Proposer(Protocol):

@@ -87,6 +87,7 @@ def assemble(
         by_rejection=config.acceptance == "rejection" and warp is not None,
         warp=warp,
         inputs=None if encoded is None else encoded.tokens,
+        encoded=encoded,
     )
     has_encoder, packs = model.config.is_encoder_decoder, config.pack == "auto"
     proposers, controller = _drafting(

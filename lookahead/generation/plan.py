@@ -139,7 +139,10 @@ class RequestPlan:
             # Where the outputs of the encoder are given without its inputs, `generate` fills these with -100.
             seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()
             tokens = [ids[kept].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
-        return Encoded(outputs, mask, past, self.keeps_cache, tokens)
+        heard = None
+        if inputs is not None and not reads_text(model):
+            heard = inputs.repeat_interleave(len(tokens) // len(inputs), 0)
+        return Encoded(outputs, mask, past, self.keeps_cache, tokens, heard)
 
     def begin(self) -> Loop:
         """What decodes the request; a warning tells why transformers does.

@@ -50,6 +50,7 @@ class Encoded:
     past: EncoderDecoderCache  # empty at first; it ends as `model.generate` would leave it
     is_returned: bool = False  # whether the caller gets the cache, and may use it outside of inference mode
     tokens: Sequence[IntArray] = ()  # inputs without padding, int32; none if the decoder has another vocabulary
+    heard: Tensor | None = None  # sound or images that the encoder has read, `[rows, ...]`
 
     def masks(self) -> list[Tensor]:
         """Of every row what its decoder sees of the outputs, bool `[tokens]`; of a mask of other tokens all of them."""

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import get_ident
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError
 from lookahead.hf.cache import TreeCache
-from lookahead.hf.encoded_rows import Cross, Encoded, EncodedRows, EncoderOutputs, rows_of
+from lookahead.hf.encoded_rows import Cross, Encoded, EncodedRows, rows_of
 from lookahead.hf.facts import (
     cache_input,
     calls_registered_attention,
-    empty_cache,
-    input_device,
     inputs_of,
     position_limit,
-    reads_text,
     side_positions,
 )
 
@@ -97,7 +92,7 @@ class EncoderInputs(ModelInputs):
         self.positions, self.joins_alone = side_positions(model, "decoder"), encoded is None
         self._vectors, self._biases = _position_tables(model)
         if self.takes_positions:  # it looks up what belongs to them
-            self._vectors = []
+            self._vectors, self.counts_nodes = [], False
         self._known = dict[nn.Module, Tensor]()  # vectors by position, of `_vectors`
         # An attention function of ours follows the distances by itself.
         self._follows_slots = [] if calls_registered_attention(model) else self._biases
@@ -182,30 +177,3 @@ def _position_tables(model: Any) -> list[list[nn.Module]]:
     named = list(model.get_decoder().named_modules())
     kinds = ("embed_positions", "position_embeddings"), "relative_attention_bias"
     return [[module for name, module in named if name.endswith(kind)] for kind in kinds]
-
-
-def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:
-    """Let the encoder of a model read inputs, int32 `[tokens]` each."""
-    seq2seq: Any = model
-    ids, mask = np.zeros((2, len(inputs), max(map(len, inputs))), np.int64)
-    for row, tokens in enumerate(inputs):
-        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-    read, seen = (torch.from_numpy(each).to(input_device(model)) for each in (ids, mask))
-    with torch.inference_mode():
-        outputs = seq2seq.get_encoder()(input_ids=read, attention_mask=seen, return_dict=True)
-    return Encoded(outputs, seen, empty_cache(model))
-
-
-def encode_probe(model: PreTrainedModel, tokens: Sequence[int], rows: int) -> Encoded:
-    """What a decoder is probed with, the same for every row: tokens that the encoder reads.
-
-    Of an encoder that reads no text the outputs are drawn at random: none runs, and no sound or image is made up for
-    it, whose form is its own.
-    """
-    if reads_text(model):
-        return encode(model, [np.array(tokens, np.int32)] * rows)
-    config: Any = cast(Any, model).get_encoder().config
-    width = getattr(config, "output_hidden_size", None) or config.hidden_size
-    drawn = torch.randn(1, len(tokens), width, generator=torch.Generator().manual_seed(len(tokens)), device="cpu")
-    hidden = drawn.to(input_device(model), model.dtype).repeat(rows, 1, 1)
-    return Encoded(EncoderOutputs(hidden), None, empty_cache(model))

@@ -22,15 +22,19 @@ from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError, warn
 from lookahead.hf.block_layers import weight_count
+from lookahead.hf.encoded_rows import Encoded
+from lookahead.hf.encoding import are_alike, encode, encode_heard
 from lookahead.hf.facts import (
     decoder_vocabulary,
+    encoder_of,
+    reads_text,
     side_positions,
     uncompiled,
     validate_causal_lm,
     validate_model,
     vocabulary_size,
 )
-from lookahead.hf.model_inputs import EncoderInputs, encode
+from lookahead.hf.model_inputs import EncoderInputs
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of
 from lookahead.ngram.acceptance import AcceptanceTable
@@ -48,6 +52,7 @@ class DraftModelState:
 
     rates: dict[str, AcceptanceTable] = field(default_factory=dict)  # by how tokens are chosen: greedy, sampled, drawn
     times: dict[int, PassTimes] = field(default_factory=dict)  # by batch size in powers of two
+    shares_encoder: bool = False  # whether the encoders of both give the same
 
 
 class DraftModel:
@@ -64,7 +69,8 @@ class DraftModel:
 
     Args:
         model: Any HuggingFace causal LM with the tokenizer of the target, on any device and in any dtype. For an
-            encoder-decoder target it may be one too: its own encoder reads the input, once.
+            encoder-decoder target it may be one too: its own encoder reads the input, once, unless it has the weights
+            of the target's, as a distilled Whisper has.
         tokenizer: Its tokenizer. Where the target's is known too, the two are compared; where both are the same,
             the models' tables of tokens may differ in size.
         name: Its name in the stats.
@@ -115,6 +121,10 @@ class DraftModel:
         validate_model(self.model)
         vocabulary = self._shared_vocabulary(call)
         name, has_encoder = type(self.model).__name__, self.model.config.is_encoder_decoder
+        if has_encoder and (own := self.model.main_input_name) != (read := call.model.main_input_name):
+            raise ProposerError(
+                f"{name} cannot draft: it reads {own}, and the target {read}; choose another draft model"
+            )
         support = support_of(self.model, shortest=1, max_length=call.max_length)
         if support.shape == "none":
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
@@ -155,7 +165,7 @@ def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
             f"{1e3 * pass_s:.2f} ms, {pass_s / target_s:.1f} times one of the target, so that drafting with it will "
             "hardly pay"
         )
-    return DraftModelState()
+    return DraftModelState(shares_encoder=not reads_text(draft) and are_alike(encoder_of(draft), encoder_of(target)))
 
 
 @dataclass(slots=True)
@@ -190,6 +200,7 @@ class ModelProposer(BatchProposer):
         self._children = 1 if is_chain else draft.children or children
         self._width = 1 if is_chain else draft.width or width
         mode = "drawn" if call.by_rejection else "greedy" if call.warp is None else "sampled"
+        self._shares_encoder = state.shares_encoder
         self._rates = state.rates.setdefault(mode, AcceptanceTable(LEVELS))
         self._times = state.times
         self._rows: dict[int, _DraftRow] = {}
@@ -239,16 +250,8 @@ class ModelProposer(BatchProposer):
         """Make a cache for all rows there are; what was read of them before is read again."""
         self._slots, inputs = list(self._rows), self._call.inputs
         if self.has_encoder and inputs is not None:
-            # The encoder must know all tokens of an input, and have positions for it.
-            known, limit = (
-                vocabulary_size(self._model, self._model.get_encoder()),
-                side_positions(self._model, "encoder"),
-            )
-            self._slots = [
-                row for row in self._slots if 0 < len(inputs[row]) <= (limit or math.inf) and inputs[row].max() < known
-            ]
-            if self._slots:
-                encoded, rows = encode(self._model, [inputs[row] for row in self._slots]), len(self._slots)
+            if (encoded := self._encoded(inputs)) is not None:
+                rows = len(self._slots)
                 if self._shape == "trees":
                     make_inputs = partial(EncoderInputs, encoded=encoded)
                     self._backend = backend_for(self._model, rows=rows, capacity=256, make_inputs=make_inputs)
@@ -258,6 +261,19 @@ class ModelProposer(BatchProposer):
             capacity = max(len(state.ids) for state in self._rows.values()) + 256
             self._backend = backend_for(self._model, rows=len(self._slots), capacity=capacity, shape=self._shape)
         return self._backend
+
+    def _encoded(self, inputs: Sequence[IntArray]) -> Encoded | None:
+        """What the draft model's decoder attends to, for the rows that its encoder can read; None if that is none."""
+        if not reads_text(self._model):
+            if not self._slots:
+                return None
+            return encode_heard(self._model, self._call.encoded, self._slots, is_shared=self._shares_encoder)
+        # The encoder must know all tokens of an input, and have positions for it.
+        known, limit = vocabulary_size(self._model, encoder_of(self._model)), side_positions(self._model, "encoder")
+        self._slots = [
+            row for row in self._slots if 0 < len(inputs[row]) <= (limit or math.inf) and inputs[row].max() < known
+        ]
+        return encode(self._model, [inputs[row] for row in self._slots]) if self._slots else None
 
     def _can_read(self, row: int, backend: Backend) -> bool:
         """Whether the draft model knows all tokens of a row, and has positions for it and a draft."""

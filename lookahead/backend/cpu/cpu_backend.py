@@ -94,7 +94,7 @@ class CpuBackend(TorchBackend):
         # One prompt's nodes attend alone where a kernel does that, which is faster than one mask; but all of them
         # attend to an encoder's output in one call. Transformers' own attention for several rows has other bits than
         # for each alone.
-        takes_rows = self._takes_rows and is_one and (is_exact or not self.counts_nodes)
+        takes_rows = self._takes_rows and is_one and (is_exact or not self._model.config.is_encoder_decoder)
         windows = self._windows if is_exact or takes_rows else None
         return windows, not takes_rows and (is_one or not is_exact)
 
