@@ -7,6 +7,7 @@ import warnings
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ from tests.support.adversarial_proposers import (
 )
 from tests.support.families import ENCODER_DECODERS, build
 from tests.support.pass_recorder import counted_passes
-from tests.support.speech import FRAMES, PREVIOUS, VOCABULARY, sounds, tiny_whisper
+from tests.support.speech import FRAMES, PREVIOUS, VOCABULARY, sounds, tiny_recognizer, tiny_whisper
 
 FIXED = LookaheadConfig(draft="fixed", min_probability=0.0)
 LONG = sounds(3, 200)
@@ -251,3 +252,23 @@ def test_a_model_that_reads_text_cannot_draft_for_one_that_hears() -> None:
     config = LookaheadConfig(proposers=(DraftModel(build(ENCODER_DECODERS["Bart"])),))
     with pytest.raises(ProposerError, match="it reads input_ids, and the target input_features"):
         hear(model_of(), sounds(), **ONE, custom_generate=lookahead.decode, lookahead_config=config)
+
+
+@pytest.mark.parametrize("seconds", [0.8, 2.9])
+def test_a_pipeline_of_speech_recognition_shows_what_it_shows_without(seconds: float) -> None:
+    model = tiny_whisper()
+    recognize = tiny_recognizer(model)
+    wave = np.random.default_rng(0).standard_normal(int(6000 * seconds)).astype(np.float32)
+
+    def run(beams: int = 1, **options: Any) -> Any:
+        sound, given = {"raw": wave.copy(), "sampling_rate": 6000}, {"language": "en", "num_beams": beams}
+        return recognize(sound, return_timestamps=True, generate_kwargs=given, **options)
+
+    with counted_passes(model) as own:
+        expected = [run(), run(batch_size=2, chunk_length_s=1)]
+    beamed = run(beams=5)  # as pipelines do unless they are told otherwise
+    with lookahead.enable(model, FIXED):
+        with counted_passes(model) as ours:
+            assert [run(), run(batch_size=2, chunk_length_s=1)] == expected and expected[0]["chunks"]
+        assert run(beams=5) == beamed
+    assert len(ours) < len(own)
