@@ -29,6 +29,7 @@ from lookahead.hf.cache import cache_in, tokens_in
 from lookahead.hf.cache_code import changed_cache
 from lookahead.hf.calls import ResolvedCall, own_sample
 from lookahead.hf.encoded_rows import Encoded
+from lookahead.hf.encoding import note_outputs
 from lookahead.hf.facts import (
     calls_registered_attention,
     decoder_vocabulary,
@@ -274,6 +275,8 @@ def plan_request(
 def _found(call: ResolvedCall, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool) -> support.Support:
     """What the model of a call can verify, with the cache and the padding of the call."""
     model, longest = call.model, call.input_ids.shape[1]
+    if not reads_text(model) and model.config.is_encoder_decoder:
+        note_outputs(model, call.model_kwargs["encoder_outputs"])
     is_padded = bool(lengths.min() < longest)
     found = support.support_of(model, shortest=int(lengths.min()), max_length=max_length)
     if changed := changed_cache(cache_in(call.model_kwargs)):

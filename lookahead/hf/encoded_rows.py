@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import ModelOutput
 
 from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError
@@ -91,8 +92,7 @@ class EncodedRows:
             cross.layers = [copy(layer) for layer in cross.layers]
             self._inputs[CACHE] = past = EncoderDecoderCache(self._own, cross)
             past.is_updated = encoded.past.is_updated
-        layers: Any = cross.layers
-        states: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
+        states: list[Tensor] = [each for layer in _held(cross) for each in (layer.keys, layer.values)]
         if self._masks:
             self._inputs = others
             self._append(states)
@@ -102,29 +102,31 @@ class EncodedRows:
 
     @contextmanager
     def _seeing(self, encoded: Encoded) -> Iterator[list[Tensor]]:
-        """Let rows see of the outputs what the model shows its decoder in a block; yields their masks, bool `[tokens]`.
+        """Let rows see what the model shows its decoder in a block; yields their masks, bool `[tokens]`.
 
-        An encoder of sound gives fewer outputs than its mask has places, and the model makes another mask for them.
+        Of sound an encoder gives fewer outputs than its mask has places, and the model makes another mask for them.
         """
-        thread, shape, masks, shown = get_ident(), encoded.outputs[0].shape[:2], encoded.masks(), list[Any]()
+        thread, masks, is_shown = get_ident(), encoded.masks(), False
         self._cross = Cross(self._own, masks)
 
         def see(_decoder: nn.Module, _inputs: Any, given: dict[str, Any]) -> None:
-            if get_ident() != thread:
+            nonlocal is_shown
+            states, mask = given.get("encoder_hidden_states"), given.get("encoder_attention_mask")
+            if get_ident() != thread or states is None:
                 return
-            shown.append(given.get("encoder_attention_mask"))
-            if shown[-1] is not None and shown[-1].shape == shape:
-                masks[:] = list(shown[-1].bool())
-                self._cross.see(masks)
+            if mask is not None and mask.shape != states.shape[:2]:
+                raise UnsupportedModelError(f"its decoder gets a mask of {[*mask.shape]} for {[*states.shape]} states")
+            is_shown = True
+            masks[:] = list(states.new_ones(states.shape[:2], dtype=torch.bool) if mask is None else mask.bool())
+            self._cross.see(masks)
 
         handle = self._decoder.register_forward_pre_hook(see, with_kwargs=True)
         try:
             yield masks
         finally:
             handle.remove()
-        is_other = encoded.mask is not None and encoded.mask.shape != shape
-        if (is_other and not shown) or any(each is not None and each.shape != shape for each in shown):
-            raise UnsupportedModelError("its decoder makes a mask of its own for what the encoder has read")
+        if not is_shown and encoded.mask is not None and encoded.mask.shape != encoded.outputs[0].shape[:2]:
+            raise UnsupportedModelError("what its decoder sees of the encoder's outputs is not known")
 
     def _append(self, states: Sequence[Tensor]) -> None:
         """Keep keys and values of further rows."""
@@ -155,28 +157,35 @@ class EncodedRows:
         """The inputs of a pass over all rows, and how they attend."""
         if self._is_changed:
             mask = pad_sequence(self._masks, batch_first=True)
-            (rows, tokens), hidden = mask.shape, self._inputs["encoder_outputs"][0]
-            layers = self._inputs[CACHE].cross_attention_cache.layers
+            (rows, tokens), given = mask.shape, self._inputs["attention_mask"]
+            layers = _held(self._inputs[CACHE].cross_attention_cache)
             for layer, keys, values in zip(layers, self._buffers[::2], self._buffers[1::2], strict=True):
                 layer.keys, layer.values = keys[:rows, :, :tokens], values[:rows, :, :tokens]
             # Their keys and values are known: of the outputs of the encoder a pass reads the shape alone.
-            outputs = EncoderOutputs(hidden.new_zeros(rows, tokens, hidden.shape[2]), attention_mask=mask.long())
-            given = self._inputs["attention_mask"]  # the model makes another one of a mask of sound
-            given = mask.long() if given is None or given.shape[1] == hidden.shape[1] else None
+            outputs, known = self._inputs["encoder_outputs"], self._inputs["encoder_outputs"][0].shape[1]
+            lengths = {known: tokens}
+            outputs = with_tensors(
+                outputs,
+                lambda each: each.new_zeros(rows, *(lengths.get(n, n) for n in each.shape[1:2]), *each.shape[2:]),
+            )
+            # The model makes another mask of one of sound.
+            given = mask.long() if given is None or given.shape[1] == known else None
             self._inputs |= {"encoder_outputs": outputs, "attention_mask": given}
             self._cross, self._is_changed = Cross(self._own, self._masks), False
         return self._inputs, self._cross
 
 
-@dataclass
-class EncoderOutputs(BaseModelOutput):
-    """What an encoder gives; some of those that hear give the mask of it too."""
+def _held(cache: Any) -> list[Any]:
+    """The layers of a cache of transformers that hold something; some configurations count those of the encoder."""
+    return [layer for layer in cache.layers if layer.is_initialized]
 
-    attention_mask: Tensor | None = None  # int64 `[rows, tokens]`
+
+def with_tensors(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """An encoder's outputs with other tensors, which may be its last states, their mean or their mask; no others."""
+    outputs = outputs if isinstance(outputs, ModelOutput) else BaseModelOutput(outputs[0])
+    return type(outputs)(**{name: change(each) for name, each in outputs.items() if isinstance(each, Tensor)})
 
 
 def rows_of(outputs: Any, mask: Tensor | None, rows: Tensor) -> tuple[Any, Tensor | None]:
     """Some rows, int64 `[n]`, of the encoder's outputs and of the mask of its inputs."""
-    seen = getattr(outputs, "attention_mask", None)
-    kept = EncoderOutputs(outputs[0][rows], attention_mask=None if seen is None else seen[rows])
-    return kept, None if mask is None else mask[rows]
+    return with_tensors(outputs, lambda each: each[rows]), None if mask is None else mask[rows]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import ModelOutput
 
 from lookahead.drafting.tree import IntArray
-from lookahead.hf.encoded_rows import Encoded, EncoderOutputs, rows_of
+from lookahead.hf.encoded_rows import Encoded, rows_of, with_tensors
 from lookahead.hf.facts import empty_cache, encoder_of, input_device, reads_text
+from lookahead.hf.model_state import state_of
 
 
 def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:
@@ -59,16 +63,38 @@ def are_alike(encoder: nn.Module | None, other: nn.Module | None) -> bool:
     return kinds[0] == kinds[1] and all(torch.equal(each, others[name]) for name, each in own.items())
 
 
+def note_outputs(model: PreTrainedModel, outputs: Any) -> None:
+    """Keep the form of what the encoder of a model gives, for probes."""
+    kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
+    sizes = {name: each.shape[1:] for name, each in with_tensors(outputs, lambda each: each).items()}
+    state_of(model).encoding = kind, {name: size for name, size in sizes.items() if name != "attention_mask"}
+
+
 def encode_probe(model: PreTrainedModel, tokens: Sequence[int], rows: int) -> Encoded:
     """What a decoder is probed with, the same for every row: tokens that the encoder reads.
 
-    Of an encoder that reads no text the outputs are drawn at random: none runs, and no sound or image is made up for
-    it, whose form is its own.
+    Of an encoder that reads no text the outputs are drawn at random, as many as tokens, in the form they last had: none
+    runs, and no sound or image is made up for it. Before the first call their width is that of the configuration.
     """
     if reads_text(model):
         return encode(model, [np.array(tokens, np.int32)] * rows)
-    config: Any = cast(Any, model).get_encoder().config
-    width = getattr(config, "output_hidden_size", None) or config.hidden_size
-    drawn = torch.randn(1, len(tokens), width, generator=torch.Generator().manual_seed(len(tokens)), device="cpu")
-    hidden = drawn.to(input_device(model), model.dtype).repeat(rows, 1, 1)
-    return Encoded(EncoderOutputs(hidden), None, empty_cache(model))
+    form = state_of(model).encoding
+    if form is None:
+        config: Any = encoder_of(model).config
+        width = getattr(config, "output_hidden_size", None) or config.hidden_size
+        form = EncoderOutputs, {"last_hidden_state": (0, width)}
+    kind, sizes = form
+    source = torch.Generator().manual_seed(len(tokens))
+    drawn = {}
+    for name, size in sizes.items():
+        size = (len(tokens), size[1]) if len(size) == 2 else size
+        each = torch.randn(1, *size, generator=source, device="cpu")
+        drawn[name] = each.to(input_device(model), model.dtype).repeat(rows, *(1 for _ in size))
+    return Encoded(kind(**drawn), None, empty_cache(model))
+
+
+@dataclass
+class EncoderOutputs(BaseModelOutput):
+    """What an encoder gives; some of those that hear give the mask of it too."""
+
+    attention_mask: Tensor | None = None  # int64 `[rows, tokens]`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from os import PathLike, fspath
 from typing import Any, Literal
 
@@ -37,8 +38,10 @@ def is_sdpa(attention: Attention) -> bool:
 
 
 def calls_registered_attention(model: Any) -> bool:
-    """Whether layers of a model call the attention function that their configuration names, and show it all keys."""
-    return bool(model._can_set_attn_implementation()) and not picks_keys(model)
+    """Whether layers of a model, or of its decoder, call the attention function that is configured, with all keys."""
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    own = not isinstance(decoder, PreTrainedModel) or decoder._can_set_attn_implementation()
+    return bool(own and model._can_set_attn_implementation()) and not picks_keys(model)
 
 
 def picks_keys(model: Any) -> bool:
@@ -76,9 +79,18 @@ def processes_of(model: Any) -> int:
     return getattr(model, "tp_size", None) or 1
 
 
+def embedding_of(model: PreTrainedModel) -> Any:
+    """The table of a model's tokens, of some models that of their decoder; None for a transducer, which has none."""
+    sides: list[Any] = [model, model.get_decoder()]
+    for side in sides:
+        with suppress(NotImplementedError, AttributeError):
+            return side.get_input_embeddings()
+    return None
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """The device of a model's input tokens; `meta` for a model without weights."""
-    embedding: Any = model.get_input_embeddings()
+    embedding = embedding_of(model)
     device: torch.device = embedding.weight.device
     if device.type == "meta" and is_offloaded(embedding):
         # Offloaded weights are on meta between passes. The hook of accelerate knows the device they run on.
@@ -171,6 +183,8 @@ def validate_model(model: PreTrainedModel) -> None:
     # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
     if not is_decoder and not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
+    if embedding_of(model) is None:
+        raise UnsupportedModelError(f"{name} has no decoder that reads tokens; lookahead serves models that have one")
     if input_device(model).type == "meta":
         raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
 
@@ -192,7 +206,7 @@ def vocabulary_size(model: PreTrainedModel, side: Any = None) -> int:
     """Rows of the embedding table of a model, or of its encoder or decoder `side`, padding included."""
     text_config: Any = model.config.get_text_config()
     own = side.get_input_embeddings() if isinstance(side, PreTrainedModel) else None
-    size: int = getattr(own or model.get_input_embeddings(), "num_embeddings", text_config.vocab_size)
+    size: int = getattr(own or embedding_of(model), "num_embeddings", text_config.vocab_size)
     return size
 
 

@@ -175,5 +175,5 @@ class EncoderInputs(ModelInputs):
 def _position_tables(model: Any) -> list[list[nn.Module]]:
     """The modules in which a decoder that counts slots looks up a vector for each, and a bias for each pair."""
     named = list(model.get_decoder().named_modules())
-    kinds = ("embed_positions", "position_embeddings"), "relative_attention_bias"
+    kinds = ("embed_positions", "position_embeddings", "wpe"), "relative_attention_bias"
     return [[module for name, module in named if name.endswith(kind)] for kind in kinds]
