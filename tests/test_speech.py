@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import lookahead
 from lookahead import DraftModel, LookaheadConfig
@@ -23,7 +24,8 @@ from tests.support.adversarial_proposers import (
     perfect,
     random_trees,
 )
-from tests.support.families import ENCODER_DECODERS, build
+from tests.support.families import ENCODER_DECODERS, FEATURE_ENCODERS, build, cases
+from tests.support.feature_encoders import CONFORMER, features
 from tests.support.pass_recorder import counted_passes
 from tests.support.speech import FRAMES, PREVIOUS, VOCABULARY, sounds, tiny_recognizer, tiny_whisper
 
@@ -71,9 +73,9 @@ def model_of() -> Any:
     return model
 
 
-def hear(model: Any, features: torch.Tensor, **options: Any) -> Any:
+def hear(model: Any, *inputs: torch.Tensor, **options: Any) -> Any:
     torch.manual_seed(1)
-    return model.generate(features, **options)
+    return model.generate(*inputs, **options)
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -272,3 +274,36 @@ def test_a_pipeline_of_speech_recognition_shows_what_it_shows_without(seconds: f
             assert [run(), run(batch_size=2, chunk_length_s=1)] == expected and expected[0]["chunks"]
         assert run(beams=5) == beamed
     assert len(ours) < len(own)
+
+
+@pytest.mark.parametrize("family", cases(FEATURE_ENCODERS.values(), by_feature=True))
+def test_decoders_of_sound_and_images_have_the_tokens_of_generate(family: Any) -> None:
+    model, architecture = build(family), family.name.partition("-")[0]
+    assert support_of(model, shortest=1, max_length=20).shape == family.decoded
+    for count, options in ((1, {"do_sample": True}), (2, {"no_repeat_ngram_size": 2}), (2, {"do_sample": True})):
+        inputs = features(architecture, count)
+        options = {**options, "max_new_tokens": 13, "use_cache": True}  # which Pix2Struct does not use by default
+        expected = hear(model, **inputs, **options)
+        if count == 2 and "do_sample" not in options:  # the first row ends, and leaves the passes
+            options |= {"eos_token_id": int(expected[0, 6]), "pad_token_id": 0}
+            expected = hear(model, **inputs, **options)
+        read = inputs.get("input_ids", torch.zeros(count, 0, dtype=torch.int64))
+        answers = torch.cat([read, expected], 1).tolist()
+        for offer in (random_trees(101), among_decoys(answers, 101), perfect(answers)):
+            with warnings.catch_warnings(), drafting_by(offer), counted_passes(model) as passes:
+                warnings.filterwarnings("error", message=".*decoded plainly")
+                got = hear(model, **inputs, **options, custom_generate=lookahead.decode, lookahead_config=FIXED)
+            assert torch.equal(got, expected)
+        assert len(passes) < 9 or architecture == "Whisper"  # which gives back no prompt to draft the rest from
+
+
+@pytest.mark.skipif(not hasattr(transformers, "ParakeetForRNNT"), reason="it is newer than the installed transformers")
+def test_a_transducer_is_refused_by_name(tiny_tokenizer: Any) -> None:
+    config = transformers.ParakeetRNNTConfig(
+        encoder_config=CONFORMER,
+        **{"vocab_size": 101, "decoder_hidden_size": 32, "joint_hidden_size": 32, "num_decoder_layers": 1},
+    )
+    model = transformers.ParakeetForRNNT(config).eval()
+    for call in (lookahead.enable, lambda model: lookahead.generate(model, tiny_tokenizer, "hello")):
+        with pytest.raises(UnsupportedModelError, match="ParakeetForRNNT has no decoder that reads tokens"):
+            call(model)

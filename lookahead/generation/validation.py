@@ -25,6 +25,7 @@ from lookahead.hf.facts import (
     check_model,
     decoder_vocabulary,
     described,
+    embedding_of,
     input_device,
     position_limit,
     reads_text,
@@ -83,7 +84,7 @@ def check_pair(model: Any, tokenizer: object) -> None:
     if tokenizer in seen or not model.can_generate():
         return
     seen.add(tokenizer)
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    known = getattr(embedding_of(model), "num_embeddings", None)
     if known is None:
         return
     differences = []
@@ -126,7 +127,7 @@ def check_options(
         UnsupportedModelError: The model cannot be used.
     """
     validate_model(model)
-    if not reads_text(model):
+    if model.config.is_encoder_decoder and not reads_text(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} reads {model.main_input_name}, not text: call model.generate under "
             "lookahead.enable(model)"

@@ -23,6 +23,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from lookahead.hf.state_layers import KEEPS_STATES
+from tests.support import feature_encoders
 from tests.support.architectures import CHAINS, CLASSES, OWN_SIZES, PLAIN, SIZES, STATES, TREES, Options, Rows
 from tests.support.encoder_decoders import (
     BART_SIZES,
@@ -32,6 +33,7 @@ from tests.support.encoder_decoders import (
     ENCODER_DECODER_CLASSES,
     ENCODER_DECODER_SIZES,
 )
+from tests.support.feature_encoders import FEATURE_CHAINS, FEATURE_TREES
 from tests.support.vision_models import SEEING, Seeing
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
@@ -56,11 +58,19 @@ positions depend on more than the depth of a node, drafted from the input's own 
 keep one length: a pass gives every row as many tokens as the slowest row accepts. So do those of LED and Mvp, whose
 attention functions are their own. On a CPU its passes multiply by packed weights, as those of causal models do. The
 third column is about the decoder's attention to its own text."""
+
 SEEING_TOO = """\
 ## Models that read images or sound
 
 The prompt is read by the model's own first pass, as by `model.generate`, and what is behind it is verified as the table
 says, for one prompt or a batch. `tests/test_images.py` compares every row with `model.generate`."""
+
+FEATURES_TOO = """\
+## Encoders of sound and images
+
+What their encoder reads has no tokens, so drafts come from the decoder's own prompt and output, from earlier outputs,
+the earlier segments of a sound among them, or from a model that hears or sees too (`DraftModel`). Call `model.generate`
+under `lookahead.enable(model)`. Transducers (RNN-T, TDT) and CTC have no such decoder and are refused by name."""
 
 Decoded = Literal["trees", "chains", "plain"]
 
@@ -109,6 +119,14 @@ def _encoder_decoders(decoded: Decoded, rows: Rows) -> Iterator[Family]:
         yield Family(name, model_class, {**sizes, **options}, decoded, features)
 
 
+def _feature_encoders(decoded: Decoded, rows: Rows) -> Iterator[Family]:
+    """Rows of models whose encoder reads sound or images, with their classes and sizes."""
+    for name, (features, options) in rows.items():
+        architecture = name.partition("-")[0]
+        model_class = feature_encoders.CLASSES.get(architecture, f"{architecture}ForConditionalGeneration")
+        yield Family(name, model_class, {**feature_encoders.SIZES[architecture], **options}, decoded, features)
+
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -125,6 +143,15 @@ ENCODER_DECODERS: dict[str, Family] = {
         *_encoder_decoders("trees", DECODER_TREES),
         *_encoder_decoders("chains", DECODER_CHAINS),
         *_encoder_decoders("plain", DECODER_PLAIN),
+    )
+}
+
+
+FEATURE_ENCODERS: dict[str, Family] = {
+    family.name: family
+    for family in (
+        *_feature_encoders("trees", FEATURE_TREES),
+        *_feature_encoders("chains", FEATURE_CHAINS),
     )
 }
 
@@ -209,8 +236,12 @@ def _let_wander(model: Any) -> None:
 
 def page() -> str:
     """docs/families.md."""
-    tables = [_table(FAMILIES.values()), _table(ENCODER_DECODERS.values()), _table(SEEING.values(), "Prompt")]
-    parts = zip((INTRODUCTION, SEEING_TOO, ENCODER_DECODERS_TOO), (tables[0], tables[2], tables[1]), strict=True)
+    parts = (
+        (INTRODUCTION, _table(FAMILIES.values())),
+        (SEEING_TOO, _table(SEEING.values(), "Prompt")),
+        (ENCODER_DECODERS_TOO, _table(ENCODER_DECODERS.values())),
+        (FEATURES_TOO, _table(FEATURE_ENCODERS.values())),
+    )
     return "\n".join(line for text, table in parts for line in (text, "", *table, ""))
 
 
