@@ -52,6 +52,7 @@ NOT_RUN = {
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
     ("docs/drop-in.md", 'model = AutoModelForImageTextToText.from_pretrained("PATH_OR_ID")'),
     ("docs/drop-in.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
+    ("docs/drop-in.md", 'model = WhisperForConditionalGeneration.from_pretrained("PATH_OR_ID")'),
     ("docs/front-ends.md", "pip install 'lookahead-decoding[serve]'"),
     ("docs/front-ends.md", "from openai import"),
     ("docs/front-ends.md", "from langchain_huggingface import"),
