@@ -67,9 +67,9 @@ class LookaheadConfig:
         memory: `"shared"` keeps what `"outputs"` and `"recycled"` collect for all later calls on the same model in
             this process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). The text of one request then changes
             the speed of another, which someone who measures it can exploit, but never a token. `"request"` starts every
-            call with an empty memory; only hit rates and costs are kept. Under `lookahead.enable` the segments of a sound
-            are one call. The path of a memory file, `*.lkm`, keeps them as `"shared"` does, apart from other calls, and
-            starts from the contexts in the file if it exists; `lookahead.save_memory` writes them back.
+            call with an empty memory; only hit rates and costs are kept. Under `lookahead.enable` the segments of a
+            sound are one call. The path of a memory file, `*.lkm`, keeps them as `"shared"` does, apart from other
+            calls, and starts from the contexts in the file if it exists; `lookahead.save_memory` writes them back.
         window: Columns W of the Jacobi window, 1 to 64: the lookahead branch always runs. `"auto"`: 7 columns, and the
             branch runs only while measured costs say that it pays (always with `draft="fixed"`, which measures none).
             A window adds `"jacobi"` to the proposers. With `"jacobi"` there, `None` means `"auto"`.
