@@ -162,8 +162,9 @@ def test_scores_and_the_cache_are_those_of_generate() -> None:
         text = generate(model, RAGGED, **WANDERING)
         ends = {**WANDERING, "eos_token_id": int(text[1, 6]), "pad_token_id": 0}
         expected: Any = generate(model, RAGGED, **ends, **wanted)
-        with drafting_by(perfect(texts_of(expected.sequences, RAGGED))):
-            got: Any = generate(
+        right = perfect(texts_of(expected.sequences, RAGGED))
+        with drafting_by(lambda row, text, size, right=right: right(row, text, size) if row == 1 else None):
+            got: Any = generate(  # the second row ends first
                 model, RAGGED, **ends, **wanted, custom_generate=lookahead.decode, lookahead_config=FIXED
             )
         assert torch.equal(got.sequences, expected.sequences)
@@ -200,3 +201,19 @@ def test_a_criterion_of_the_users_own_sees_the_whole_batch() -> None:
     with pytest.warns(UserWarning, match="StopsAfter may keep a state"), warnings.catch_warnings():
         warnings.simplefilter("always")
         compare(model_of("T5"), RAGGED, "perfect", **WANDERING, stopping_criteria=[StopsAfter(5)])
+
+
+def test_rows_behind_padding_verify_trees_where_positions_heed_it() -> None:
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
+
+    def decode_behind_padding(model: Any, rows: slice = slice(None)) -> None:
+        start: int = model.generation_config.decoder_start_token_id
+        prompts = torch.tensor([[start, 31, 9], [start, start, 44], [start, 60, 8]])
+        inputs = {name: each[rows] for name, each in RAGGED.items()}
+        given = {"decoder_input_ids": prompts[rows], "decoder_attention_mask": mask[rows]}
+        compare(model, inputs, random_trees(101), "real", **WANDERING, **given)
+
+    decode_behind_padding(model_of("T5"))
+    for model in (model_of("Bart"), build(ENCODER_DECODERS["T5"]).to(torch.bfloat16)):
+        with pytest.raises(UnsupportedModelError, match="behind a padded decoder_attention_mask"):
+            decode_behind_padding(model, slice(1, 2))

@@ -16,6 +16,7 @@ import lookahead
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.backend.support import support_of
 from lookahead.errors import ProposerError, UnsupportedModelError
+from lookahead.hf.encoding import encode_probe
 from tests.support.adversarial_proposers import (
     always_wrong,
     among_decoys,
@@ -34,6 +35,12 @@ LONG = sounds(3, 150)
 HEARD = (torch.arange(150) < torch.tensor([150, 80, 120])[:, None]).long()  # their lengths in frames
 BATCH = {"attention_mask": HEARD, "language": "en"}
 ONE = {"language": "en"}
+TWICE = {
+    "attention_mask": HEARD[:2],
+    **ONE,
+    "num_return_sequences": 2,
+    "do_sample": True,
+}  # a mask for two of four rows
 PROMPT = torch.tensor([PREVIOUS, 30, 31])
 # Falls back to higher temperatures, and takes some segments for silence.
 DOUBTS: dict[str, Any] = {
@@ -163,13 +170,18 @@ def test_an_end_or_a_limit_inside_a_draft_ends_the_text_there() -> None:
         assert got == text[: 4 + new] and len(passes) == 2
 
 
-def test_a_tree_has_no_more_nodes_than_the_decoder_has_positions() -> None:
-    model = tiny_whisper(max_target_positions=24)
-    options: dict[str, Any] = {**ONE, "force_unique_generate_call": True, "max_new_tokens": 19}
-    expected = hear(model, sounds(), **options)
-    for offer in (random_trees(VOCABULARY), nothing):
-        with drafting_by(offer):
-            assert torch.equal(hear(model, sounds(), **options, custom_generate=lookahead.decode), expected)
+def test_no_node_stands_behind_the_positions_of_a_decoder() -> None:
+    model, small = model_of(), tiny_whisper(max_target_positions=24)  # which drafts as far as it has positions
+    config = LookaheadConfig(proposers=(DraftModel(small),), draft="fixed")
+    for length in (None, 24):
+        options = {**ONE, "max_length": length} if length else ONE
+        expected = hear(model, sounds(), **options)
+        got = hear(model, sounds(), **options, custom_generate=lookahead.decode, lookahead_config=config)
+        assert torch.equal(got, expected)
+    options = {**ONE, "max_new_tokens": 19}
+    expected = hear(small, sounds(), **options)
+    with drafting_by(random_trees(VOCABULARY)):
+        assert torch.equal(hear(small, sounds(), **options, custom_generate=lookahead.decode), expected)
 
 
 def test_half_precision_on_a_cpu_has_the_bits_of_generate_for_one_sound() -> None:
@@ -222,7 +234,7 @@ def heard_by(model: Any) -> list[int]:
     return heard
 
 
-@pytest.mark.parametrize(("count", "options"), [(1, ONE), (3, BATCH)], ids=["one", "batch"])
+@pytest.mark.parametrize(("count", "options"), [(1, ONE), (2, TWICE)], ids=["one", "batch"])
 @pytest.mark.parametrize("encoder", ["shared", "own"])
 def test_a_small_model_that_hears_drafts_for_any_number_of_sounds(
     encoder: str, count: int, options: dict[str, Any]
@@ -238,7 +250,7 @@ def test_a_small_model_that_hears_drafts_for_any_number_of_sounds(
     config = LookaheadConfig(proposers=(DraftModel(small),), draft="fixed")
     with lookahead.enable(model, config):
         assert_same(hear(model, LONG[:count], **options), expected)
-    assert of_large and (not of_small if encoder == "shared" else max(of_small) == count)
+    assert of_large and (not of_small if encoder == "shared" else max(of_small) == count**2)
 
 
 def test_a_copy_drafts_all_that_is_said_and_reads_the_sound_once() -> None:
@@ -283,7 +295,6 @@ def test_a_pipeline_of_speech_recognition_shows_what_it_shows_without(seconds: f
 @pytest.mark.parametrize("family", cases(FEATURE_ENCODERS.values(), by_feature=True))
 def test_decoders_of_sound_and_images_have_the_tokens_of_generate(family: Any) -> None:
     model, architecture = build(family), family.name.partition("-")[0]
-    assert support_of(model, shortest=1, max_length=20).shape == family.decoded
     for count, options in ((1, {"do_sample": True}), (2, {"no_repeat_ngram_size": 2})):
         inputs = features(architecture, count)
         options = {**options, "max_new_tokens": 13, "use_cache": True}  # which Pix2Struct does not use by default
@@ -299,6 +310,7 @@ def test_decoders_of_sound_and_images_have_the_tokens_of_generate(family: Any) -
                 got = hear(model, **inputs, **options, custom_generate=lookahead.decode, lookahead_config=FIXED)
             assert torch.equal(got, expected)
         assert len(passes) < 9 or architecture == "Whisper"  # which gives back no prompt to draft the rest from
+    assert support_of(model, shortest=1, max_length=20).shape == family.decoded
 
 
 @pytest.mark.skipif(not hasattr(transformers, "ParakeetForRNNT"), reason="it is newer than the installed transformers")
@@ -311,3 +323,12 @@ def test_a_transducer_is_refused_by_name(tiny_tokenizer: Any) -> None:
     for call in (lookahead.enable, lambda model: lookahead.generate(model, tiny_tokenizer, "hello")):
         with pytest.raises(UnsupportedModelError, match="ParakeetForRNNT has no decoder that reads tokens"):
             call(model)
+
+
+def test_a_decoder_is_probed_with_outputs_of_the_form_that_its_encoder_gave() -> None:
+    model = build(FEATURE_ENCODERS["PPFormulaNet"])
+    inputs = features("PPFormulaNet", 1)
+    hear(model, **inputs, max_new_tokens=3, custom_generate=lookahead.decode)
+    given, probed = model.get_encoder()(**inputs), encode_probe(model, [5, 6, 7], 2).outputs
+    assert type(probed) is type(given)
+    assert probed.pooler_output.shape == (2, 3, given.pooler_output.shape[-1])

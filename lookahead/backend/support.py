@@ -101,7 +101,9 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         return Support("none", reason)
     state = state_of(model)
     try:
-        verdict = state.probed("support", model, partial(_probe, model, config), Support.of)
+        # Before the first call the form of what an encoder of sound or images gives is guessed.
+        name = "support" if state.encoding is None else "support by what its encoder gave"
+        verdict = state.probed(name, model, partial(_probe, model, config), Support.of)
     except ProbeError as error:
         return Support("none", str(error))
     for kind, limit in verdict.ropes:

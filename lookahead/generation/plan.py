@@ -328,7 +328,7 @@ def shape_of(
         if (is_padded and not probes.heeds_padding(model)) or (rows > 1 and not calls_registered_attention(model)):
             shape, why = "chains", "the rows of such a batch keep one length"
         # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
-        elif is_half and is_auto and (rows > 1 or not self_check.keeps_solo_bits(model)):
+        elif is_half and is_auto and (rows > 1 or is_padded or not self_check.keeps_solo_bits(model)):
             shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
     elif found.by_node and rows == 1 and not is_padded and is_auto and self_check.keeps_solo_bits(model):
         shape = "trees"

@@ -69,7 +69,15 @@ SIZES: dict[str, Options] = {
     "PPFormulaNet": {
         "text_config": {**STARTED, **BART_LAYERS},
         "vision_config": {
-            **{**SMALL, "output_channels": 16, "image_size": 64, "patch_size": 16, "mlp_dim": 64, "window_size": 2},
+            **{
+                **SMALL,
+                "hidden_size": 16,
+                "output_channels": 16,
+                "image_size": 64,
+                "patch_size": 16,
+                "mlp_dim": 64,
+                "window_size": 2,
+            },
             **{"global_attn_indexes": [0], "post_conv_in_channels": 16, "post_conv_mid_channels": 24},
             **{"post_conv_out_channels": 32, "decoder_hidden_size": 32},
         },
