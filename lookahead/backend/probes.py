@@ -119,9 +119,9 @@ def _decoder_heeds_padding(model: Any) -> bool:
     text = [token * vocabulary // 9 for token in PROBES[0]]
     ids = torch.tensor([[0] * _PADDING + text], device=device)
     mask = torch.tensor([[0] * _PADDING + [1] * len(text)], device=device)
-    encoded = encode_probe(model, text, 1)
-    given = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask, "decoder_attention_mask": mask}
     try:
+        encoded = encode_probe(model, text, 1)
+        given = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask, "decoder_attention_mask": mask}
         given = model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=False, **given)
         return agree(model, model(**given).logits[0, -1], own_logits(model, [text], text)[0, -1])
     except Exception as error:

@@ -46,9 +46,10 @@ def encode_heard(model: PreTrainedModel, encoded: Encoded, rows: Sequence[int], 
         return None
     if not is_shared and encoded.heard is not None:
         encoder: Any = encoder_of(model)
-        is_float = encoded.heard.is_floating_point()
-        read = encoded.heard[rows].to(input_device(model), model.dtype if is_float else None)
+        is_float, device = encoded.heard.is_floating_point(), input_device(model)
+        read = encoded.heard[rows].to(device, model.dtype if is_float else None)
         takes_mask = mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters
+        mask = None if mask is None else mask.to(device)
         with torch.inference_mode():
             outputs = encoder(read, **({"attention_mask": mask} if takes_mask else {}), return_dict=True)
     return Encoded(outputs, mask, empty_cache(model))
