@@ -65,10 +65,20 @@ def are_alike(encoder: nn.Module | None, other: nn.Module | None) -> bool:
 
 
 def note_outputs(model: PreTrainedModel, outputs: Any) -> None:
-    """Keep the form of what the encoder of a model gives, for probes."""
+    """Keep the form of what the encoder of a model gives, for probes, unless it is as they guess."""
     kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
-    sizes = {name: each.shape[1:] for name, each in with_tensors(outputs, lambda each: each).items()}
-    state_of(model).encoding = kind, {name: size for name, size in sizes.items() if name != "attention_mask"}
+    sizes = {name: tuple(each.shape[1:]) for name, each in with_tensors(outputs, lambda each: each).items()}
+    sizes.pop("attention_mask", None)
+    states = sizes["last_hidden_state"]
+    if len(sizes) > 1 or len(states) != 2 or states[1] != _guessed_width(model):
+        state_of(model).encoding = kind, sizes
+
+
+def _guessed_width(model: PreTrainedModel) -> int | None:
+    """The width of what an encoder gives, by its configuration."""
+    config = getattr(encoder_of(model), "config", None)
+    width: int | None = getattr(config, "output_hidden_size", None) or getattr(config, "hidden_size", None)
+    return width
 
 
 def encode_probe(model: PreTrainedModel, tokens: Sequence[int], rows: int) -> Encoded:
@@ -79,12 +89,8 @@ def encode_probe(model: PreTrainedModel, tokens: Sequence[int], rows: int) -> En
     """
     if reads_text(model):
         return encode(model, [np.array(tokens, np.int32)] * rows)
-    form = state_of(model).encoding
-    if form is None:
-        config: Any = encoder_of(model).config
-        width = getattr(config, "output_hidden_size", None) or config.hidden_size
-        form = EncoderOutputs, {"last_hidden_state": (0, width)}
-    kind, sizes = form
+    guess: tuple[Any, Any] = EncoderOutputs, {"last_hidden_state": (0, _guessed_width(model))}
+    kind, sizes = state_of(model).encoding or guess
     source = torch.Generator().manual_seed(len(tokens))
     drawn = {}
     for name, size in sizes.items():
