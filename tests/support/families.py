@@ -49,6 +49,11 @@ for every depth of a tree, and every node has states of its own; the prompts of 
 Every row is a test: a tiny random model of the class is compared with `model.generate`, and a model that is not listed
 is probed with a few tokens when it is met for the first time.
 
+A family is plain where a node would depend on more than its path: MiniMax and RecurrentGemma keep states outside of the
+cache, MiniMax M3 picks blocks of cache slots, Inkling attends by distances between slots, OpenAI GPT and FSMT have no
+cache that can be continued from, experts of NLLB-MoE and Switch take a fixed number of tokens of a pass, and ProphetNet
+takes one token a pass. Beams of models with states or indexers go to transformers, with a warning.
+
 `python -m tests.support.families --write` writes this page."""
 ENCODER_DECODERS_TOO = """\
 ## Encoder-decoder models
