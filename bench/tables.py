@@ -40,6 +40,7 @@ class Caption(NamedTuple):
 _LLM = "llm --prompts spec_bench.jsonl --stories squality_dev.jsonl --offset 14 --dtype"
 _JOB = "job --text squality_dev.jsonl --dtype"
 _TURNS = "exactness --prompts spec_bench.jsonl --field turns --model"
+_STATES = 'Random weights, scripted drafts: "edits" are right with a chance of 0.9 a token, "wrong" never.'
 _REPLAY = "replay --tokenizer DIR --pairs FILE"
 _BEAMS = "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype"
 _VLLM = "vllm_peer --python VLLM/bin/python --prompts"
@@ -98,6 +99,8 @@ CAPTIONS = {
     "passes_bf16_2_threads": Caption("Two threads, bf16", "passes --dtype bf16 --threads 2", _WALL),
     "passes_fp32_avx2": Caption("A CPU that is kept to AVX2, fp32", "passes --dtype fp32", _PASS),
     "passes_bf16_avx2": Caption("A CPU that is kept to AVX2, bf16", "passes --dtype bf16", _PASS),
+    "states_fp32": Caption("A model with recurrent layers, fp32", "states --dtype fp32 --prompts 4", _STATES),
+    "states_bf16": Caption("A model with recurrent layers, bf16", "states --dtype bf16 --prompts 3 --new 64", _STATES),
     "replay_spec_bench_summaries": Caption("Recorded outputs: Spec-Bench summaries", _REPLAY, _NO_MODEL),
     "replay_vicuna": Caption("Recorded outputs: chat, Vicuna 7B", _REPLAY, _NO_MODEL),
     "replay_llama3": Caption("Recorded outputs: chat, Llama-3-8B-Instruct", _REPLAY, _NO_MODEL),
