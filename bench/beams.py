@@ -36,7 +36,7 @@ from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.generation import beams, hf_outputs
 from lookahead.generation.beams import has_bits_of_beams
 from lookahead.hf.beam_tree import BeamModel
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from lookahead.hf.loading import DEFAULT_MODEL, load
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 

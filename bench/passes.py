@@ -30,7 +30,7 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from lookahead.hf.loading import DEFAULT_MODEL
 from lookahead.hf.quantized import OWN_BLOCKS, QUANTIZED, QuantizedLinear
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.generation.enable import Enabled
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from tests.support.default_run import examples
 
 CONFIGS = st.sampled_from(

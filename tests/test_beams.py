@@ -23,7 +23,7 @@ from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.generation import beams
 from lookahead.generation.beams import has_bits_of_beams
 from lookahead.hf import beam_tree
-from lookahead.hf.cache import CACHE, MARKS_CACHES, cache_in
+from lookahead.hf.call_caches import CACHE, MARKS_CACHES, cache_in
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.beam_search import ONE, OPTIONS, RAGGED, assert_same, found
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build, cases

@@ -14,7 +14,7 @@ from lookahead.cli import generate as cli_generate
 from lookahead.cli.app import app
 from lookahead.errors import PromptError
 from lookahead.generation.conversation import Conversation
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 

@@ -27,7 +27,7 @@ from lookahead import LookaheadConfig
 from lookahead.backend.support import support_of
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from lookahead.hf.facts import empty_cache
 from tests.support.adversarial_proposers import (
     Offer,

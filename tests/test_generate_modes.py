@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 import lookahead
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.plan import plan_request
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from lookahead.hf.calls import ResolvedCall
 from tests.support.families import ENCODER_DECODERS, build
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED

@@ -24,7 +24,7 @@ from lookahead.heads.head_files import fresh_rates, make_drafter, open_heads, wr
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.layers import layer_config
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from lookahead.hf.loading import LoadedModel, load
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear

@@ -20,8 +20,7 @@ import lookahead
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.cache import TreeCache
-from lookahead.hf.tree_layers import TreeSlots
+from lookahead.hf.cache import TreeCache, TreeSlots
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
 from tests.support import kernel_reference as reference

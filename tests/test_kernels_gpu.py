@@ -14,7 +14,7 @@ from lookahead.backend.gpu import kernel_trial
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.gpu.kernel_trial import run_tests
 from lookahead.backend.tree_pass import AttentionSpan, TreePass
-from lookahead.hf.tree_layers import TreeSlots
+from lookahead.hf.cache import TreeSlots
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels.dispatch import KernelVariant, Verdict
 from tests.support import kernel_reference as reference

@@ -23,7 +23,7 @@ from transformers import (
 
 import lookahead
 from lookahead import UnsupportedModelError
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 from tests.support.vision_models import gemma3, llava
 

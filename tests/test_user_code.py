@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.backend.support import support_of
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.changed_code import patched
 from tests.support.small_layers import HALF, SINGLE, made

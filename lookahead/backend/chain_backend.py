@@ -15,7 +15,7 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.cpu_pass import CpuPass, running, thread
 from lookahead.backend.protocol import BitPolicy, OnPrefill
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from lookahead.hf.encoded_rows import Encoded, rows_of
 from lookahead.hf.facts import side_positions
 

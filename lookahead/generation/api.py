@@ -14,7 +14,7 @@ from lookahead.errors import PromptError
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prompts import Prompt, PromptReader, Prompts, Truncation
 from lookahead.generation.scheduler import Completion, Scheduler
-from lookahead.hf.cache import cache_in
+from lookahead.hf.call_caches import cache_in
 from lookahead.stats import DecodingStats, total
 from lookahead.verification.stopping import FinishReason
 

@@ -34,7 +34,8 @@ from lookahead.errors import PromptError, UnsupportedModelError, warn, with_plac
 from lookahead.generation import validation
 from lookahead.generation.hf_outputs import append_states, copy_prefix_from
 from lookahead.hf.beam_tree import DEAD_NODES, BeamModel, BeamTree
-from lookahead.hf.cache import CACHE, TreeCache, cache_in, is_callers, tokens_in
+from lookahead.hf.cache import TreeCache
+from lookahead.hf.call_caches import CACHE, cache_in, is_callers, tokens_in
 from lookahead.hf.calls import ResolvedCall, own_beam_search, read_prompt
 from lookahead.hf.facts import attention_name, empty_cache, picks_keys, processes_of, vocabulary_size
 from lookahead.hf.model_state import state_of

@@ -13,7 +13,7 @@ from lookahead.generation.api import stream
 from lookahead.generation.hf_outputs import TextStream
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
 from lookahead.generation.validation import check_pair
-from lookahead.hf.cache import CACHE, tokens_in
+from lookahead.hf.call_caches import CACHE, tokens_in
 from lookahead.hf.facts import context_limit
 from lookahead.hf.state_layers import counts_tokens, has_states
 

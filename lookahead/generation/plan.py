@@ -25,8 +25,8 @@ from lookahead.generation.assembly import assemble
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
 from lookahead.generation.hf_outputs import copy_prefix_from
 from lookahead.generation.prompt_reading import PromptReading, placeholders_of
-from lookahead.hf.cache import cache_in, tokens_in
 from lookahead.hf.cache_code import changed_cache
+from lookahead.hf.call_caches import cache_in, tokens_in
 from lookahead.hf.calls import ResolvedCall, own_sample
 from lookahead.hf.encoded_rows import Encoded
 from lookahead.hf.encoding import note_outputs

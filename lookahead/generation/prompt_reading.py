@@ -28,7 +28,8 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.generation.hf_outputs import copy_prefix_from
 from lookahead.generation.validation import SERVED
-from lookahead.hf.cache import CACHE, TreeCache, cache_in, tokens_in
+from lookahead.hf.cache import TreeCache
+from lookahead.hf.call_caches import CACHE, cache_in, tokens_in
 from lookahead.hf.calls import ResolvedCall, inputs_of_step, read_prompt
 from lookahead.hf.facts import decoder_vocabulary, input_device
 from lookahead.hf.model_inputs import ModelInputs

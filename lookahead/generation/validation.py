@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from lookahead.config import LookaheadConfig, check_whole, refuse_removed
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, warn, with_place
-from lookahead.hf.cache import CACHE, cache_in, may_be_callers
+from lookahead.hf.call_caches import CACHE, cache_in, may_be_callers
 from lookahead.hf.calls import mask_length
 from lookahead.hf.facts import (
     check_model,

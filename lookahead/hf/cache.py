@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.state_layers import Levels, StateLayer, States
-from lookahead.hf.tree_layers import GROWTH, TreeLayer, TreeSlots, layer_like
+from lookahead.hf.state_layers import Levels, StateLayer, States, has_states
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
 
-# The name of the cache among the inputs and outputs of a model. Transformers changed it in 5.24.
-CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
-MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
-
+_GROWTH = 1.5  # of the slots of a row, when they are too few
 
 RowStates = tuple[Tensor, Tensor]
 
@@ -36,29 +30,152 @@ class RowCopy(NamedTuple):
     states: dict[int, States]
 
 
-def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among arguments of `model.generate`; None without one."""
-    names = CACHE, "past_key_values", "cache_params"
-    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
+class TreeSlots:
+    """The slots that the rows of a batch use, in every layer; one object is shared by all layers."""
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)  # committed tokens, with KV in slots 0..length-1
+        self.rows, self.capacity = rows, capacity  # slots of a row
+        self.first, self.active = 0, rows  # the rows of a pass: first..first+active-1, numbered from 0 by `lengths`
+        self.width = self.kv_length = 0  # nodes the running pass writes per row, and slots its queries may look at
+        self.is_even, self.start = True, 0  # whether all active rows write from one slot on; that of the first row
+        self.is_plain = False  # whether the model uses its own masks and attention in the running pass
+        self.is_fixed = False  # whether it is a fixed-shape pass
+        self.index: Tensor | None = None  # int64 `[active * width]`, the slots of uneven rows, numbered over all rows
+        self.allocations = 0  # by layers so far; when it grows, old addresses are invalid
+
+    def begin(self, width: int, scored: NDArray[np.int64] | None = None, *, is_plain: bool = False) -> None:
+        """Begin a pass that writes `width` nodes per active row, behind committed tokens and nodes scored before."""
+        lengths = self.lengths[: self.active]
+        starts = (lengths if scored is None else lengths + scored).tolist()
+        self.start = starts[0]
+        self.is_even = all(start == self.start for start in starts)
+        self.is_plain = is_plain
+        self.index = None
+        self.width = width
+        self.kv_length = max(starts) + width
+        if self.kv_length > self.capacity:
+            self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
+
+    @contextmanager
+    def rows_from(self, first: int, count: int) -> Iterator[None]:
+        """Leave all rows but `count` from `first` on out of the passes in a block, and number these from 0."""
+        lengths, active = self.lengths, self.active
+        self.first, self.lengths, self.active = first, lengths[first:], count
+        try:
+            yield
+        finally:
+            self.first, self.lengths, self.active = 0, lengths, active
+
+    @contextmanager
+    def fixed(self, rows: int, width: int, index: Tensor) -> Iterator[None]:
+        """Run a fixed-shape pass, in which Python values never change; the slots of inactive rows are unused."""
+        active, self.active = self.active, rows
+        self.is_even, self.is_plain, self.is_fixed, self.index = False, False, True, index
+        self.width, self.kv_length = width, self.capacity
+        try:
+            yield
+        finally:
+            self.active, self.is_fixed, self.index = active, False, None
 
 
-def may_be_callers(cache: Any, config: GenerationConfig) -> bool:
-    """Whether the caller of `model.generate` may have passed a cache; of an implementation that is named, none did."""
-    is_unmarked = not MARKS_CACHES and config.cache_implementation is None  # before transformers 5.17 none is marked
-    return cache is not None and getattr(cache, "_is_user_defined", is_unmarked)
+class TreeLayer(CacheLayerMixin):
+    """KV of one layer, `[rows, capacity, heads, dim]`, allocated by the first pass.
+
+    In a plain pass it returns what a layer of a `DynamicCache` does, of which a query sees `window` positions.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, slots: TreeSlots, window: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._slots = slots
+        self._window = window
+        self.indexer: TreeLayer | None = None  # what is compared where an indexer picks the keys of queries
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate zeroed slots: the value of a masked slot is still multiplied by 0."""
+        shape = (self._slots.rows, self._slots.capacity)
+        self.keys, self.values = (
+            new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key_states, value_states)
+        )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+        self._slots.allocations += 1
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the pass's nodes and return the keys and values its queries may see, `[active, heads, kv, dim]`."""
+        slots = self._slots
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[1] < slots.capacity:
+            self.grow()
+        rows = slice(slots.first, slots.first + slots.active)
+        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
+            if slots.index is None:
+                buffer[rows, slots.start : slots.start + slots.width] = new.transpose(1, 2)
+            else:
+                index = slots.index.to(buffer.device)
+                buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
+        seen = slice(self.get_mask_sizes(slots.width)[1], slots.kv_length)
+        return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write what the indexer of the pass's nodes compares, and return that of all slots, `[active, kv, dim]`."""
+        self.indexer = self.indexer or TreeLayer(self._slots)
+        new = indexer_key_states[:, None]
+        keys, _ = self.indexer.update(new, new[..., :0])
+        return keys[:, 0]
+
+    def buffers(self) -> list[Tensor]:
+        """Keys and values, and what an indexer compares."""
+        return [self.keys, self.values, *([self.indexer.keys] if self.indexer else [])]
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether the running pass reads a sliding window."""
+        return self._slots.is_plain and self._window is not None
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys the running pass reads, and their offset."""
+        window = self._window if self._slots.is_plain else None
+        offset = 0 if window is None else max(0, self._slots.start - window + 1)
+        return self._slots.kv_length - offset, offset
+
+    def get_seq_length(self) -> int:
+        """Committed tokens of the longest active row; always 1 in a fixed-shape pass."""
+        return 1 if self._slots.is_fixed else self._slots.kv_length - self._slots.width
+
+    def get_max_length(self) -> int:
+        """No maximum: the slots grow."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # as older releases of transformers call it
+
+    def grow(self) -> None:
+        """Reallocate for the shared rows and capacity, and copy what fits."""
+        for name in ("keys", "values"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(self._slots.rows, self._slots.capacity, *old.shape[2:])
+            rows, capacity = (min(sizes) for sizes in zip(old.shape[:2], new.shape[:2], strict=True))
+            new[:rows, :capacity] = old[:rows, :capacity]
+            setattr(self, name, new)
+        self._slots.allocations += 1
+        if self.indexer is not None:
+            self.indexer.grow()
 
 
-def is_callers(cache: Any) -> bool:
-    """Whether the caller of `model.generate` is known to have passed a cache."""
-    return bool(getattr(cache, "_is_user_defined", False))
+class StateTreeLayer(StateLayer, TreeLayer):
+    """The states of one layer, and the KV of attention beside them."""
 
+    def __init__(self, slots: TreeSlots, window: int | None, number_of_states: int) -> None:
+        StateLayer.__init__(self, number_of_states)
+        TreeLayer.__init__(self, slots, window)
 
-def tokens_in(cache: Any) -> int:
-    """Tokens that a cache holds; 0 without one, and for states that count none."""
-    try:
-        return 0 if cache is None else int(cache.get_seq_length())
-    except ValueError:  # since transformers 5.24, from a cache without attention layers
-        return 0
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate slots for keys and values, which come without names, or states."""
+        (TreeLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
 
 
 class TreeCache(Cache):
@@ -89,14 +206,14 @@ class TreeCache(Cache):
         self.levels: Levels | None = None  # of the newest pass over trees, where there are states
         self._ahead = set[int]()  # rows with the states of their first root, which is not committed yet
         if like:
-            super().__init__(layers=[layer_like(each, slots) for each in like])
+            super().__init__(layers=[_layer_like(each, slots) for each in like])
         else:
             super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
         self.states: list[StateLayer] = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers with KV of their own; a layer that shares another's is never written."""
-        return [getattr(layer, name) for layer in self._written() for name in layer.names]
+        return [each for layer in self._written() for each in layer.buffers()]
 
     def _written(self) -> list[TreeLayer]:
         """The layers that have slots."""
@@ -136,7 +253,7 @@ class TreeCache(Cache):
     def reserve(self, capacity: int) -> None:
         """Allocate at least so many slots a row now, before a pass that must not allocate."""
         if capacity > self.slots.capacity:
-            self.resize(rows=self.slots.rows, capacity=max(capacity, int(self.slots.capacity * GROWTH)))
+            self.resize(rows=self.slots.rows, capacity=max(capacity, int(self.slots.capacity * _GROWTH)))
 
     def resize(self, *, rows: int, capacity: int) -> None:
         """Reallocate for `rows`, at least the active ones, with `capacity` slots each, at least those in use."""
@@ -248,3 +365,12 @@ class TreeCache(Cache):
         self.slots.lengths[last] = 0
         self.slots.active = last
         return last
+
+
+def _layer_like(layer: Any, slots: TreeSlots) -> Any:
+    """The layer of a cache of trees that stands for one of a `DynamicCache`."""
+    window: int | None = getattr(layer, "sliding_window", None)
+    if not has_states(layer):
+        return TreeLayer(slots, window) if isinstance(layer, CacheLayerMixin) else layer
+    count: int = layer.number_of_states
+    return StateTreeLayer(slots, window, count) if isinstance(layer, CacheLayerMixin) else StateLayer(count)

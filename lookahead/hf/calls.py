@@ -13,7 +13,7 @@ from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils.generic import ModelOutput
 
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from lookahead.utils.shipped import is_shipped
 
 GenerateOutput = utils.GenerateOutput

@@ -18,7 +18,8 @@ from transformers.utils.generic import ModelOutput
 
 from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.cache import CACHE, TreeCache
+from lookahead.hf.cache import TreeCache
+from lookahead.hf.call_caches import CACHE
 
 
 class Cross:

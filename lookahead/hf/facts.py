@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 
 Attention = Callable[..., tuple[Tensor, Any]]
 _INDEXED = "indexed_attention"  # whose queries see the keys that an indexer picks, by a mask that the model makes

@@ -30,7 +30,7 @@ from lookahead.backend.cpu.linears import packed_weights
 from lookahead.errors import with_place
 from lookahead.hf.attention import registered_attention
 from lookahead.hf.block_layers import BlockLinear
-from lookahead.hf.cache import CACHE
+from lookahead.hf.call_caches import CACHE
 from lookahead.hf.facts import SILU, attention_name, is_offloaded
 from lookahead.hf.model_code import (
     arithmetic_flags,

@@ -23,7 +23,8 @@ from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import first_line
 from lookahead.hf.attention import AttentionScope
-from lookahead.hf.cache import CACHE, TreeCache
+from lookahead.hf.cache import TreeCache
+from lookahead.hf.call_caches import CACHE
 from lookahead.hf.model_code import Version, version_of
 from lookahead.hf.model_state import ModelState, state_of
 
