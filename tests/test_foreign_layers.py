@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backend.layer_probes import MOST_ROWS
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import Support, support_of
 from lookahead.hf.foreign_layers import foreign_layers
@@ -81,6 +82,12 @@ def one_row_in_full(x: Tensor, weight: Tensor) -> Tensor:
     """Activations of several rows are rounded, those of one are not, as by kernels for decoding and for prompts."""
     largest = x.abs().amax(-1, keepdim=True)
     return product_of(x if x[..., 0].numel() == 1 else rounded(x, largest, 7), weight)
+
+
+def rounded_beyond(x: Tensor, weight: Tensor) -> Tensor:
+    """Activations of many rows are rounded, by a kernel that a pass of a single row never reaches."""
+    is_many = x[..., 0].numel() > MOST_ROWS
+    return product_of(rounded(x, x.abs().amax(-1, keepdim=True), 7) if is_many else x, weight)
 
 
 def outside_inference_mode(x: Tensor, weight: Tensor) -> Tensor:
@@ -211,6 +218,30 @@ def test_in_bf16_another_kernel_for_one_row_changes_bits_so_nothing_is_drafted(h
     assert not keeps_solo_bits(model)
     assert found(model).reason == "code that is not of transformers treats several tokens otherwise than one"
     assert decodes_exactly(model, None)
+
+
+@pytest.mark.parametrize("rows", [8, 40, 60])
+def test_no_pass_has_more_rows_than_layers_of_others_code_were_tried_with(rows, looping_llama):
+    model = made(looping_llama, rounded_beyond)
+    ids = torch.randint(1, 100, (rows, 2), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, **GREEDY)
+    config = LookaheadConfig(draft="fixed", min_probability=0.0) if rows < 50 else None
+    for offer in (perfect(expected.tolist()), random_trees(101)):
+        with drafting_by(offer), warnings.catch_warnings():
+            warnings.filterwarnings("ignore" if rows > 50 else "error", message=".*decoded plainly")
+            got = model.generate(ids, **GREEDY, custom_generate=lookahead.decode, lookahead_config=config)
+        assert torch.equal(got, expected)
+
+
+def test_prompts_are_read_one_by_one_where_layers_are_of_others_code(looping_llama, tiny_tokenizer):
+    model = made(looping_llama, rounded_beyond)
+    prompts = torch.randint(1, 100, (12, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = [model.generate(torch.tensor([each]), **options)[0, 40:].tolist() for each in prompts]
+    done = {
+        each.index: each.token_ids for each in lookahead.stream_many(model, tiny_tokenizer, prompts, rows=12, **options)
+    }
+    assert [done[at] for at in range(12)] == expected
 
 
 def test_layers_that_do_not_run_in_inference_mode_are_decoded_plainly(looping_llama):

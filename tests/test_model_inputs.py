@@ -22,8 +22,9 @@ from transformers import (
 )
 
 import lookahead
-from lookahead import UnsupportedModelError
+from lookahead import PromptError, UnsupportedModelError
 from lookahead.hf.call_caches import CACHE
+from tests.support.adversarial_proposers import drafting_by, perfect, random_trees
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 from tests.support.vision_models import gemma3, llava
 
@@ -190,3 +191,55 @@ def test_positions_of_a_users_own_are_gone_on_from_as_by_generate(
     assert torch.equal(got, expected)
     assert len(accepted) == 1
     assert not torch.equal(expected, looping_llama.generate(ids, **GREEDY)), "the positions do nothing here"
+
+
+@pytest.mark.parametrize("kind", ["dynamic rotary embeddings", "a table"])
+def test_positions_near_a_limit_are_left_to_transformers_though_the_text_is_short(
+    kind: str, looping_llama: PreTrainedModel
+) -> None:
+    first = 48
+    if kind == "a table":
+        model = built(gpt2)
+    else:
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        config = copy.deepcopy(looping_llama.config)
+        config.rope_parameters, config.max_position_embeddings = rope, 64
+        model = built(lambda: type(looping_llama)(config))
+    options = {**GREEDY, "position_ids": first + torch.arange(12)[None], "max_new_tokens": 20}
+    if kind == "a table":  # transformers ends before the last position
+        end = int(model.generate(IDS, **{**options, "max_new_tokens": 3})[0, -1])
+        options["eos_token_id"] = end
+    expected = model.generate(IDS, **options)
+    for offer in (perfect(expected.tolist()), random_trees(101)):
+        with drafting_by(offer), pytest.warns(UserWarning, match=r"beyond (its )?64.*decoded plainly"):
+            assert torch.equal(model.generate(IDS, **options, custom_generate=lookahead.decode), expected)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_positions_that_come_with_tokens_are_those_of_the_output(
+    padding: str, looping_llama: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
+    mask = RAGGED["attention_mask"]
+    given = {**RAGGED, "position_ids": (2 * (mask.cumsum(-1) - 1)).clamp(0)}
+    if padding == "right":
+        kept = [(mask.shape[1] - int(row.sum())) for row in mask]
+        given = {
+            name: torch.stack([each.roll(-n) for each, n in zip(given[name], kept, strict=True)]) for name in given
+        }
+    options: Any = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    left = {**RAGGED, "position_ids": (2 * (mask.cumsum(-1) - 1)).clamp(0)}
+    expected = looping_llama.generate(**left, **options)[:, mask.shape[1] :]
+    got = lookahead.generate(looping_llama, tiny_tokenizer, given, config=DRAFTING, **options)
+    assert got.token_ids == expected.tolist()
+    assert got.token_ids != lookahead.generate(looping_llama, tiny_tokenizer, RAGGED, **options).token_ids
+
+
+def test_the_usual_positions_of_a_tokenizer_leave_a_prompt_a_text(
+    looping_llama: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
+    with pytest.raises(PromptError, match="position_ids must have the shape of input_ids"):
+        lookahead.generate(looping_llama, tiny_tokenizer, {"input_ids": IDS, "position_ids": torch.zeros(3, 1, 12)})
+    given = {"input_ids": IDS, "position_ids": torch.arange(12)[None]}
+    options: Any = {"max_new_tokens": 4, "do_sample": False, "truncate": "left"}  # refused behind anything else
+    got = lookahead.generate(looping_llama, tiny_tokenizer, given, **options)
+    assert got.token_ids == lookahead.generate(looping_llama, tiny_tokenizer, IDS, **options).token_ids

@@ -317,6 +317,39 @@ def test_decoders_of_sound_and_images_have_the_tokens_of_generate(family: Any) -
     assert support_of(model, shortest=1, max_length=20).shape == family.decoded
 
 
+@pytest.mark.filterwarnings("ignore:.*beams.*")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ["VisionEncoderDecoder-Donut", "VisionEncoderDecoder-GPT2", "PPFormulaNet"])
+def test_beams_behind_encoders_of_images_are_those_of_transformers(name: str, count: int) -> None:
+    family = FEATURE_ENCODERS[name]
+    inputs: dict[str, Any] = features(name.partition("-")[0], count)
+    inputs |= {"num_beams": 2, "max_new_tokens": 9, "use_cache": True, "return_dict_in_generate": True}
+    expected = hear(build(family), **inputs)
+    got = hear(build(family), **inputs, custom_generate=lookahead.decode)
+    assert torch.equal(got.sequences, expected.sequences)
+
+
+def test_a_row_that_ends_leaves_an_encoder_whose_outputs_the_model_edits_in_place() -> None:
+    model, inputs = build(FEATURE_ENCODERS["MoonshineStreaming"]), features("MoonshineStreaming", 2)
+    options: dict[str, Any] = {"max_new_tokens": 16, "use_cache": True, "return_dict_in_generate": True}
+    expected = hear(model, **inputs, **options).sequences
+    with drafting_by(random_trees(101)):
+        got = hear(model, **inputs, **options, custom_generate=lookahead.decode, lookahead_config=FIXED).sequences
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("name", ["MoonshineStreaming", "PPFormulaNet"])
+def test_other_caches_behind_encoders_of_sound_and_images_are_left_to_transformers(
+    name: str, options: dict[str, Any]
+) -> None:
+    inputs = {**features(name, 1), "max_new_tokens": 12, **options}
+    expected = hear(build(FEATURE_ENCODERS[name]), **inputs)
+    with pytest.warns(UserWarning, match="none that grows.*decoded plainly"):
+        got = hear(build(FEATURE_ENCODERS[name]), **inputs, custom_generate=lookahead.decode)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.skipif(not hasattr(transformers, "ParakeetForRNNT"), reason="it is newer than the installed transformers")
 def test_a_transducer_is_refused_by_name(tiny_tokenizer: Any) -> None:
     config = transformers.ParakeetRNNTConfig(

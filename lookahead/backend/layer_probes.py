@@ -29,7 +29,8 @@ _MIXING = 1e-5  # change of its output, relative to the norm, that is more than 
 _SUMS_FP32, _SUMS_HALF = 1e-3, 0.02  # change, relative to the norm, that is more than another order of sums
 _NEAR = 1e-3  # distance of inputs that are compared, relative to their norm
 _STEPS = 2e-4  # how far their outputs are from a line, relative to the norm; rounding to bfloat16 makes it 2e-3
-_ROWS = (*ROWS, 48, 64, 100)  # of products whose bits are compared; a layer gets all rows of a pass
+MOST_ROWS = 100  # of a product that is tried; passes have no more
+_ROWS = (*ROWS, 48, 64, MOST_ROWS)  # of products whose bits are compared; a layer gets all rows of a pass
 _OUTPUTS = 256  # numbers of a row that show another order of sums
 
 
@@ -180,9 +181,11 @@ def _differs_alone(call: _LayerCall) -> bool:
     """Whether a row's output in a product of several is another one than alone, as where only several are quantized."""
     if not call.takes_any_rows:
         return False
-    x = call.like(len(PROBES[0]))
-    together, alone = (call.output(rows)[0].float() for rows in (x, x[:1]))
-    return bool((together - alone).norm() > (_SUMS_FP32 if x.dtype == torch.float32 else _SUMS_HALF) * alone.norm())
+    x = call.like(MOST_ROWS)
+    most = _SUMS_FP32 if x.dtype == torch.float32 else _SUMS_HALF
+    alone = call.output(x[:1])[0].float()
+    others = (call.output(x[:rows])[0].float() for rows in (len(PROBES[0]), MOST_ROWS))
+    return any(bool((each - alone).norm() > most * alone.norm()) for each in others)
 
 
 def _rounds(call: _LayerCall) -> bool:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.backend import self_check
 from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for
+from lookahead.backend.layer_probes import MOST_ROWS
 from lookahead.backend.protocol import Backend, BitPolicy, Shape
 from lookahead.backend.torch_backend import MakeInputs
 from lookahead.config import LookaheadConfig
@@ -55,6 +56,7 @@ def assemble(
     reading: PromptReading | None = None,
     memory: OutputStore | None = None,
     keep_cache: bool = False,
+    is_foreign: bool = False,
 ) -> Engine:
     """Build an engine: a backend with its cache, the proposers, and the controller with its learned state.
 
@@ -72,8 +74,9 @@ def assemble(
         reading: Reads the prompts of the batch where they are more than tokens.
         memory: What `memory="request"` keeps; None for an empty one.
         keep_cache: As for `Engine`.
+        is_foreign: Whether layers of others' code compute a part of the model.
     """
-    config = _bounded(config, model, len(batch) or slots)
+    config = _bounded(config, model, len(batch) or slots, is_foreign)
     rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
     call = Call(
         model=model,
@@ -127,11 +130,19 @@ def assemble(
             make_inputs=make_inputs,
         )
     given = (backend, proposers, controller, config, call, batch)
-    return Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
+    engine = Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
+    engine.reads_alone |= is_foreign  # prompts that are read together may be more rows than such layers were tried with
+    return engine
 
 
-def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> LookaheadConfig:
-    """The configuration, with no larger trees than the states of their nodes leave room for, if it leaves that open."""
+def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int, is_foreign: bool) -> LookaheadConfig:
+    """The configuration, with no larger trees than the states of their nodes leave room for, if it leaves that open.
+
+    Nor have passes more rows than layers of others' code were tried with.
+    """
+    if is_foreign and config.node_budget:
+        most = MOST_ROWS // rows - 1
+        config = replace(config, **({"max_nodes": min(config.node_budget, most)} if most > 0 else {"proposers": ()}))
     if config.max_nodes is not None or not config.node_budget or not may_keep_states(model) or not mixers_of(model):
         return config
     fewest = 1 if config.branch_size is None else config.branch_size.window_nodes

@@ -37,6 +37,7 @@ from lookahead.hf.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.call_caches import CACHE, cache_in, is_callers, tokens_in
 from lookahead.hf.calls import ResolvedCall, own_beam_search, read_prompt
+from lookahead.hf.encoded_rows import held_layers, rows_of
 from lookahead.hf.facts import attention_name, empty_cache, picks_keys, processes_of, vocabulary_size
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of
@@ -95,7 +96,7 @@ class _SharedInput(EncoderDecoderCache):
 
     def own(self) -> EncoderDecoderCache:
         """The cache of transformers, every beam with keys and values of its own."""
-        for layer in cast(Any, self.cross_attention_cache.layers):
+        for layer in held_layers(self.cross_attention_cache):
             layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
         return EncoderDecoderCache(self.self_attention_cache, self.cross_attention_cache)
 
@@ -263,15 +264,16 @@ class BeamLoop(PlainLoop):
         cross = past.cross_attention_cache
         if self._model.dtype == torch.float32:
             outputs, mask, own = options["encoder_outputs"], options.get("attention_mask"), empty_cache(self._model)
+            outputs, mask = rows_of(outputs, mask, torch.arange(0, len(self._ids), beams))
             self._model(
-                encoder_outputs=type(outputs)(last_hidden_state=outputs.last_hidden_state[::beams]),
-                attention_mask=None if mask is None else mask[::beams],
+                encoder_outputs=outputs,
+                attention_mask=mask,
                 decoder_input_ids=self._ids[::beams, :1],
                 use_cache=True,
                 **{CACHE: own},
             )
             cross = own.cross_attention_cache
-            for layer in cast(Any, cross.layers):
+            for layer in held_layers(cross):
                 if len(self._ids) > beams:
                     layer.batch_repeat_interleave(beams)
                 else:  # one copy for all

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 
 from lookahead.backend import probes, self_check, support
 from lookahead.backend.choice import backend_for
+from lookahead.backend.layer_probes import MOST_ROWS
 from lookahead.backend.protocol import BackendReport, PathReport, Shape
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import IntArray
@@ -70,6 +71,7 @@ class RequestPlan:
         reading: Reads the prompts where they are more than tokens; None for tokens alone.
         reason: Why that loop serves, to be told; empty where it is told by the shape alone.
         is_refused: Whether it is an error to ask for drafts all the same, by a configuration that names proposers.
+        is_foreign: Whether layers of others' code compute a part of the model.
     """
 
     call: ResolvedCall
@@ -83,6 +85,7 @@ class RequestPlan:
     reading: PromptReading | None = None
     reason: str = ""
     is_refused: bool = False
+    is_foreign: bool = False
 
     @property
     def is_sampled(self) -> bool:
@@ -179,6 +182,7 @@ class RequestPlan:
                 reading=self.reading,
                 memory=self.memory,
                 keep_cache=self.keeps_cache or is_continued,
+                is_foreign=self.is_foreign,
             )
         if is_continued and self.reading is None:
             longest = call.input_ids.shape[1]
@@ -248,7 +252,7 @@ def plan_request(
     if reason := stateful_reason(*given, batch_size, is_lossy):
         return replace(plan, reason=reason)
     found = _found(call, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
-    is_padded = bool(lengths.min() < longest)
+    plan, is_padded = replace(plan, is_foreign=found.is_foreign), bool(lengths.min() < longest)
     shape, reason = shape_of(model, found, config, rows=batch_size, is_padded=is_padded)
     if reason and is_given and config.proposers:
         return replace(plan, reason=reason, is_refused=True)
@@ -263,7 +267,7 @@ def plan_request(
         validation.validate_past(model, past, call.input_ids, generation_config, options.get("attention_mask"))
     if others or found.behind_own:
         reading = PromptReading(call, lengths, keeps_cache=plan.keeps_cache)
-        if reason := reading.unsupported_reason(shape):
+        if reason := reading.unsupported_reason(shape, found.ropes, stopping.max_length - longest):
             behind = ", ".join(others) or "a prompt"
             reason = f"{type(model).__name__} cannot be decoded speculatively behind {behind}: {reason}"
             is_refused = is_given and bool(config.proposers)
@@ -274,32 +278,32 @@ def plan_request(
 
 def _found(call: ResolvedCall, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool) -> support.Support:
     """What the model of a call can verify, with the cache and the padding of the call."""
-    model, longest = call.model, call.input_ids.shape[1]
-    if not reads_text(model) and model.config.is_encoder_decoder:
+    model, past, is_cached = call.model, cache_in(call.model_kwargs), call.generation_config.use_cache is not False
+    is_padded, hears = bool(lengths.min() < call.input_ids.shape[1]), not reads_text(model)
+    if hears and (hears := model.config.is_encoder_decoder):
         note_outputs(model, call.model_kwargs["encoder_outputs"])
-    is_padded = bool(lengths.min() < longest)
-    found = support.support_of(model, shortest=int(lengths.min()), max_length=max_length)
-    if changed := changed_cache(cache_in(call.model_kwargs)):
-        found = support.Support("none", f"its cache has code of its own, {changed}")
+    found, why = support.support_of(model, shortest=int(lengths.min()), max_length=max_length), ""
+    if changed := changed_cache(past):
+        why = f"its cache has code of its own, {changed}"
     elif found.shape != "none" and is_padded and edits_inputs(model):
-        found = support.Support("none", "a hook of a user's may edit its masks, which the padding of a batch needs")
+        why = "a hook of a user's may edit its masks, which the padding of a batch needs"
     elif found.shape != "none" and may_keep_states(model) and mixers_of(model):
-        if keeps_cache and (len(lengths) > 1 or not takes_states(cache_in(call.model_kwargs))):
-            found = support.Support("none", "its states are given back for one prompt, beside attention")
+        if keeps_cache and (len(lengths) > 1 or not takes_states(past)):
+            why = "its states are given back for one prompt, beside attention"
         elif is_padded and not probes.heeds_padding(model):
-            found = support.Support("none", "its layers keep states, which the padding of a batch changes")
+            why = "its layers keep states, which the padding of a batch changes"
         elif validation.reads_otherwise(call.generation_config):
-            found = support.Support("none", "its layers keep states, and texts are to be read in parts or anew")
+            why = "its layers keep states, and texts are to be read in parts or anew"
     elif found.shape != "none" and picks_keys(model):
-        if keeps_cache or tokens_in(cache_in(call.model_kwargs)):
-            found = support.Support("none", "its indexer keeps keys of its own, which are not in the caches of callers")
+        if keeps_cache or tokens_in(past):
+            why = "its indexer keeps keys of its own, which are not in the caches of callers"
         elif is_padded and not probes.heeds_padding(model):
-            found = support.Support("none", "its indexer picks keys, which the padding of a batch changes")
-    elif call.generation_config.use_cache is False and (users := version_of(model).users):
-        found = support.Support(
-            "none", f"its {users[0]} is not of transformers and may compute otherwise without a cache"
-        )
-    return found
+            why = "its indexer picks keys, which the padding of a batch changes"
+    elif hears and not (is_cached and isinstance(getattr(past, "self_attention_cache", past), DynamicCache)):
+        why = "its encoder reads no text, and the cache of its decoder is none that grows"
+    elif not is_cached and (users := version_of(model).users):
+        why = f"its {users[0]} is not of transformers and may compute otherwise without a cache"
+    return support.Support("none", why) if why else found
 
 
 def shape_of(
@@ -322,6 +326,9 @@ def shape_of(
     shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
     if found.behind_own:
         shape = "trees"
+    fewest = 1 if config.branch_size is None else config.branch_size.window_nodes
+    if found.is_foreign and rows * (1 + fewest) > MOST_ROWS:
+        shape, why = "none", f"its layers of others' code were tried with {MOST_ROWS} tokens of a pass and no more"
     is_auto = config.exactness == "auto"
     if has_encoder and shape == "trees":
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"

@@ -9,7 +9,7 @@ grow by one a token, and at the first call for a model passes of ours are compar
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import cached_property, partial
@@ -31,7 +31,7 @@ from lookahead.generation.validation import SERVED
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.call_caches import CACHE, cache_in, tokens_in
 from lookahead.hf.calls import ResolvedCall, inputs_of_step, read_prompt
-from lookahead.hf.facts import decoder_vocabulary, input_device
+from lookahead.hf.facts import decoder_vocabulary, input_device, position_limit
 from lookahead.hf.model_inputs import ModelInputs
 from lookahead.hf.model_state import outside_passes, state_of
 
@@ -98,10 +98,15 @@ class PromptReading:
         positions: Tensor | None = self._steps[0].get("position_ids")
         return None if positions is None else positions[..., 0].expand(*positions.shape[:-2], len(self._lengths))
 
-    def unsupported_reason(self, shape: Shape) -> str:
+    def unsupported_reason(self, shape: Shape, ropes: Sequence[tuple[str, int]], new: int) -> str:
         """Read the prompts, unless it is known already that drafts cannot follow; why they cannot, or an empty string.
 
         The first call for a model and inputs of these names compares passes of ours with its own.
+
+        Args:
+            shape: What is to be verified.
+            ropes: Embeddings of positions that change beyond some length: kind, limit.
+            new: Tokens that may follow.
         """
         names = ", ".join(sorted(name for name, each in self._call.model_kwargs.items() if each is not None))
         name = f"{shape} behind {names}, a batch: {len(self._lengths) > 1}, padded: {bool(np.ptp(self._lengths))}"
@@ -116,7 +121,7 @@ class PromptReading:
                 raise
             reason = "there was too little memory to compare its passes with ours"  # the next call tries again
         _ = self._prompt if not reason else None
-        reason = reason or self._unlike_text()
+        reason = reason or self._unlike_text() or self._outgrown(ropes, new)
         if reason and self._given is not None:
             self._given.layers = held  # transformers is to read the prompts
         return reason
@@ -133,6 +138,17 @@ class PromptReading:
         if second is None or not torch.equal(second, first + 1):
             return "its positions do not grow by one a token"
         return "the components of its positions differ" if first.ndim > 2 and (first[-3:] != first[-1]).any() else ""
+
+    def _outgrown(self, ropes: Sequence[tuple[str, int]], new: int) -> str:
+        """Which limit the positions of the next tokens may reach, or an empty string."""
+        if self.positions is None:
+            return ""
+        lowest, highest = int(self.positions.min()), int(self.positions.max()) + new
+        for kind, limit in ropes:
+            if highest > limit and (kind == "dynamic" or lowest <= limit):
+                return f"its {kind} position embeddings change beyond {limit} positions"
+        most = position_limit(self._model)
+        return f"they may need positions beyond its {most}" if most is not None and highest > most else ""
 
     def _find_difference(self, shape: Shape) -> str:
         _ = self._prompt  # an error of the model here is one of the inputs
@@ -162,9 +178,9 @@ class PromptReading:
         """Whether the model's pass over one token depends on an input, bit for bit."""
         inputs, past = self._steps[0], self._prompt.past
         value, without = inputs[name], {key: each for key, each in inputs.items() if key != name}
-        if not isinstance(value, Tensor):
-            return True
-        others = [without, *({**inputs, name: make(value)} for make in (torch.zeros_like, torch.ones_like))]
+        others = [without]
+        if isinstance(value, Tensor):
+            others += [{**inputs, name: make(value)} for make in (torch.zeros_like, torch.ones_like)]
         expected = self._own_logits(inputs, deepcopy(past))
         return not all(torch.equal(self._own_logits(each, deepcopy(past)), expected) for each in others)
 

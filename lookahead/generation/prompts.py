@@ -36,7 +36,7 @@ Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
 Truncation: TypeAlias = Literal["left", "right"]
 _KINDS = "a string, chat messages or token ids"
 # What a mapping may hold besides the tokens that an output goes on from.
-_APART = frozenset(("input_ids", "attention_mask", "position_ids", "labels"))
+_APART = frozenset(("input_ids", "attention_mask", "labels"))
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -44,6 +44,12 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer renders chats; one with named templates alone does not."""
     template: Any = tokenizer.chat_template
     return bool(template) and (isinstance(template, str) or "default" in template)
+
+
+def _are_usual(positions: Any, mask: Any) -> bool:
+    """Whether positions, `[..., tokens]`, count the tokens that a mask of that shape leaves, from 0 on."""
+    seen = np.ones(positions.shape, bool) if mask is None else np.asarray(mask, bool)
+    return bool((np.asarray(positions) == seen.cumsum(-1) - 1)[seen].all())
 
 
 def is_chat(prompt: object) -> bool:
@@ -187,8 +193,11 @@ class PromptReader:
                 if array.ndim > 1 and "float" in str(array.dtype):
                     raise PromptError(f"{type(self.model).__name__} does not read {name}")
                 continue
-            is_of_tokens = tuple(array.shape) == shape
-            if is_of_tokens and not array.any():  # all tokens are of the usual type
+            is_of_tokens, is_place = tuple(array.shape) == shape, name == "position_ids"
+            if is_place and not is_of_tokens:
+                raise PromptError(f"position_ids must have the shape of input_ids, {shape}, got {tuple(array.shape)}")
+            is_usual = _are_usual(array, mask) if is_place else is_of_tokens and not array.any()
+            if is_usual:  # so that all tokens are of the usual type, or follow each other
                 continue
             further[name] = self._rows(value, mask) if is_of_tokens else torch.as_tensor(array)
         if further and mask is None and len(shape) > 1 and shape[0] > 1:

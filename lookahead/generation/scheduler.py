@@ -114,7 +114,9 @@ class Scheduler:
         # A user's objects are made for the rows of one call.
         self._is_apart = own or prefills_at_once(self._model)
         # Where the model itself must read a prompt, its plan has read it.
-        self._is_apart |= not has_encoder and support_of(self._model, shortest=1, max_length=1).behind_own
+        found = support_of(self._model, shortest=1, max_length=1)
+        self._is_apart |= not has_encoder and found.behind_own
+        self._is_foreign = found.is_foreign
         if has_encoder and not (self._shares_batches and joins_alone(self._model, config)):
             self._is_apart = True  # the encoder would read the prompt only to resolve options
         self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
@@ -260,7 +262,8 @@ class Scheduler:
         """Grow the cache to at least so many rows, and slots for those that run, of at most `longest` tokens."""
         if self._engine is None:
             model, config, tokenizer = self._model, self._config, self._tokenizer
-            self._engine = assemble(model, config, first.stopping, tokenizer, slots=self.rows)
+            given, is_foreign = (model, config, first.stopping, tokenizer), self._is_foreign
+            self._engine = assemble(*given, slots=self.rows, is_foreign=is_foreign)
         slots, needed = self._engine.cache.slots, max(map(self._slots_of, self._running.values()))
         is_too_large = slots.rows > rows and slots.rows * slots.capacity > self._cache_tokens
         if is_too_large or needed > slots.capacity or rows > slots.rows:

@@ -93,7 +93,7 @@ class EncodedRows:
             cross.layers = [copy(layer) for layer in cross.layers]
             self._inputs[CACHE] = past = EncoderDecoderCache(self._own, cross)
             past.is_updated = encoded.past.is_updated
-        states: list[Tensor] = [each for layer in _held(cross) for each in (layer.keys, layer.values)]
+        states: list[Tensor] = [each for layer in held_layers(cross) for each in (layer.keys, layer.values)]
         if self._masks:
             self._inputs = others
             self._append(states)
@@ -159,16 +159,17 @@ class EncodedRows:
         if self._is_changed:
             mask = pad_sequence(self._masks, batch_first=True)
             (rows, tokens), given = mask.shape, self._inputs["attention_mask"]
-            layers = _held(self._inputs[CACHE].cross_attention_cache)
+            layers = held_layers(self._inputs[CACHE].cross_attention_cache)
             for layer, keys, values in zip(layers, self._buffers[::2], self._buffers[1::2], strict=True):
                 layer.keys, layer.values = keys[:rows, :, :tokens], values[:rows, :, :tokens]
             # Their keys and values are known: of the outputs of the encoder a pass reads the shape alone.
             outputs, known = self._inputs["encoder_outputs"], self._inputs["encoder_outputs"][0].shape[1]
             lengths = {known: tokens}
-            outputs = with_tensors(
-                outputs,
-                lambda each: each.new_zeros(rows, *(lengths.get(n, n) for n in each.shape[1:2]), *each.shape[2:]),
-            )
+            with torch.inference_mode(False):  # some models add to them in place
+                outputs = with_tensors(
+                    outputs,
+                    lambda each: each.new_zeros(rows, *(lengths.get(n, n) for n in each.shape[1:2]), *each.shape[2:]),
+                )
             # The model makes another mask of one of sound.
             given = mask.long() if given is None or given.shape[1] == known else None
             self._inputs |= {"encoder_outputs": outputs, "attention_mask": given}
@@ -176,7 +177,7 @@ class EncodedRows:
         return self._inputs, self._cross
 
 
-def _held(cache: Any) -> list[Any]:
+def held_layers(cache: Any) -> list[Any]:
     """The layers of a cache of transformers that hold something; some configurations count those of the encoder."""
     return [layer for layer in cache.layers if layer.is_initialized]
 

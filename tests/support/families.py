@@ -52,7 +52,8 @@ is probed with a few tokens when it is met for the first time.
 A family is plain where a node would depend on more than its path: MiniMax and RecurrentGemma keep states outside of the
 cache, MiniMax M3 picks blocks of cache slots, Inkling attends by distances between slots, OpenAI GPT and FSMT have no
 cache that can be continued from, experts of NLLB-MoE and Switch take a fixed number of tokens of a pass, and ProphetNet
-takes one token a pass. Beams of models with states or indexers go to transformers, with a warning.
+takes one token a pass. Beams of models with states or indexers go to transformers, with a warning. Where an indexer
+gives keys exactly equal scores, the slots decide which are picked, in transformers too.
 
 `python -m tests.support.families --write` writes this page."""
 ENCODER_DECODERS_TOO = """\
