@@ -10,7 +10,7 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, PreTrain
 
 import lookahead
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf import cache as cache_module
+from lookahead.hf import call_caches as cache_module
 from lookahead.hf.call_caches import CACHE, cache_in, tokens_in
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build
 
