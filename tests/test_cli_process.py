@@ -59,9 +59,9 @@ def test_threads_of_torch_soon_sleep_while_they_wait_unless_the_user_says_how_lo
 
 
 def test_a_text_model_is_decoded_without_packages_that_it_does_not_need(model_folder):
-    """They take seconds to import where they are installed; transformers itself imports accelerate and torchao."""
+    """They take seconds to import where they are installed; transformers itself imports accelerate, torchao, PIL."""
     unused = {
-        *("PIL", "datasets", "deepspeed", "docx", "fastapi", "gguf", "jax", "pandas", "peft", "pyarrow", "pypdf"),
+        *("datasets", "deepspeed", "docx", "fastapi", "gguf", "jax", "pandas", "peft", "pyarrow", "pypdf"),
         *("ray", "scipy", "sklearn", "tensorflow", "torchvision", "trafilatura", "uvicorn", "vllm"),
         *("lookahead.integrations", "lookahead.reporting", "lookahead.summarization", "lookahead.training"),
     }
