@@ -90,6 +90,12 @@ def rounded_beyond(x: Tensor, weight: Tensor) -> Tensor:
     return product_of(rounded(x, x.abs().amax(-1, keepdim=True), 7) if is_many else x, weight)
 
 
+def of_few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    if x[..., 0].numel() > 50:
+        raise ValueError("too many rows")
+    return product_of(x, weight)
+
+
 def outside_inference_mode(x: Tensor, weight: Tensor) -> Tensor:
     if torch.is_inference_mode_enabled():
         raise RuntimeError("an inference tensor has no version")
@@ -242,6 +248,13 @@ def test_prompts_are_read_one_by_one_where_layers_are_of_others_code(looping_lla
         each.index: each.token_ids for each in lookahead.stream_many(model, tiny_tokenizer, prompts, rows=12, **options)
     }
     assert [done[at] for at in range(12)] == expected
+
+
+def test_layers_that_take_no_more_than_some_rows_are_decoded_plainly(looping_llama):
+    model = made(looping_llama, of_few_rows)
+    with pytest.warns(UserWarning, match="compute several tokens otherwise than one.*decoded plainly"):
+        got = model.generate(IDS, **GREEDY, custom_generate=lookahead.decode)
+    assert torch.equal(got, model.generate(IDS, **GREEDY))
 
 
 def test_layers_that_do_not_run_in_inference_mode_are_decoded_plainly(looping_llama):

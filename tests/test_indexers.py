@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import PreTrainedModel
 
 import lookahead
@@ -64,6 +66,18 @@ def test_an_indexer_of_which_no_number_of_keys_is_known_is_decoded_plainly() -> 
         each.picked = vars(each).pop("index_topk")
         each.__class__ = type("Renamed", (type(each),), {"index_topk": property(lambda self: self.picked)})
     assert picks_keys(model) and shape_of(model) == "none"
+
+
+@pytest.mark.parametrize("how", ["a lock", "offloaded"])
+def test_a_model_that_cannot_be_copied_without_its_weights_is_decoded_plainly(how: str) -> None:
+    model = build(FAMILIES[NAME])
+    expected = generate(model, ONE, do_sample=False)
+    if how == "a lock":
+        model.lock = Lock()  # type: ignore[assignment]
+    else:
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.warns(UserWarning, match="an indexer picks.*decoded plainly"):
+        assert torch.equal(generate(model, ONE, do_sample=False, custom_generate=lookahead.decode), expected)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"return_dict_in_generate": True}], ids=["beams", "its cache"])

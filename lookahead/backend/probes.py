@@ -25,6 +25,7 @@ from lookahead.hf.facts import (
     decoder_vocabulary,
     input_device,
     inputs_of,
+    is_offloaded,
     picks_keys,
 )
 from lookahead.hf.model_inputs import EncoderInputs
@@ -85,8 +86,17 @@ def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mappin
 
 
 def picking_few(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A copy, with the model's weights, whose indexers pick few keys, as in a long text; None if none says how many."""
-    copied = deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+    """A copy, with the model's weights, whose indexers pick few keys, as in a long text.
+
+    None if none says how many it picks, or the model cannot be copied without its weights.
+    """
+    if any(map(is_offloaded, model.modules())):
+        return None
+    try:
+        copied = deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+    except Exception as error:  # whatever a user has attached to it
+        state_of(model).note_problem(f"{type(model).__name__} cannot be copied", with_place(error))
+        return None
     indexers = [each for each in copied.modules() if "index_topk" in vars(each)]
     for indexer in indexers:
         vars(indexer)["index_topk"] = _PICKED
@@ -132,8 +142,8 @@ def _decoder_heeds_padding(model: Any) -> bool:
 
 
 def _heeds_padding(model: PreTrainedModel) -> bool:
-    probed = (picks_keys(model) and picking_few(model)) or model
-    return all(_reads_behind_padding(probed, probe) for probe in (PROBES[0], PROBES[0][:2]))
+    probed = picking_few(model) if picks_keys(model) else model
+    return probed is not None and all(_reads_behind_padding(probed, probe) for probe in (PROBES[0], PROBES[0][:2]))
 
 
 @torch.inference_mode()

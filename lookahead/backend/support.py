@@ -156,12 +156,14 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
     try:
         unfit = unfit_reason(model, decoder)
     except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         raise ProbeError("there was too little memory to probe it") from error
     if unfit:
         return Support("none", unfit)
     probed = picking_few(model) if picks_keys(model) else model
     if probed is None:
-        return Support("none", "its attention sees keys that an indexer picks, and how many is not known")
+        return Support("none", "its attention sees keys that an indexer picks, which could not be tried with few")
     is_foreign = bool(foreign_layers(decoder))
     return replace(_probed_shape(probed, config), ropes=_growing_ropes(model, config), is_foreign=is_foreign)
 
