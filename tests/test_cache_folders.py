@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from typer.testing import CliRunner
 from lookahead.cli.app import app
 from lookahead.utils import cache_folders
 from lookahead.utils.cache_folders import temporary_folder, writable_folder
-from lookahead.utils.jit import _CacheFile
+from lookahead.utils.jit import _CacheFile, compiled_files
+from lookahead.utils.shipped import source_files
 
 ROOT = Path(__file__).resolve().parent.parent
 NOWHERE = f"{os.devnull}/none"  # no user can make a folder there, root neither
@@ -241,3 +243,10 @@ def test_a_command_runs_where_the_cache_folder_cannot_be_written(
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0 and result.stdout, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_code_is_compiled_again_after_an_edit_of_any_file_that_it_is_made_of():
+    decorated = re.compile(rb"^@(njit|jit_inline|cfunc|intrinsic|overload|register_jitable|vectorize)\b", re.MULTILINE)
+    files = {each for each in source_files() if decorated.search(each.read_bytes())}
+    assert files <= set(compiled_files())
+    assert {"candidates.py", "features.py"} <= {each.name for each in files}

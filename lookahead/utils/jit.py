@@ -31,7 +31,7 @@ from lookahead.utils.locks import locked
 from lookahead.utils.shipped import source_files, sources_digest
 
 _NO_FOLDER = "no locator available"  # in Numba's error, which has no type of its own
-_COMPILED = re.compile(rb"numba|llvmlite|utils\.jit")
+_COMPILED = re.compile(rb"numba|llvmlite|utils\.jit|ngram\.inlining")
 _UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError, pickle.PickleError)
 # Numba has few types.
 _NumbasCache: Any = caching.FunctionCache
@@ -47,7 +47,12 @@ def _stamp() -> tuple[str, bytes]:
     release = ""
     with suppress(metadata.PackageNotFoundError):  # it runs from its sources
         release = metadata.version("lookahead-decoding")
-    return release, sources_digest(each for each in source_files() if _COMPILED.search(each.read_bytes()))
+    return release, sources_digest(compiled_files())
+
+
+def compiled_files() -> list[Path]:
+    """The source files of this package that hold compiled functions, or parts of those of other files."""
+    return [each for each in source_files() if _COMPILED.search(each.read_bytes())]
 
 
 class _CacheFile(_NumbasFile):  # type: ignore[misc]
