@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.features import KIND_OF, PRIOR, is_own_copy
+from lookahead.ngram.features import COPY_OF, KIND_OF, NO_COPY, OWN_COPY, PRIOR
 from lookahead.ngram.inlining import jit_inline
 from lookahead.utils.addresses import array_at
 from lookahead.utils.jit import njit
@@ -28,14 +28,17 @@ _MAX_PROBABILITY = 0.99
 
 _PSEUDO_COUNTS = 16.0
 _MEMORY = 400.0
-# Fisher information of the odds of a kind: before any trial, and the maximum that trials add.
+# Fisher information of the odds of a kind or a depth: before any trial, and the maximum that trials add.
 _FIRST_INFORMATION, _MAX_INFORMATION = 8.0, 50.0
 _MIN_ODDS, _MAX_ODDS = 0.1, 16.0
 
 _COUNTED = 64  # tokens whose frequency is counted
 _MAX_COUNT = 4096
 _FIRST_KIND = len(KIND_OF)  # rows of the table after those of the features: the odds of the kinds
-_ROWS = _FIRST_KIND + KIND_OF.max() + 1
+_FIRST_DEPTH = _FIRST_KIND + KIND_OF.max() + 1  # and those of depths 1, 2 and beyond, of copies and of all others
+_DEPTHS = 3
+_ROWS = _FIRST_DEPTH + 2 * _DEPTHS
+_DEPTH_ROW_OF = _FIRST_DEPTH + _DEPTHS * (COPY_OF != NO_COPY) - 1  # that of a feature's candidates, before their depth
 
 
 @njit()
@@ -113,15 +116,15 @@ class HitRates:
     known recycled context, whether this request learned it, and the probability stored there; for a recycled token
     alone, the longest match for another token; for a frequent token, its rank. Each starts at a prior worth 16 trials
     and halves its counts at 400 trials, so that it follows a change of text. Features of one kind share a factor on
-    their odds, updated at every trial.
+    their odds, and so do those of one depth in the tree; both are updated at every trial.
     """
 
     __slots__ = ("frequent", "prior", "table")
 
     def __init__(self) -> None:
         self.prior = PRIOR  # float64 `[features]`
-        # Of each feature the probability before its kind's odds, hits, and trials; then of each kind the factor on the
-        # odds, and its Fisher information.
+        # Of each feature the probability before any factor, hits, and trials; then of each kind and of each depth the
+        # factor on the odds, and its Fisher information.
         self.table = np.zeros((_ROWS, 3))
         self.table[:_FIRST_KIND, 0] = self.prior
         self.table[_FIRST_KIND:, 0] = 1.0
@@ -172,10 +175,16 @@ def rates_at(addresses):
 
 
 @jit_inline
-def hit_rate(table, feature):
-    """The probability of a candidate, by its feature."""
-    prob = table[feature, 0]
-    factor = table[_FIRST_KIND + KIND_OF[feature], 0]
+def _factors_of(feature, depth):
+    """The rows of the odds of a candidate's kind and of its depth."""
+    return _FIRST_KIND + KIND_OF[feature], _DEPTH_ROW_OF[feature] + min(depth, _DEPTHS)
+
+
+@jit_inline
+def hit_rate(table, feature, depth):
+    """The probability of a candidate, by its feature and its depth, 1 for those after the root."""
+    of_kind, of_depth = _factors_of(feature, depth)
+    prob, factor = table[feature, 0], table[of_kind, 0] * table[of_depth, 0]
     return prob * factor / (1.0 - prob + prob * factor)
 
 
@@ -196,13 +205,18 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
     if counts:
         _count(frequent, emitted)
     nodes, hits = children_along(parents, tokens, emitted)
+    depth = 0
     for i in range(len(nodes)):
+        if i == 0 or parents[nodes[i]] != parents[nodes[i - 1]]:
+            depth += 1
         feature = features[nodes[i]]
-        row, kind, prob = table[feature], table[_FIRST_KIND + KIND_OF[feature]], hit_rate(table, feature)
-        # The odds of its kind take a Newton step towards the result.
-        kind[1] = min(_MAX_INFORMATION, kind[1] + prob * (1.0 - prob))
-        odds = kind[0] * np.exp((hits[i] - prob) / (_FIRST_INFORMATION + kind[1]))
-        kind[0] = min(_MAX_ODDS, max(_MIN_ODDS, odds))
+        row, prob = table[feature], hit_rate(table, feature, depth)
+        # The odds of its kind and of its depth take a Newton step towards the result.
+        for at in _factors_of(feature, depth):
+            odds = table[at]
+            odds[1] = min(_MAX_INFORMATION, odds[1] + prob * (1.0 - prob))
+            factor = odds[0] * np.exp((hits[i] - prob) / (_FIRST_INFORMATION + odds[1]))
+            odds[0] = min(_MAX_ODDS, max(_MIN_ODDS, factor))
         row[1] += hits[i]
         row[2] += 1.0
         if row[2] >= _MEMORY:
@@ -226,7 +240,7 @@ def copied(parents, tokens, features, placed, argmax):
     nodes, has_child = np.zeros(argmax.size, np.bool_), np.zeros(argmax.size, np.bool_)
     for node in range(parents.size - 1, 0, -1):
         feature, at = features[node], placed[node]
-        if at == 0 or not is_own_copy(feature):
+        if at == 0 or COPY_OF[feature] != OWN_COPY:
             continue
         before = placed[parents[node]]
         has_child[before] = True

@@ -15,7 +15,9 @@ from lookahead.ngram.features import (
     feature_of_frequent,
     feature_of_match,
     feature_of_memory,
+    feature_of_standing,
     is_own,
+    standing_of,
     support_of,
 )
 from lookahead.ngram.inlining import jit_inline
@@ -115,13 +117,14 @@ def split(texts, own, matches, node, options):
 
 
 @jit_inline
-def score(least, options, matches, longest, memory, hashes, orders, rates):
+def score(least, depth, options, matches, longest, memory, hashes, orders, rates):
     """Rank the options of matches, and add recycled tokens, or frequent ones if no recycled context is known.
 
     Sets the probability of each option once the node was chosen.
 
     Args:
         least: Least probability of an option without a match.
+        depth: Of the options, 1 for those after the root.
         options: `NODE` `[MAX_OPTIONS]`, as `split` filled it; changed.
         matches: How many options `split` found.
         longest: Tokens of the longest match, 0 if there is none.
@@ -147,17 +150,20 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
             rank, own = own, own + 1
         else:
             rank, foreign = foreign, foreign + 1
-        bucket = 0  # of the token among the successors of the recycled context; 0 if it is not one of them
+        bucket, standing = 0, standing_of(-1, 0.0)  # of the token among the successors of the recycled context
         for place in range(TOP if order > 0 else 0):
             if known["tokens"][place] == option["token"]:
                 bucket = bucket_of(place, known["probs"][place] / UNIT)
+                standing = standing_of(place, known["probs"][place] / UNIT)
                 option["sources"] |= 1 << source
                 break
-        if order == 0 or option["length"] >= _LONG:
+        if order == 0:
             option["feature"] = feature_of_match(option["length"], rank, option["support"])
+        elif option["length"] >= _LONG:
+            option["feature"] = feature_of_standing(option["length"], rank, option["support"], is_foreign, standing)
         else:
             option["feature"] = feature_of_both(rank, option["support"], order, is_foreign, bucket)
-        option["prob"] = hit_rate(table, option["feature"])
+        option["prob"] = hit_rate(table, option["feature"], depth)
     is_long = longest >= _LONG
     left = CEILING
     if longest >= COPY:
@@ -172,11 +178,11 @@ def score(least, options, matches, longest, memory, hashes, orders, rates):
             bucket = bucket_of(rank, known["probs"][rank] / UNIT)
             feature = feature_of_memory(order, is_foreign, bucket, longest)
             token = known["tokens"][rank]
-            count = _add(options, matches, count, token, 1 << source, feature, hit_rate(table, feature), least)
+            count = _add(options, matches, count, token, 1 << source, feature, hit_rate(table, feature, depth), least)
     elif longest < _SHORT:
         for rank in range(FREQUENT):
             feature = feature_of_frequent(rank, longest)
-            count = _add(options, matches, count, frequent[rank, 0], 1, feature, hit_rate(table, feature), least)
+            count = _add(options, matches, count, frequent[rank, 0], 1, feature, hit_rate(table, feature, depth), least)
     _shrink(options, matches if is_long else 0, count, left)
     return count
 

@@ -29,6 +29,7 @@ _LATER_RANK = 0.6
 _LENGTHS, _SUPPORTS = len(_LENGTH_STARTS), len(_SUPPORT_ODDS)
 _LENGTH_OF = np.searchsorted(_LENGTH_STARTS, np.arange(129), side="right").clip(1) - 1
 COPY = 4  # minimum tokens of a match that counts as a copy
+NO_COPY, FOREIGN_COPY, OWN_COPY = range(3)
 
 
 # The bucket of a recycled token: its rank among the successors of the longest known context (first, second, later) and
@@ -44,6 +45,13 @@ _ORDER_SHARE = np.array([0.65, 0.85, 0.9, 1.0])  # factor for a known context of
 _BOTH_RANKS = 3
 _BOTH_CONTEXTS = 4
 _FOREIGN_SHARE = np.array([1.0, 0.8])  # factor for a context that another request learned
+# A longer match with a recycled context: by its length, its first ranks, its support, whether the context is foreign,
+# and what the target chose after it: the token surely, the token rather than others, others rather, or others alone.
+STANDINGS = 4
+_SURE = 0.8  # least probability of the first
+# Factors on the odds of a match without a context: short ones, copies, and long copies.
+_STANDING_ODDS = np.array([[8.0, 1.5, 0.25, 0.1], [5.0, 1.0, 0.16, 0.15], [1.0, 0.8, 0.06, 0.14]])
+_STANDING_STARTS = (1, 4, 7)  # tokens
 # A recycled token alone: by the known context, its bucket, and the longest match, which is for another token.
 _COMPETING_STARTS = (0, 1, 2, 3, 5, 10)
 _COMPETING_SHARE = np.array([1.0, 0.75, 0.75, 0.7, 0.5, 0.2])
@@ -54,17 +62,19 @@ FREQUENT = 8
 _FREQUENT_PRIOR = 0.06 * 0.88 ** np.arange(FREQUENT)
 _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 
-_FIRST_COPY = _LENGTH_OF[COPY] * RANKS * _SUPPORTS
 _FIRST_BOTH = _LENGTHS * RANKS * _SUPPORTS
-_FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_CONTEXTS * _BUCKETS
+_FIRST_STANDING = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_CONTEXTS * _BUCKETS
+_FIRST_MEMORY = _FIRST_STANDING + _LENGTHS * _BOTH_RANKS * _SUPPORTS * 2 * STANDINGS
 _FIRST_FREQUENT = _FIRST_MEMORY + 2 * ORDERS * (_BUCKETS - 1) * _COMPETING_BUCKETS
 
 
-def _tables() -> tuple[IntArray, FloatArray]:
-    """The kind of every feature and its prior probability, `[features]`, in the order of the functions `feature_of_…`.
+def _tables() -> tuple[IntArray, FloatArray, IntArray]:
+    """Of every feature its kind, its prior probability, and whether it is of a copy: each `[features]`.
+
+    The order is that of the functions `feature_of_…`.
 
     Kinds are: short and long matches, in the first text and in others; recycled tokens by bucket, with and without a
-    match, of this request and foreign; all frequent tokens.
+    match, of this request and foreign; all frequent tokens; and short and long matches by their standing.
     """
     foreign, buckets = (np.arange(_SUPPORTS) >= _AGREEMENTS).astype(np.int32), np.arange(_BUCKETS)
     likely = np.array(_LENGTH_PRIOR)[:, None, None].repeat(_SUPPORTS, 2)
@@ -88,19 +98,31 @@ def _tables() -> tuple[IntArray, FloatArray]:
     both_kind = 4 + _BUCKETS * (np.arange(_BOTH_CONTEXTS) // 2)[:, None] + buckets
     both_kind = np.where(buckets == 0, foreign[:, None, None], both_kind)
 
+    factors = _STANDING_ODDS[np.searchsorted(_STANDING_STARTS, _LENGTH_STARTS, side="right") - 1]
+    likely = match[:, :_BOTH_RANKS, :, None, None]
+    standing = _prob(likely / (1.0 - likely) * factors[:, None, None, None] * np.ones((2, 1)))
+    standing_kind = 3 + 4 * _BUCKETS + match_kind[..., None, None] + 4 * np.arange(STANDINGS)
+
     memory = np.outer(_FOREIGN_SHARE, _ORDER_SHARE)[..., None, None] * _BUCKET_PRIOR[:, None] * _COMPETING_SHARE
     memory_kind = 4 + 2 * _BUCKETS + np.arange(2 * (_BUCKETS - 1)).reshape(2, 1, -1, 1)
     frequent = _FREQUENT_PRIOR[:, None] * _FREQUENT_SHARE
-    pairs = (match_kind, match), (both_kind, _prob(odds)), (memory_kind, memory), (2 + 4 * _BUCKETS, frequent)
-    kinds, priors = zip(*(map(np.ravel, np.broadcast_arrays(*pair)) for pair in pairs), strict=True)
-    return np.concatenate(kinds).astype(np.int32), np.concatenate(priors)
+    copy = np.where(match_kind < 2, NO_COPY, np.where(foreign, FOREIGN_COPY, OWN_COPY))
+    blocks = (
+        (match_kind, match, copy),
+        (both_kind, _prob(odds), NO_COPY),
+        (standing_kind, standing, copy[..., None, None]),
+        (memory_kind, memory, NO_COPY),
+        (2 + 4 * _BUCKETS, frequent, NO_COPY),
+    )
+    kinds, priors, copies = zip(*(map(np.ravel, np.broadcast_arrays(*block)) for block in blocks), strict=True)
+    return np.concatenate(kinds).astype(np.int32), np.concatenate(priors), np.concatenate(copies).astype(np.int32)
 
 
 def _prob(odds: Any) -> Any:
     return odds / (1.0 + odds)
 
 
-KIND_OF, PRIOR = _tables()
+KIND_OF, PRIOR, COPY_OF = _tables()
 
 
 @jit_inline
@@ -114,12 +136,6 @@ def support_of(kind, agreeing, total):
     if agreeing == total:
         agreement = 0 if total == 1 else (1 if total < 4 else 2)
     return kind * _AGREEMENTS + agreement
-
-
-@jit_inline
-def is_own_copy(feature):
-    """Whether a feature is of a match in the first text long enough to be a copy."""
-    return _FIRST_COPY <= feature < _FIRST_BOTH and is_own(feature % _SUPPORTS)
 
 
 @jit_inline
@@ -157,6 +173,21 @@ def feature_of_both(rank, support, order, is_foreign, bucket):
     """
     row = min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support
     return _FIRST_BOTH + (row * _BOTH_CONTEXTS + 2 * is_foreign + (order > 2)) * _BUCKETS + bucket
+
+
+@jit_inline
+def standing_of(rank, prob):
+    """What the target thought of a token after the same context: its rank, -1 if it is not known, and probability."""
+    if rank == 0:
+        return 0 if prob >= _SURE else 1
+    return 2 if rank > 0 else 3
+
+
+@jit_inline
+def feature_of_standing(length, rank, support, is_foreign, standing):
+    """The row for a match of at least two tokens with a recycled context, and the standing of its token there."""
+    row = (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * _BOTH_RANKS + min(rank, _BOTH_RANKS - 1)) * _SUPPORTS
+    return _FIRST_STANDING + ((row + support) * 2 + is_foreign) * STANDINGS + standing
 
 
 @jit_inline

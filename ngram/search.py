@@ -225,7 +225,9 @@ def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
             matched, longest = split(texts, own, matches, node, options)
         if recalls:
             orders = hash_context(tail, tail.size, nodes["token"], nodes["parent"], at_node, hashes)
-        offered = score(floor / node["path_prob"], options, matched, longest, memory, hashes, orders, rates)
+        offered = score(
+            floor / node["path_prob"], node["depth"] + 1, options, matched, longest, memory, hashes, orders, rates
+        )
         if is_chain and offered > 0:
             best = 0
             for at_option in range(1, offered):

@@ -76,7 +76,17 @@ def test_a_token_that_the_memory_names_late_is_not_guessed_to_be_less_likely_tha
 def test_what_short_matches_are_worth_is_learned_of_those_that_the_memory_does_not_name_too():
     rates, root = HitRates(), np.zeros(2, np.int32)
     short, unnamed = feature_of_match(1, 0, 0), feature_of_both(0, 0, 1, 0, 0)
-    before = hit_rate(rates.table, unnamed)
+    before = hit_rate(rates.table, unnamed, 2)
     for _ in range(40):
         rates.learn(root, np.array([1, 2], np.int32), np.array([0, short], np.int32), np.array([2], np.int32))
-    assert hit_rate(rates.table, unnamed) > 1.2 * before
+    assert hit_rate(rates.table, unnamed, 2) > 1.2 * before
+
+
+def test_what_guesses_at_the_next_token_are_worth_is_learned_apart_from_those_behind_them():
+    rates, chain = HitRates(), np.array([0, 0, 1], np.int32)
+    features = np.array([0, *[feature_of_match(2, 0, 0)] * 2], np.int32)
+    for _ in range(200):
+        rates.learn(chain, np.array([1, 2, 3], np.int32), features, np.array([2, 9], np.int32))
+    first, second = (hit_rate(rates.table, features[1], depth) for depth in (1, 2))
+    assert first > 0.8
+    assert second < 0.2

@@ -286,11 +286,11 @@ def test_a_hit_rate_starts_at_its_guess_and_ends_at_what_was_seen():
     rates = HitRates()
     feature, kin = 0, feature_of_match(2, 1, 0)
     tree = chain_tree([0, 5], feature)
-    assert hits.hit_rate(rates.table, feature) == rates.prior[feature]
+    assert hits.hit_rate(rates.table, feature, 1) == rates.prior[feature]
     rng = np.random.default_rng(0)
     for hit in rng.random(3000) < 0.97:
         rates.learn(*tree, np.array([5 if hit else 6], np.int32))
-    assert hits.hit_rate(rates.table, feature) == pytest.approx(0.97, abs=0.04)
+    assert hits.hit_rate(rates.table, feature, 1) == pytest.approx(0.97, abs=0.04)
     assert rates.table[feature, 2] < 400
     assert rates.table[kin, 0] == rates.prior[kin]  # its own counts are untouched
 
@@ -300,8 +300,8 @@ def test_what_is_learned_of_one_candidate_moves_others_of_its_kind_at_once_and_n
     short, kin, copy = (feature_of_match(length, rank, 0) for length, rank in ((1, 0), (3, 2), (16, 0)))
     for _ in range(40):
         rates.learn(*chain_tree([0, 5], short), np.array([5], np.int32))
-    assert hits.hit_rate(rates.table, kin) > 1.1 * rates.prior[kin]
-    assert hits.hit_rate(rates.table, copy) == rates.prior[copy]
+    assert hits.hit_rate(rates.table, kin, 2) > 1.1 * rates.prior[kin]
+    assert hits.hit_rate(rates.table, copy, 1) == rates.prior[copy]
 
 
 def test_promises_come_true_whatever_the_rates_of_candidates_are():
@@ -313,7 +313,7 @@ def test_promises_come_true_whatever_the_rates_of_candidates_are():
         at = int(rng.integers(len(features)))
         hit = rng.random() < truth[at]
         if step >= 1000:
-            promised, kept = promised + hits.hit_rate(rates.table, features[at]), kept + hit
+            promised, kept = promised + hits.hit_rate(rates.table, features[at], 1), kept + hit
         rates.learn(*chain_tree([0, 5], features[at]), np.array([5 if hit else 6], np.int32))
     assert promised == pytest.approx(kept, rel=0.03)
 

@@ -107,6 +107,24 @@ def test_what_text_and_memory_both_offer_is_one_node_likelier_than_either():
     assert both.probabilities[1] > max(text_alone.probabilities[1], memory_alone.probabilities[1])
 
 
+@pytest.mark.parametrize("matched", [2, 3, 5, 9, 20])
+def test_a_match_is_worth_what_the_target_last_said_of_its_token_after_the_same_words(matched):
+    words, rest = list(range(100, 100 + matched)), list(range(20, 27))
+    promised = []
+    for top in ([3, *rest], [*rest[:3], 3, *rest[3:]][:8], [19, *rest]):
+        table, text = SuccessorTable(contexts=64), ChainIndex()
+        text.append([6, *words, 3, 4, 5, *words])
+        chain(table, words[-4:], top, [0.9, 0.05, 0.01, 0.01, 0.01, 0.01, 0.0, 0.0])
+        grown = grow_trie([text], HitRates(), 12, memory=table)
+        promised.append(grown.probabilities[(grown.tokens == 3) & (grown.parents == 0)].item())
+    text = ChainIndex()
+    text.append([6, *words, 3, 4, 5, *words])
+    promised.insert(1, grow_trie([text], HitRates(), 1).probabilities[1].item())
+    surely, unsaid, late, never = promised
+    assert surely >= 0.95 * unsaid
+    assert unsaid > max(late, never)
+
+
 def test_a_vocabulary_of_fewer_tokens_leaves_places_empty():
     table = SuccessorTable(contexts=64)
     chain(table, [0], [1, 0, -1, -1, -1, -1, -1, -1], [0.7, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
