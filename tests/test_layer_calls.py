@@ -18,6 +18,7 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.protocol import BitPolicy
+from lookahead.errors import UnsupportedModelError
 from lookahead.hf.model_state import state_of
 from tests.support.small_layers import (
     HALF,
@@ -104,6 +105,55 @@ def test_the_largest_tree_of_the_default_options_is_one_call(dtype, fused, calls
         for ours, own in zip(got, expected, strict=True):
             error = 0.0 if dtype == HALF else 1e-4 * float(own.abs().max())
             torch.testing.assert_close(ours, own, rtol=0, atol=error)
+
+
+@on_x86
+@pytest.mark.parametrize("is_head_hooked", [False, True])
+@pytest.mark.parametrize("layers", [(-1,), (0, 1, 3), (2, -3, 1, -1, 0, -4)], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("name", ["llama", "llama with biases, eager", "qwen3"])
+def test_a_pass_that_is_one_call_keeps_the_hidden_states_of_the_models_own_layers(
+    name, dtype, layers, is_head_hooked, fused, own_code, calls, tables
+):
+    models = [made(name, dtype, **WIDE) for _ in range(2)]
+    if dtype == HALF and not takes_rows(models[0].config):
+        pytest.skip("torch's attention has other bits on this CPU")
+    for model in models if is_head_hooked else ():
+        model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
+    expected = own_code(models[0], 1, 9, hidden_layers=layers)
+    tables.clear()
+    got = logits_of(models[1], 1, 9, hidden_layers=layers)
+    assert tables == [9, 9] and len(got) == len(expected) == 1 + 2 * (1 + len(layers))
+    for ours, own in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, own, rtol=0, atol=0.0 if dtype == HALF else 1e-4 * float(own.abs().max()))
+
+
+@on_x86
+def test_hidden_states_of_a_pass_stay_when_the_next_one_is_done(fused, calls, tables):
+    target = backend_for(made(dtype=SINGLE, **WIDE), rows=1, capacity=64, hidden_layers=(0, 2, -1))
+    with target.serving():
+        target.read([np.arange(3, 14, dtype=np.int32)])
+        target.score(trees_of(1, 9, 0), BitPolicy.ROUNDED)
+        before = dict(target.hidden)
+        copied = {layer: states.clone() for layer, states in before.items()}
+        target.score(trees_of(1, 9, 1), BitPolicy.ROUNDED)
+        assert all(torch.equal(before[layer], copied[layer]) for layer in copied)
+        assert not any(torch.equal(before[layer], target.hidden[layer]) for layer in copied)
+        target.keeps_hidden = False
+        target.score(trees_of(1, 9, 1), BitPolicy.ROUNDED)
+        assert not target.hidden and len(tables) == 3
+
+
+@on_x86
+@pytest.mark.parametrize("layer", [4, -5])
+def test_hidden_states_that_a_model_does_not_have_are_refused_by_a_pass_that_could_be_one_call(layer, fused, calls):
+    target = backend_for(made(dtype=SINGLE, **WIDE), rows=1, capacity=64, hidden_layers=(layer,))
+    target.keeps_hidden = False
+    with target.serving():
+        target.read([np.arange(3, 14, dtype=np.int32)])
+        target.keeps_hidden = True
+        with pytest.raises(UnsupportedModelError, match=f"hidden states {layer}, and the model has 4"):
+            target.score(trees_of(1, 9, 0), BitPolicy.ROUNDED)
 
 
 @on_x86

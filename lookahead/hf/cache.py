@@ -199,7 +199,7 @@ class TreeCache(Cache):
         self.slots = slots = TreeSlots(rows, capacity)
         self._compact: Callable[..., None] | None = None  # the kernel of `commit`, bound to the buffers
         self._bound_at = 0, 0  # allocations and tested kernels when it was bound
-        self.tables: dict[int, Any] = {}  # of each kind a `PassTable` for the buffers as they are
+        self.tables: dict[Any, Any] = {}  # of each kind a `PassTable` for the buffers as they are
         following = chain(windows, repeat(None))
         # The base class only calls it, so it need not be a class. It does not hold the cache, which is freed at once.
         self._next_layer: Callable[[], TreeLayer] = lambda: TreeLayer(slots, next(following))

@@ -104,15 +104,15 @@ class CpuBackend(TorchBackend):
         linears = self._linears
         is_prompt = not tree_pass.trees
         mode = CpuPass(policy, is_prompt, linears.packs, linears.fewest)
-        keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
+        layers = self._hidden_layers if self.keeps_hidden else ()
         with running(mode) as seen:
-            logits = None
-            if isinstance(self._whole, WholePass) and seen is not None and not (is_prompt or keeps_hidden):
-                logits = self._whole(tree_pass, self.cache, seen)
-            if logits is None:
+            given = None
+            if isinstance(self._whole, WholePass) and seen is not None and not is_prompt:
+                given = self._whole(tree_pass, self.cache, seen, layers)
+            if given is None:
                 logits = super()._forward(tree_pass, policy)
             else:
-                self.hidden = {}
+                logits, self.hidden = given
             self.is_cold = thread.is_cold
         return logits
 

@@ -65,6 +65,7 @@ class PassTable(KeepsAddresses):
         cache: The cache; it holds the table.
         hidden: Hidden states of any pass, `[1, tokens, size]`.
         dim: Numbers of a head.
+        keeps: Places of hidden states that passes keep, as `output_hidden_states` numbers them.
     """
 
     def __init__(
@@ -75,12 +76,15 @@ class PassTable(KeepsAddresses):
         cache: TreeCache,
         hidden: Tensor,
         dim: int,
+        keeps: tuple[int, ...] = (),
     ) -> None:
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
         self.query_size = weights[0].outputs  # numbers of the queries of a node
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # numbers of a node that it writes
         most, size = MAX_TABLE_NODES, hidden.shape[2]
         self._hidden = hidden.new_empty(1, most, size)
+        # A layer that begins with them reads them here. Those of place 0 are what a pass is given.
+        self._kept = {place: hidden.new_empty(1, most, size) for place in keeps if place}
         self._space = Space.of(hidden, [*weights, *of_head], most)
         self._positions = hidden.new_empty(1, most, dim), hidden.new_empty(1, most, dim)
         self._nodes, self._tree = (np.zeros(shape, np.int64) for shape in ((1, 2, most), (1, 3)))
@@ -135,6 +139,10 @@ class PassTable(KeepsAddresses):
         leader()(team_of(threads) if threads > 1 else 0, numbers.ctypes.data, threads)
         return written
 
+    def kept(self, hidden: Tensor) -> dict[int, Tensor]:
+        """The hidden states that the newest pass kept, by place; it was given `hidden`, `[1, tokens, size]`."""
+        return {0: hidden} | {place: each[:, : hidden.shape[1]].clone() for place, each in self._kept.items()}
+
     def _of(self, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
         """The numbers of a pass of some tokens, the first of which goes to a slot."""
         of_pass: NDArray[np.int64] = self._base + tokens * self._by_token + slot * self._by_slot
@@ -144,22 +152,26 @@ class PassTable(KeepsAddresses):
     def _numbers(self, cache: TreeCache, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
         """Those numbers, read off the jobs."""
         space, own = self._space.first(tokens), self._hidden[:, :tokens]
+        kept = {place: each[:, :tokens] for place, each in self._kept.items()}
         cos, sin = (each[:, :tokens] for each in self._positions)
         tree = {"nodes": torch.from_numpy(self._nodes), "trees": torch.from_numpy(self._tree)}
-        jobs, count, added = list[Job](), len(LINEARS), {"delta": space.change, "total": own}
+        jobs, count = list[Job](), len(LINEARS)
         for at, parts in enumerate(self._parts.layers):
             weights, layer = self._weights[count * at : count * (at + 1)], cache.layers[at]
             key, value = (each[:1].narrow(1, slot, tokens) for each in (layer.keys, layer.values))
-            first = norm_of(parts.norms[0], space.total if at else own, space.normed, **(added if at else {}))
+            read = kept.get(at, own)  # hidden states that the layer begins with
+            added = {"delta": space.change, "total": read} if at else {}
+            first = norm_of(parts.norms[0], space.total if at else read, space.normed, **added)
             jobs += jobs_before(parts, weights, first, space, key, value, (cos, sin))
             query, attended = (each.view(1, tokens, -1, cos.shape[-1]) for each in (space.query, space.attended))
             scale = parts.options["scaling"]
             jobs.append(row_attention.attention(query, layer.keys, layer.values, attended, **tree, scale=scale))
-            jobs += jobs_after(parts, weights, own, space)
-        norm, head = self._parts.norm, self._parts.head
-        jobs.append(norm_of(norm, space.total, space.normed if head else written, **added))
+            jobs += jobs_after(parts, weights, read, space)
+        norm, head, added = self._parts.norm, self._parts.head, {"delta": space.change, "total": own}
+        normed = kept.get(len(self._parts.layers), space.normed) if head else written
+        jobs.append(norm_of(norm, space.total, normed, **added))
         if head:
-            jobs += product(self._of_head, space.normed, [head._parameters["bias"]], (written,), space.prepared)
+            jobs += product(self._of_head, normed, [head._parameters["bias"]], (written,), space.prepared)
         return np.array(table_of(jobs))
 
 
@@ -230,12 +242,19 @@ class WholePass:
         self._forwards: list[Any] = []  # what they run, as the first pass found it
         self._newest_hook = RemovableHandle.next_id
 
-    def __call__(self, tree_pass: TreePass, cache: TreeCache, mode: CpuPass) -> Tensor | None:
-        """The logits of all nodes, `[1, nodes, vocab]`; None for a pass that the kernels do not serve.
+    def __call__(
+        self, tree_pass: TreePass, cache: TreeCache, mode: CpuPass, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]] | None:
+        """The logits of all nodes, `[1, nodes, vocab]`, and hidden states; None for a pass the kernels do not serve.
 
-        The pass runs within `cpu_pass.running`.
+        The pass runs within `cpu_pass.running`. The hidden states `[1, nodes, size]` of `layers`, numbered as by
+        `output_hidden_states`, are by these numbers.
         """
         if not self._takes(tree_pass, cache):
+            return None
+        last = len(self._parts.layers)
+        places = tuple(layer if layer >= 0 else layer + last + 1 for layer in layers)
+        if places and not (min(places) >= 0 and max(places) <= last):
             return None
         # Weights are looked up for what the embedding will give: a hook on it must run once in a pass.
         like = self._parts.norm.weight.expand(*tree_pass.tokens.shape, -1)
@@ -244,12 +263,13 @@ class WholePass:
             return None
         of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
         parts = self._parts if of_head else self._parts._replace(head=None)
-        table = cache.tables.get(len(of_head))
+        kind = len(of_head), places
+        table = cache.tables.get(kind)
         if table is None or not table.serves(parts, weights, of_head):
             held, dim = cache.layers[0], parts.layers[0].attention.head_dim
             if held.keys.dtype != like.dtype or not row_attention.is_supported(held.keys, held.keys, held.values):
                 return None
-            table = cache.tables[len(of_head)] = PassTable(parts, weights, of_head, cache, like, dim)
+            table = cache.tables[kind] = PassTable(parts, weights, of_head, cache, like, dim, places)
         tree, start = tree_pass.trees[0], int(cache.slots.lengths[0])
         if not (table.is_right and self._attends(tree, start, table, is_exact=tree_pass.attends_per_node)):
             return None
@@ -264,7 +284,11 @@ class WholePass:
             self._threads[most] = fastest_number(run, most)
             thread.is_cold = most > 1
         written: Tensor = run(self._threads[most])
-        return written if of_head else self._model.lm_head(written)
+        states = {}
+        if places:
+            kept = table.kept(hidden) if of_head else table.kept(hidden) | {last: written}
+            states = {layer: kept[place] for layer, place in zip(layers, places, strict=True)}
+        return written if of_head else self._model.lm_head(written), states
 
     @property
     def thread_count(self) -> int:
