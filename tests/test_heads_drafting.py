@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import shutil
 from typing import Any
@@ -18,6 +19,7 @@ from lookahead import Heads, LookaheadConfig
 from lookahead.backend.cpu.product_bits import FEWEST_WEIGHTS
 from lookahead.drafting.budget import Ema, PassTimes
 from lookahead.errors import HeadsError
+from lookahead.heads import guess_tree
 from lookahead.heads.eagle import EagleHead
 from lookahead.heads.guess_tree import GuessTree, independent_heads_tree
 from lookahead.heads.head_files import fresh_rates, make_drafter, open_heads, write_heads
@@ -214,6 +216,30 @@ def test_heads_run_again_only_where_the_tokens_gained_are_worth_the_time(
         drafter._guess = lambda logits, most: (torch.full((*logits.shape[:-1], 2), 0.5), logits.topk(2).indices)
         depths = drafter.draft([0], 24)[0].kinds[1:, 0]
     assert depths.max() + 1 == (levels if kind.startswith("eagle") else 3)
+
+
+@pytest.mark.parametrize("levels", [2, 3, 6])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_level_of_heads_takes_the_time_of_its_pass_and_of_the_projection_behind_it(
+    kind, levels, looping_llama, monkeypatch
+):
+    """By a clock that goes on by 1 in a pass of the layer and by 8 in a projection to the vocabulary."""
+    model = copy.deepcopy(looping_llama)
+    heads = fresh_fused(model, range(101)) if kind == "eagle3" else EagleHead(layer_config(model))
+    clock, times = [0.0], PassTimes(target=Ema(0.0, value=1e9, count=1))
+    for module, seconds in ((heads.layer, 1.0), (heads.lm_head if kind == "eagle3" else model.lm_head, 8.0)):
+        module.register_forward_hook(lambda *_, seconds=seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(guess_tree.time, "perf_counter", lambda: clock[0])
+    likeliest = itertools.chain([0.9] * (levels - 1), itertools.repeat(0.0))  # the last level ends it
+    drafter = make_drafter(heads, model, fresh_rates(heads), times=times)
+    states = [model.get_input_embeddings()(torch.arange(9))] * len(drafter.hidden_layers)
+    with torch.inference_mode():
+        drafter.read([0], [torch.arange(1, 10)], [torch.cat(states, -1)])
+        drafter._guess = lambda logits, most: (
+            torch.full((*logits.shape[:-1], 2), next(likeliest)), logits.topk(2).indices,
+        )  # fmt: skip
+        assert drafter.draft([0], 24)[0].kinds[1:, 0].max() + 1 == levels
+    assert times.draft.value == 9.0 and times.draft.count == levels - 1
 
 
 def test_medusa_heads_run_once_a_step_on_one_hidden_state_however_long_the_text_is(

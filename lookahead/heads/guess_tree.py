@@ -200,7 +200,8 @@ class GrowingDrafter(HeadDrafter):
         """The guesses after each row, from the output there, `[rows, 1, size]`.
 
         There are `root_width` after the root, and further ones after `width` guesses of each level up to the `depth`.
-        Where passes are timed, it ends before a level that would take longer than the tokens it gains save.
+        Where passes are timed, it ends before a level that would take longer than the tokens it gains save. A level takes
+        what its pass and the choice of its guesses take, the projection to the vocabulary included.
 
         `run` takes a level, tokens there `[rows, n]`, the outputs `[rows, n, size]` and the places `[rows, n]` that
         they follow, and gives the outputs at the tokens.
@@ -208,7 +209,7 @@ class GrowingDrafter(HeadDrafter):
         path_probs = out.new_ones(len(out), 1, 1, dtype=torch.float32)
         nodes = torch.zeros(len(out), 1, dtype=torch.int32, device=out.device)  # 0 is the root
         levels, count, expected = [], 1, 1.0  # expected tokens of a row
-        begin = time.perf_counter()
+        begin = now = time.perf_counter()
         for level in range(depth):
             probs, tokens = self._guesses(out, WIDTH if level else root_width)
             ranks = torch.arange(tokens.shape[-1], device=out.device).expand_as(tokens)
@@ -216,21 +217,22 @@ class GrowingDrafter(HeadDrafter):
             packed = torch.stack([*(each.int() for each in found), probs.view(torch.int32)], -1)
             levels.append(packed.flatten(1, 2))
             best = (path_probs * probs).flatten(1).topk(min(width, probs[0].numel()))
-            if level + 1 == depth or float(best.values.max()) < MIN_PATH_PROB:
+            likeliest, before, now = float(best.values.max()), now, time.perf_counter()  # a GPU is waited for first
+            if level and self._times is not None:
+                self._times.draft.add(now - before)
+            if level + 1 == depth or likeliest < MIN_PATH_PROB:
                 break
             if self._times is not None:
                 reached, found_here, chosen = torch.stack(
                     (path_probs.sum(), (path_probs * probs).sum(), best.values.sum())
                 ).tolist()
                 expected += found_here / len(out)
-                gain, now = chosen / len(out) * found_here / max(reached, 1e-9), time.perf_counter()
+                gain = chosen / len(out) * found_here / max(reached, 1e-9)
                 if not self._times.pays(expected, gain, now - begin):
                     break
             path_probs, parents = best.values[..., None], best.indices // tokens.shape[-1]
             nodes, count = best.indices.int() + count, count + probs[0].numel()
             out = run(level, tokens.flatten(1).gather(1, best.indices), gather_positions(out, parents), parents)
-            if self._times is not None:
-                self._times.draft.add(time.perf_counter() - now)
         rows = torch.cat(levels, 1).cpu().numpy()  # one copy from the device
         guesses = (np.ascontiguousarray(row.T) for row in rows)
         return [GuessTree.of(each[0], each[1], each[2:4].T, each[4].view(np.float32)) for each in guesses]
