@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from lookahead.errors import HeadsError
-from lookahead.heads.head_files import open_heads, write_heads
+from lookahead.heads.eagle import EagleHead
+from lookahead.heads.head_files import holds_heads, open_heads, write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
-from lookahead.heads.layers import body_of, hidden_states, unembed
+from lookahead.heads.layers import body_of, hidden_states, layer_config, unembed
 from lookahead.utils.fingerprints import model_fingerprint
 from tests.support.forked import status_of
 
@@ -296,3 +297,28 @@ def test_hidden_states_become_the_logits_of_the_model_itself(config):
         assert torch.allclose(unembed(model, states), logits, atol=1e-6)
         some = torch.tensor([4, 5, 41])
         assert torch.allclose(unembed(model, states, some), logits[..., some], atol=1e-6)
+
+
+def test_folders_of_heads_are_told_from_those_of_models_whoever_wrote_them(tmp_path, tiny_llama, monkeypatch):
+    made = {
+        "medusa": MedusaHeads.fresh(tiny_llama, heads=1),
+        "mtp": MtpHeads.fresh(tiny_llama, heads=1),
+        "eagle": EagleHead(layer_config(tiny_llama)),
+        "eagle3": fresh_fused(tiny_llama, range(20)),
+    }
+    for kind, heads in made.items():
+        write_heads(heads, tmp_path / kind, tiny_llama)
+        assert holds_heads(str(tmp_path / kind))
+        (tmp_path / kind / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+        assert holds_heads(str(tmp_path / kind)) == (kind != "mtp"), "no published heads are of this kind"
+    for name, config in {"pickled": {"architectures": ["LlamaForCausalLMEagle3"]}, "empty": {}, "list": []}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        assert holds_heads(str(tmp_path / name)) == (name == "pickled")
+    (tmp_path / "torn").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / "torn" / file).write_bytes(b"{")
+    tiny_llama.save_pretrained(tmp_path / "model")
+    assert not any(holds_heads(str(tmp_path / name)) for name in ("torn", "model", "nowhere"))
+    monkeypatch.chdir(tmp_path)
+    assert holds_heads("native") and holds_heads("eagle3") and not holds_heads("smollm2")

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from typer.testing import CliRunner
 
 from lookahead import DecodingStats, DraftModel, LookaheadConfig
 from lookahead.backend.calibration import pass_seconds
 from lookahead.cli.app import app
+from lookahead.errors import HeadsError
 from lookahead.generation.comparison import PROMPTS, Score, compare
 from lookahead.generation.draft_selection import NAMES, PLAIN, pick_draft
+from lookahead.generation.head_costs import KINDS, HeadCost, head_cost, random_heads, untrained_cost
+from lookahead.heads.head_files import write_heads
+from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
+from lookahead.heads.induction_init import fresh_fused
 from lookahead.hf.model_state import state_of
+
+TINY: dict[str, Any] = {"vocab_size": 101, "num_hidden_layers": 2, "decoder_start_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +144,116 @@ def test_the_command_measures_and_recommends(folders: dict[str, Path], tmp_path:
     for name, candidate in told["candidates"].items():
         assert candidate["identical"] == candidate["prompts"] == 2
         assert (candidate["parameters"] > 0) == (candidate["cost"] > 0) == (name == str(folders["draft"]))
+    rate = max(told["candidates"][name]["tokens_per_s"] for name in (PLAIN, NAMES))
+    assert {kind: each["levels"] for kind, each in told["heads"].items()} == {"eagle3": 6, "medusa": 4}
+    for each in told["heads"].values():
+        took = [each["first_level_ms"] + level * each["level_ms"] for level in range(each["levels"])]
+        assert each["tokens_to_pay"] == pytest.approx([1e-3 * ms * rate for ms in took], rel=0.01, abs=1e-3)
     run = CliRunner().invoke(app, ["pick-draft", *options, "--max-new-tokens", "12", "--temperature", "0.8"])
     assert run.exit_code == 0, run.output
     assert "fastest: " in run.stdout and "2/2" in run.stdout
+    for label in KINDS.values():
+        assert re.search(rf"{label} heads: a level takes [\d.]+ ms .* they pay if they add [\d.]+ tokens", run.stdout)
+
+
+def test_heads_are_candidates_beside_draft_models_or_alone_and_there_need_be_none(
+    folders: dict[str, Path], tmp_path: Path, looping_llama: PreTrainedModel
+) -> None:
+    write_heads(MedusaHeads.fresh(looping_llama, heads=3), tmp_path / "medusa", looping_llama)
+    write_heads(random_heads("eagle3", looping_llama), tmp_path / "eagle3", looping_llama)
+    heads = [str(tmp_path / "medusa"), str(tmp_path / "eagle3")]
+    (tmp_path / "prompts.txt").write_text("abcab\n")
+    options = ["--model", str(folders["target"]), "--prompts", str(tmp_path / "prompts.txt"), "--threads", "1"]
+    for names in (heads, [heads[0], str(folders["draft"])], []):
+        given = ["--candidates", ",".join(names)] if names else []
+        run = CliRunner().invoke(app, ["pick-draft", *options, *given, "--max-new-tokens", "12", "--json"])
+        assert run.exit_code == 0, run.output
+        told = json.loads(run.stdout)["candidates"]
+        assert list(told) == [PLAIN, NAMES, *names]
+        for name in names:
+            assert told[name]["identical"] == 1 and told[name]["parameters"] > 0 < told[name]["cost"]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp"])
+def test_heads_take_the_time_of_their_passes_and_projections(kind: str, looping_llama: PreTrainedModel) -> None:
+    """By a clock that goes on by 1 in a pass of a layer and by 8 in a projection to the vocabulary."""
+    model, clock = copy.deepcopy(looping_llama), [0.0]
+    heads: Any = MtpHeads.fresh(model, heads=2) if kind == "mtp" else random_heads(kind, model)
+    layers = {"medusa": [], "eagle3": [getattr(heads, "midlayer", None)], "mtp": list(getattr(heads, "heads", []))}
+    projection = {"medusa": lambda: heads[0][-1], "eagle3": lambda: heads.lm_head, "mtp": lambda: model.lm_head}
+    for module, seconds in [(projection[kind](), 8.0), *((each, 1.0) for each in layers[kind])]:
+        module.register_forward_hook(lambda *_, seconds=seconds: clock.__setitem__(0, clock[0] + seconds))
+
+    def timer(work: Callable[[], object]) -> float:
+        begin = clock[0]
+        work()
+        return clock[0] - begin
+
+    cost = head_cost(heads, model, levels=4 if kind == "medusa" else None, timer=timer)
+    # EAGLE-3 reads by a pass of its layer; both MTP heads run at once, and are projected together.
+    assert cost == {"medusa": HeadCost(8, 8, 4), "eagle3": HeadCost(9, 9, 6), "mtp": HeadCost(5, 5, 2)}[kind]
+
+
+def test_heads_that_add_the_tokens_to_pay_are_as_fast_as_none() -> None:
+    cost, tokens, pass_s = HeadCost(0.003, 0.002, 6), 2.5, 0.05
+    for levels in range(1, 7):
+        gain = cost.tokens_to_pay(levels, tokens / pass_s)
+        assert (tokens + gain) / (pass_s + cost.seconds(levels)) == pytest.approx(tokens / pass_s)
+
+
+@pytest.mark.parametrize("draft_vocab", [40, 32_000])
+def test_random_heads_are_as_large_as_those_to_be_trained_and_draw_no_random_number(
+    looping_llama: PreTrainedModel, draft_vocab: int
+) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    made = {kind: random_heads(kind, looping_llama, draft_vocab) for kind in KINDS}
+    assert torch.equal(torch.get_rng_state(), before)
+    trained = {
+        "eagle3": fresh_fused(looping_llama, range(min(draft_vocab, 101))),
+        "medusa": MedusaHeads.fresh(looping_llama, heads=1),
+    }
+    for kind, heads in made.items():
+        shapes = {name: each.shape for name, each in heads.state_dict().items()}
+        assert shapes == {name: each.shape for name, each in trained[kind].state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: T5ForConditionalGeneration(T5Config(**TINY, d_model=16, d_kv=8, d_ff=16, num_heads=2)),
+            {"eagle3": "T5ForConditionalGeneration has an encoder", "medusa": "has an encoder"},
+        ),
+        (
+            lambda: MambaForCausalLM(MambaConfig(**TINY, hidden_size=16)),
+            {"eagle3": "MambaForCausalLM has no attention, so it takes heads of Medusa alone"},
+        ),
+        (
+            lambda: OPTForCausalLM(OPTConfig(**TINY, hidden_size=16, word_embed_proj_dim=8, num_attention_heads=2)),
+            {"eagle3": "OPTForCausalLM reads 8 numbers, and its layers have 16", "medusa": "reads 8 numbers"},
+        ),
+    ],
+    ids=["encoder", "no attention", "narrow head"],
+)
+def test_a_model_that_takes_no_heads_of_a_kind_is_told_why(
+    make: Callable[[], PreTrainedModel], said: dict[str, str]
+) -> None:
+    model = make().eval()
+    for kind in KINDS:
+        if kind not in said:
+            assert untrained_cost(kind, model).level_s > 0
+            continue
+        with pytest.raises(HeadsError, match=said[kind]):
+            untrained_cost(kind, model)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--candidates", "OTHER"], "heads of another model"),
+        (["--candidates", "PICKLE"], "a pickle, which could run any code and is not opened"),
+        (["--candidates", "native"], "has no MTP layers that transformers loads"),
         (["--candidates", " , "], "candidates must be models, each named once"),
         (["--candidates", "a,b,a"], "each named once, got 'a,b,a'"),
         (["--candidates", "./nowhere"], "does not exist"),
@@ -141,10 +263,15 @@ def test_the_command_measures_and_recommends(folders: dict[str, Path], tmp_path:
     ],
 )
 def test_the_command_says_what_is_wrong(
-    folders: dict[str, Path], tmp_path: Path, options: list[str], message: str
+    folders: dict[str, Path], tmp_path: Path, tiny_llama: PreTrainedModel, options: list[str], message: str
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n \n")
     places = {"DRAFT": folders["draft"], "STRANGER": folders["stranger"], "EMPTY": tmp_path / "empty.txt"}
+    places |= {"OTHER": tmp_path / "other", "PICKLE": tmp_path / "pickle"}
+    write_heads(random_heads("eagle3", tiny_llama), places["OTHER"], tiny_llama)
+    places["PICKLE"].mkdir()
+    (places["PICKLE"] / "config.json").write_text('{"medusa_num_heads": 3}')
+    (places["PICKLE"] / "medusa_lm_head.pt").write_bytes(b"")
     arguments = [str(places.get(option, option)) for option in options]
     run = CliRunner().invoke(app, ["pick-draft", "--model", str(folders["target"]), *arguments])
     assert run.exit_code == 2

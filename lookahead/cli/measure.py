@@ -149,7 +149,9 @@ def explain(options: ExplainOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PickDraftOptions(ModelOptions):
-    candidates: str = option(help="Draft models to try, named as --model is.", metavar="MODEL,...")
+    candidates: str | None = option(
+        None, "Draft models to try, named as --model is, and folders of heads. (default: none)", metavar="MODEL,..."
+    )
     prompts: Path | None = option(
         None, "Prompts to continue, one a line. (default: a few of several kinds)", metavar="FILE"
     )
@@ -159,29 +161,37 @@ class PickDraftOptions(ModelOptions):
 
 
 def pick_draft(options: PickDraftOptions) -> None:
-    """Try draft models with a target, and say which one makes it fastest, if any.
+    """Try draft models and heads with a target, and say what makes it fastest.
 
     Each is tried beside the sources that need no draft model, and these are
-    tried without it: a draft model has to be faster than none.
+    tried without it: a draft model has to be faster than none. Besides, says
+    what heads would take that are not trained yet, and how many tokens a pass
+    they must add to pay.
 
     For example:
 
-      lookahead pick-draft --model ./large --candidates ./small,./smaller
+      lookahead pick-draft --model ./large
+      lookahead pick-draft --model ./large --candidates ./small,./heads
       lookahead pick-draft --model ./large --candidates ./small --prompts mine.txt --json
     """
-    names = [name.strip() for name in options.candidates.split(",") if name.strip()]
-    if not names or len(set(names)) < len(names):
+    names = [name.strip() for name in (options.candidates or "").split(",") if name.strip()]
+    if (options.candidates is not None and not names) or len(set(names)) < len(names):
         raise ConfigError(f"candidates must be models, each named once, got {options.candidates!r}")
     lines = [] if options.prompts is None else read_prompt_file(str(options.prompts)).splitlines()
     prompts = [line.strip() for line in lines if line.strip()]
     loaded = load(options, measures_costs=False)
     from lookahead.generation.comparison import PROMPTS
     from lookahead.generation.draft_selection import pick_draft
+    from lookahead.generation.head_costs import KINDS, HeadCost
+    from lookahead.heads.head_files import holds_heads
 
-    drafts = {}
+    drafts: dict[str, lookahead.DraftModel | lookahead.Heads] = {}
     for name in names:
-        draft, tokenizer = load(options, name, measures_costs=False)
-        drafts[name] = lookahead.DraftModel(draft, tokenizer=tokenizer, name=name)
+        if holds_heads(name):
+            drafts[name] = lookahead.Heads(name, name=name)
+        else:
+            draft, tokenizer = load(options, name, measures_costs=False)
+            drafts[name] = lookahead.DraftModel(draft, tokenizer=tokenizer, name=name)
     temperature = options.temperature
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     with console(sys.stderr).status("measuring"):
@@ -204,6 +214,18 @@ def pick_draft(options: PickDraftOptions) -> None:
     out, target_ms = console(sys.stdout), 1e3 * pick.target_pass_s
     out.print(table(rows))
     out.print(f"a pass of the target: {target_ms:.2f} ms; same: outputs that are those of model.generate")
+    stats = pick.without.stats
+    for kind, cost in pick.heads.items():
+        if isinstance(cost, HeadCost):
+            said = (
+                f"a level takes {1e3 * cost.level_s:.2f} ms (the first {1e3 * cost.first_s:.2f} ms) of a pass's "
+                f"{1e3 * stats.decode_s / max(1, stats.target_forwards):.2f} ms; they pay if they add "
+                f"{cost.tokens_to_pay(1, stats.tokens_per_s):.2f} tokens a pass with one level, "
+                f"{cost.tokens_to_pay(cost.levels, stats.tokens_per_s):.2f} with {cost.levels}"
+            )
+        else:
+            said = f"none ({cost})"
+        out.print(f"{KINDS[kind]} heads: {said}", soft_wrap=True)
     out.print(f"fastest: {pick.best}", soft_wrap=True)
 
 

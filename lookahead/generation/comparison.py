@@ -43,8 +43,8 @@ class Score:
     prompts: int = 0
     identical: int = 0
     stats: DecodingStats = field(default_factory=DecodingStats)
-    parameters: int = 0  # of the draft model
-    pass_s: float = 0.0  # of its pass over one token
+    parameters: int = 0  # of the draft model or the heads
+    pass_s: float = 0.0  # of its pass over one token, or of a level of theirs
 
     @property
     def drafted_per_step(self) -> float:

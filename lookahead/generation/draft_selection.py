@@ -1,4 +1,4 @@
-"""Chooses a draft model for a target, if any, by measuring configurations side by side."""
+"""Chooses a draft model or heads for a target, if any, by measuring configurations side by side."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.calibration import pass_seconds
 from lookahead.config import LookaheadConfig
+from lookahead.errors import HeadsError
 from lookahead.generation.comparison import PROMPTS, Score, compare
+from lookahead.generation.head_costs import KINDS, HeadCost, head_cost, untrained_cost
 from lookahead.hf.block_layers import weight_count
 from lookahead.proposers.draft_model import DraftModel
+from lookahead.proposers.heads import Heads
 
 PLAIN = "no draft"
 NAMES = "no draft model"
@@ -21,17 +24,31 @@ _MARGIN = 1.02  # speedup over decoding without it that a draft model must reach
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The measurements: plain decoding, the sources that need no draft model, then these with each; and the best."""
+    """The measurements: plain decoding, the sources that need no draft model, then these with each; and the best.
+
+    Besides, by kind, what heads would cost that are not trained yet, or why the model takes none.
+    """
 
     candidates: dict[str, Score]
     target_pass_s: float
     best: str
+    heads: dict[str, HeadCost | str]
+
+    @property
+    def without(self) -> Score:
+        """The faster one of plain decoding and the sources that need no draft model."""
+        return max(self.candidates[PLAIN], self.candidates[NAMES], key=lambda each: each.stats.tokens_per_s)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, JSON-ready."""
+        rate = self.without.stats.tokens_per_s
         return {
             "best": self.best,
             "target_pass_ms": round(1e3 * self.target_pass_s, 4),
+            "heads": {
+                kind: {"unsupported": cost} if isinstance(cost, str) else cost.to_dict(rate)
+                for kind, cost in self.heads.items()
+            },
             "candidates": {
                 name: {
                     "parameters": each.parameters,
@@ -47,19 +64,23 @@ class Pick:
 def pick_draft(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    drafts: Mapping[str, DraftModel],
+    drafts: Mapping[str, DraftModel | Heads],
     prompts: Sequence[str] = PROMPTS,
     **generate_kwargs: Any,
 ) -> Pick:
-    """Measure draft models beside the sources that need none, and choose the best.
+    """Measure draft models and heads beside the sources that need none, and choose the best.
 
     Args:
         model: The target model.
         tokenizer: Its tokenizer.
-        drafts: The draft models by name.
+        drafts: The draft models and the heads by name; none, to learn what heads would cost.
         prompts: The prompts to measure with.
         generate_kwargs: As of `compare`.
+
+    Raises:
+        HeadsError: Heads are damaged, or those of another model.
     """
+    networks = {name: each.open(model)[1] for name, each in drafts.items() if isinstance(each, Heads)}
     default = LookaheadConfig(memory="request")
     configs = {PLAIN: LookaheadConfig(proposers=()), NAMES: default}
     configs |= {
@@ -67,7 +88,16 @@ def pick_draft(
     }
     scores = compare(model, tokenizer, prompts, configs, **generate_kwargs)
     for name, draft in drafts.items():
-        scores[name].parameters = weight_count(draft.model)
-        scores[name].pass_s = pass_seconds(draft.model)
+        is_model = isinstance(draft, DraftModel)
+        scores[name].parameters = weight_count(draft.model if is_model else networks[name])
+        scores[name].pass_s = pass_seconds(draft.model) if is_model else head_cost(networks[name], model).level_s
     best = max(configs, key=lambda name: scores[name].stats.tokens_per_s * (1.0 if name in drafts else _MARGIN))
-    return Pick({name: scores[name] for name in configs}, pass_seconds(model), best)
+    heads = {kind: _untrained_cost(kind, model) for kind in KINDS}
+    return Pick({name: scores[name] for name in configs}, pass_seconds(model), best, heads)
+
+
+def _untrained_cost(kind: str, model: PreTrainedModel) -> HeadCost | str:
+    try:
+        return untrained_cost(kind, model)
+    except HeadsError as error:
+        return str(error)

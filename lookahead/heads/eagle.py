@@ -16,6 +16,7 @@ from lookahead.heads.layers import DraftLayer, gather_positions, unembed
 
 DEPTH = 6  # maximum number of tokens guessed in a row
 ROOT_WIDTH = 32  # guesses after the root
+DRAFT_VOCAB = 32_000  # most tokens that a new EAGLE-3 head can propose, as published ones
 
 
 class WideLayer(DraftLayer):

@@ -200,8 +200,8 @@ class GrowingDrafter(HeadDrafter):
         """The guesses after each row, from the output there, `[rows, 1, size]`.
 
         There are `root_width` after the root, and further ones after `width` guesses of each level up to the `depth`.
-        Where passes are timed, it ends before a level that would take longer than the tokens it gains save. A level takes
-        what its pass and the choice of its guesses take, the projection to the vocabulary included.
+        Where passes are timed, it ends before a level that would take longer than the tokens it gains save. A level
+        takes what its pass and the choice of its guesses take, the projection to the vocabulary included.
 
         `run` takes a level, tokens there `[rows, n]`, the outputs `[rows, n, size]` and the places `[rows, n]` that
         they follow, and gives the outputs at the tokens.

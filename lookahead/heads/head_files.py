@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
@@ -77,6 +77,27 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
         raise HeadsError(f"{place}: {what}{one_line(error)}") from error
 
 
+def holds_heads(name: str) -> bool:
+    """Whether a candidate's name is that of heads: `NATIVE`, or a folder with the files of heads, damaged or not."""
+    place = Path(name).expanduser()
+    if name == NATIVE or not place.is_dir():
+        return name == NATIVE
+    try:
+        config = read_json(place / "config.json")
+    except (OSError, ValueError):
+        config = None
+    config = config if isinstance(config, dict) else {}
+    if "lookahead_heads" in config or "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*")):
+        return True
+    if "eagle" in str(config.get("architectures")).lower():
+        return True
+    try:
+        with safe_open(place / _FILES[EagleHead.kind][0], "pt") as file:
+            return "fc.weight" in file.keys()  # noqa: SIM118, it is no mapping
+    except (OSError, SafetensorError):
+        return False
+
+
 def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
     """Write heads in bfloat16 into a new folder. The configuration is written last, so partial heads are not opened."""
     base = Path(model.config.name_or_path).name if model.config.name_or_path else type(model).__name__
@@ -97,9 +118,15 @@ def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreT
     write_atomically(place / "config.json", json.dumps(own, indent=2) + "\n")
 
 
+def depth_of(heads: Network) -> int:
+    """The most tokens that heads guess in a row."""
+    depth: int = getattr(heads, "depth", NATIVE_DEPTH)
+    return depth
+
+
 def fresh_rates(heads: Network) -> AcceptanceTable:
     """Hit rates of guesses before any trial."""
-    return AcceptanceTable(getattr(heads, "depth", NATIVE_DEPTH))
+    return AcceptanceTable(depth_of(heads))
 
 
 def make_drafter(
@@ -244,18 +271,28 @@ def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, 
         raise HeadsError(f"{whose} its fingerprint is {fingerprint}, and that of this model {own}")
 
 
+def blank_heads(make: Maker) -> TrainedHeads:
+    """Heads without weights; random ones would change the random numbers of the decoding."""
+    with torch.device("meta"):
+        return make()
+
+
+def fill_heads(heads: TrainedHeads, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> TrainedHeads:
+    """The same heads with weights, in the model's dtype and on its device; RuntimeError if they do not fit."""
+    weight = lm_head(model).weight
+    heads.load_state_dict(tensors, assign=True)
+    if not isinstance(heads, MedusaHeads):
+        heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are no weights, and were made on meta
+    return heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
+
+
 def _make(kind: str, config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> TrainedHeads:
     """Make heads of the weights, and draft with them once, to find inconsistent sizes before decoding."""
     make, weight = _READERS[kind](config, tensors, model), lm_head(model).weight
-    with torch.device("meta"):  # random weights would change the random numbers of the decoding
-        heads = make()
     try:
-        heads.load_state_dict(tensors, assign=True)
+        heads = fill_heads(blank_heads(make), tensors, model)
     except RuntimeError as error:
         raise HeadsError(f"no {kind} heads of an architecture that is served: {error}") from error
-    if not isinstance(heads, MedusaHeads):
-        heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are no weights, and were made on meta
-    heads = heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
     drafter = make_drafter(heads, model, fresh_rates(heads))
     states = weight.new_ones(2, weight.shape[1] * len(drafter.hidden_layers))
     with torch.inference_mode():

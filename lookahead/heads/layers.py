@@ -16,7 +16,10 @@ from lookahead.errors import HeadsError
 
 
 def lm_head(model: PreTrainedModel) -> nn.Linear:
-    """The projection from hidden states to logits; HeadsError if the model has none, or its weights are offloaded."""
+    """The projection from hidden states to logits.
+
+    HeadsError if the model has none, its weights are offloaded, or it reads other states than those of the layers.
+    """
     head = model.get_output_embeddings()
     if getattr(model, "is_quantized", False) and not isinstance(head, nn.Linear):
         whose = f"the LM head of this {type(model).__name__}"
@@ -25,6 +28,9 @@ def lm_head(model: PreTrainedModel) -> nn.Linear:
         raise HeadsError(f"{type(model).__name__} has no LM head of its own, so it takes no heads")
     if head.weight.device.type == "meta":
         raise HeadsError(f"the LM head of this {type(model).__name__} is offloaded; heads are not served then")
+    if head.in_features != (size := model.config.get_text_config().hidden_size):
+        sizes = f"{head.in_features} numbers, and its layers have {size}"
+        raise HeadsError(f"the LM head of this {type(model).__name__} reads {sizes}, so it takes no heads")
     return head
 
 
@@ -64,8 +70,13 @@ def unembed(model: PreTrainedModel, hidden: Tensor, tokens: Tensor | None = None
 
 
 def layer_config(model: PreTrainedModel) -> LlamaConfig:
-    """The sizes of a new layer: those of the model's own layers where it has them."""
+    """The sizes of a new layer: those of the model's own layers where it has them.
+
+    HeadsError if it has none.
+    """
     base: Any = model.config.get_text_config()
+    if not getattr(base, "num_attention_heads", None):
+        raise HeadsError(f"{type(model).__name__} has no attention, so it takes heads of Medusa alone")
     rope = getattr(base, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") if rope.get("rope_type") == "default" else None
     return LlamaConfig(

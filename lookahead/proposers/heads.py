@@ -46,9 +46,19 @@ class Heads:
         own = times[(call.rows - 1).bit_length()] if call.is_timed else None
         return make_drafter(network, call.model, rates, call.warp, self._name or kind, own)
 
-    def _open(self, model: PreTrainedModel) -> tuple[str, Network, AcceptanceTable, defaultdict[int, PassTimes]]:
+    def open(self, model: PreTrainedModel) -> tuple[str, Network]:
+        """The kind and the network of the heads, read anew, as they draft for a model; HeadsError as for a call."""
         kind, network = open_heads(self._folder, model)
-        if not isinstance(network, PreTrainedModel) and lm_head(model).weight.device.type == "cpu":
-            # A pass over a few guesses waits for the weights, and rounded ones guess as well.
-            quantize_linears(network, lambda layer: 8 if layer.weight.numel() >= FEWEST_WEIGHTS else 0)
+        round_heads(network, model)
+        return kind, network
+
+    def _open(self, model: PreTrainedModel) -> tuple[str, Network, AcceptanceTable, defaultdict[int, PassTimes]]:
+        kind, network = self.open(model)
         return kind, network, fresh_rates(network), defaultdict(PassTimes)
+
+
+def round_heads(network: Network, model: PreTrainedModel) -> None:
+    """Round the larger layers of heads to 8 bits, in place, where they draft on a CPU."""
+    if not isinstance(network, PreTrainedModel) and lm_head(model).weight.device.type == "cpu":
+        # A pass over a few guesses waits for the weights, and rounded ones guess as well.
+        quantize_linears(network, lambda layer: 8 if layer.weight.numel() >= FEWEST_WEIGHTS else 0)

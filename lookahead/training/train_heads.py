@@ -15,7 +15,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.errors import LookaheadError, TrainingError
-from lookahead.heads.eagle import EagleHead, FusedEagleHead
+from lookahead.heads.eagle import DRAFT_VOCAB, EagleHead, FusedEagleHead
 from lookahead.heads.head_files import TrainedHeads, read_object, write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import begin_fused, begin_mtp, fresh_fused
@@ -45,7 +45,7 @@ class Settings:
     kind: str
     heads: int = 4
     is_joint: bool = False
-    draft_vocab: int = 32_000
+    draft_vocab: int = DRAFT_VOCAB
     steps: int | None = None
     batch_size: int = 8
     learning_rate: float | None = None  # that of the kind
