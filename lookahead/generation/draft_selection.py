@@ -88,9 +88,11 @@ def pick_draft(
     }
     scores = compare(model, tokenizer, prompts, configs, **generate_kwargs)
     for name, draft in drafts.items():
-        is_model = isinstance(draft, DraftModel)
-        scores[name].parameters = weight_count(draft.model if is_model else networks[name])
-        scores[name].pass_s = pass_seconds(draft.model) if is_model else head_cost(networks[name], model).level_s
+        score = scores[name]
+        if isinstance(draft, DraftModel):
+            score.parameters, score.pass_s = weight_count(draft.model), pass_seconds(draft.model)
+        else:
+            score.parameters, score.pass_s = weight_count(networks[name]), head_cost(networks[name], model).level_s
     best = max(configs, key=lambda name: scores[name].stats.tokens_per_s * (1.0 if name in drafts else _MARGIN))
     heads = {kind: _untrained_cost(kind, model) for kind in KINDS}
     return Pick({name: scores[name] for name in configs}, pass_seconds(model), best, heads)
