@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from lookahead import DecodingStats, DraftModel, LookaheadConfig
 from lookahead.backend.calibration import pass_seconds
 from lookahead.cli.app import app
-from lookahead.errors import HeadsError
+from lookahead.errors import HeadsError, UnsupportedModelError
 from lookahead.generation.comparison import PROMPTS, Score, compare
 from lookahead.generation.draft_selection import NAMES, PLAIN, pick_draft
 from lookahead.generation.head_costs import KINDS, HeadCost, head_cost, random_heads, untrained_cost
@@ -192,6 +192,12 @@ def test_heads_take_the_time_of_their_passes_and_projections(kind: str, looping_
     cost = head_cost(heads, model, levels=4 if kind == "medusa" else None, timer=timer)
     # EAGLE-3 reads by a pass of its layer; both MTP heads run at once, and are projected together.
     assert cost == {"medusa": HeadCost(8, 8, 4), "eagle3": HeadCost(9, 9, 6), "mtp": HeadCost(5, 5, 2)}[kind]
+
+
+def test_a_target_with_an_encoder_is_refused_before_anything_is_measured(tiny_tokenizer: Any) -> None:
+    model = T5ForConditionalGeneration(T5Config(**TINY, d_model=16, d_kv=8, d_ff=16, num_heads=2))
+    with pytest.raises(UnsupportedModelError, match="has an encoder, so it takes no heads"):
+        pick_draft(model, tiny_tokenizer, {})
 
 
 def test_heads_that_add_the_tokens_to_pay_are_as_fast_as_none() -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.calibration import pass_seconds
 from lookahead.config import LookaheadConfig
-from lookahead.errors import HeadsError
+from lookahead.errors import HeadsError, UnsupportedModelError
 from lookahead.generation.comparison import PROMPTS, Score, compare
 from lookahead.generation.head_costs import KINDS, HeadCost, head_cost, untrained_cost
 from lookahead.hf.block_layers import weight_count
@@ -79,7 +79,12 @@ def pick_draft(
 
     Raises:
         HeadsError: Heads are damaged, or those of another model.
+        UnsupportedModelError: The target has an encoder.
     """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has an encoder, so it takes no heads; pick-draft is for models without one"
+        )
     networks = {name: each.open(model)[1] for name, each in drafts.items() if isinstance(each, Heads)}
     default = LookaheadConfig(memory="request")
     configs = {PLAIN: LookaheadConfig(proposers=()), NAMES: default}
