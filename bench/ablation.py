@@ -3,6 +3,7 @@
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --nodes 31
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --memory shared --sources "prompt,prompt+recycled"
     python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "token recycling,suffix tree"
+    python -m bench.ablation --prompts spec_bench.jsonl --sources "sam + token recycling,racer,logitspec"
     python -m bench.ablation --prompts spec_bench.jsonl --sources retrieval --datastore novels.jsonl
 
 Every prompt is decoded with at most `--nodes` draft nodes a step and no cost model, so that figures do not depend on
@@ -10,9 +11,14 @@ the machine. `window W N G` is the lookahead branch with these sizes, and `heads
 others, each alone: `prompt lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decoding) draft
 chains as long as the nodes allow, `token recycling` a static tree of as many nodes (80 in the paper), `suffix tree`
 (SuffixDecoding, by the package `arctic-inference`) and `retrieval` (REST, from `--datastore`) the likeliest nodes of
-theirs. With `--memory shared` each combination remembers the prompts before; with `request` none, and with a memory
-file what that holds. "Before loops" counts the tokens up to the place where 16 of an output repeat, which flatters
-n-grams. In fp32 a token that is not that of `model.generate` ends the run.
+theirs; `sam + token recycling` (SAM decoding, its static automaton from `--datastore` if there is one), `racer` and
+`logitspec` both text and logits. What they scale to the nodes is in their docstrings. With `--memory shared` each
+combination remembers the prompts before; with `request` none, and with a memory file what that holds. "Before loops"
+counts the tokens up to the place where 16 of an output repeat, which flatters n-grams. In fp32 a token that is not that
+of `model.generate` ends the run.
+
+"Calibration" says of sources with probabilities how many tokens they promised and how many of these were accepted, by
+source and depth, after the first 2,000 tokens: what `bench.calibration` counts.
 """
 
 from __future__ import annotations
@@ -21,18 +27,22 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
 from bench import baselines
-from bench.baselines import ChainRule, Datastore
+from bench.baselines import ChainRule
+from bench.calibration import Calibration
 from bench.command import make_engine, parser_of, publish, setting_of, use_one_thread
+from bench.datastores import Datastore, Retrieval, SuffixTrees
 from bench.llm import add_prompt_options, read_prompts, sampling
 from bench.llm_figures import Prompt
 from bench.prompts import loop_start, read_tokens
+from bench.racer import Racer
+from bench.recycling import LogitSpec, SamRecycling, TokenRecycling
 from lookahead import Heads, LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.hf.loading import DEFAULT_MODEL, load
@@ -44,9 +54,12 @@ RULES: dict[str, Callable[[Call, int, Datastore | None], Proposer]] = {
     "prompt lookup": lambda call, nodes, store: ChainRule(baselines.prompt_lookup(nodes)),
     "longest suffix": lambda call, nodes, store: ChainRule(baselines.longest_suffix(length=nodes)),
     "first occurrence": lambda call, nodes, store: ChainRule(baselines.first_occurrence(nodes)),
-    "token recycling": lambda call, nodes, store: baselines.TokenRecycling(call.vocab_size, nodes),
-    "suffix tree": lambda call, nodes, store: baselines.SuffixTrees(),
-    "retrieval": lambda call, nodes, store: baselines.Retrieval(store),
+    "token recycling": lambda call, nodes, store: TokenRecycling(call.vocab_size, nodes),
+    "sam + token recycling": lambda call, nodes, store: SamRecycling(call.vocab_size, nodes, store, call.model),
+    "racer": lambda call, nodes, store: Racer(call.vocab_size, call.model),
+    "logitspec": lambda call, nodes, store: LogitSpec(nodes, call.model),
+    "suffix tree": lambda call, nodes, store: SuffixTrees(),
+    "retrieval": lambda call, nodes, store: Retrieval(store),
 }
 
 
@@ -100,23 +113,36 @@ def config_of(name: str, nodes: int, memory: Any, store: Datastore | None = None
     return LookaheadConfig(draft="fixed", max_nodes=nodes, min_probability=0.0, memory=memory, **options)
 
 
-def decode(model: PreTrainedModel, prompt: Prompt, options: Namespace, config: LookaheadConfig) -> Decoded:
+def decode(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    options: Namespace,
+    config: LookaheadConfig,
+    calibration: Calibration | None = None,
+) -> Decoded:
     """Decode one prompt, noting what each pass gave."""
-    engine = make_engine(model, prompt.ids, config, **sampling(options))
-    emitted = [output.tokens.tolist() for step in engine.run() for output in step]
+    engine, emitted = make_engine(model, prompt.ids, config, **sampling(options)), list[list[int]]()
+    for output in chain.from_iterable(engine.run()):
+        emitted.append(output.tokens.tolist())
+        if calibration is not None:
+            calibration.count(engine.sources, output)
     flat = [token for each in emitted for token in each]
     return Decoded(prompt.category, flat, [len(each) for each in emitted], engine.stats[0].drafted_tokens)
 
 
 def decode_all(
-    model: PreTrainedModel, prompts: Sequence[Prompt], options: Namespace, config: LookaheadConfig
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    options: Namespace,
+    config: LookaheadConfig,
+    calibration: Calibration | None = None,
 ) -> list[Decoded]:
     """Decode prompts one after the other, each with what a memory file holds, if the configuration has one."""
     learned, outputs = LearnedState(), []
     for each in prompts:
         learned.of(ProposerState, ProposerState).files.clear()  # so that the file is read again
         with use_learned(model, learned):
-            outputs.append(decode(model, each, options, config))
+            outputs.append(decode(model, each, options, config, calibration))
     return outputs
 
 
@@ -142,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", default="31", help="most draft nodes a step, commas between (default 31)")
     parser.add_argument("--memory", default="request", help="request, shared, or a memory file (default request)")
     parser.add_argument("--sources", default=SOURCES, help=f"combinations (default {SOURCES})")
-    parser.add_argument("--datastore", type=Path, help="texts for `retrieval`: one a line, or JSON lines")
+    parser.add_argument("--datastore", type=Path, help="texts for `retrieval` and SAM: one a line, or JSON lines")
     parser.add_argument("--datastore-field", default="text", help="field of the JSON lines (default text)")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample, from the same seed for every source")
     options = parser.parse_args(argv)
@@ -158,7 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     budgets = list(map(int, options.nodes.split(",")))
     for name, nodes in product(options.sources.split(","), budgets):
         config = config_of(name, nodes, options.memory, store)
-        outputs = decode_all(model, prompts, options, config)
+        calibration = None if name in RULES else Calibration()
+        outputs = decode_all(model, prompts, options, config, calibration)
         differing = [i for i, output in enumerate(outputs) if output.tokens != expected[i]]
         if differing and options.dtype == "fp32":
             print(f"outputs of {name} differ from those without drafts: {differing}")
@@ -166,7 +193,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = name if len(budgets) == 1 else f"{name} @ {nodes}"
         results[key] = figures(outputs) | {"identical": len(prompts) - len(differing)}
         print(key, results[key], flush=True)
-    setting = setting_of(options, "max_new_tokens", "memory", "temperature")
+        if calibration is not None:
+            results[key]["calibration"] = calibration.report()
+            print(*calibration.lines(), sep="\n", flush=True)
+    setting = setting_of(options, "max_new_tokens", "memory", "temperature", "per_category", "offset")
     publish({**setting, "prompts": len(prompts), "nodes": budgets, "sources": results}, options.output)
     return 0
 

@@ -29,13 +29,13 @@ from numba import njit
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from bench.baselines import ChainRule, IntArray, first_occurrence, longest_suffix, prompt_lookup
+from bench.calibration import LEARNED
 from bench.command import parser_of, publish
 from lookahead.drafting.proposal import Feedback, Proposer
 from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.ngram import NgramProposer, OutputStore
 
 Pair = tuple[IntArray, IntArray]
-LEARNED = 2_000  # tokens after which drafts must know what they promise
 _NOTHING = np.zeros(0, np.int32)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,14 +14,47 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import vllm_replay
 from bench.ablation import config_of, decode, decode_all
-from bench.baselines import Datastore, Retrieval, SuffixTrees, TokenRecycling, longest_suffix
+from bench.baselines import longest_suffix
+from bench.calibration import Calibration
+from bench.datastores import Datastore, Retrieval, SuffixTrees
 from bench.llm_figures import Prompt
+from bench.racer import Ngrams, Racer
+from bench.recycling import LogitSpec, SamRecycling, TokenRecycling
 from lookahead import LookaheadConfig
-from lookahead.drafting.proposal import Feedback, Top
+from lookahead.drafting.proposal import Feedback, Proposal, Top
+from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
+from lookahead.engine.row import StepOutput
+
+Path_ = tuple[int, ...]
+ROOT = np.zeros(1, np.int32)
+
+
+def paths_of(offer: Proposal) -> list[Path_]:
+    """The tokens from the root to every node of a proposal, in their order, without the root's."""
+    paths: list[Path_] = [()]
+    for token, parent in zip(offer.tokens[1:].tolist(), offer.parents[1:].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
+def first_nodes(paths: Iterable[Sequence[int]], nodes: int) -> list[Path_]:
+    """The first nodes of a tree that paths are added to in turn, the root's first."""
+    grown = [(), *(tuple(path[:depth]) for path in paths for depth in range(1, len(path) + 1))]
+    return list(dict.fromkeys(grown))[: nodes + 1]
+
+
+def tell(rule, tokens: Sequence[int], successors: dict[int, list[int]] | None = None, **states) -> None:
+    """Let a rule observe tokens, and the likeliest successors of others."""
+    top = None
+    if successors:
+        tree = TokenTree.from_parents(list(successors), [max(0, node - 1) for node in range(len(successors))])
+        top = Top(tree, np.array([*successors.values()], np.int32), np.zeros((len(successors), 8), np.float32))
+    rule.observe(0, Feedback(np.array(tokens, np.int32), ROOT, ROOT, top, **states), ROOT)
 
 
 @given(
@@ -78,7 +112,8 @@ def test_an_ablation_starts_every_prompt_from_what_its_memory_file_holds(tiny_ll
 
 
 has_suffix_trees = pytest.mark.skipif(find_spec("arctic_inference") is None, reason="arctic-inference is not installed")
-RULE_NAMES = ("prompt lookup", "longest suffix", "first occurrence", "token recycling", "retrieval")
+LEARNING = ("token recycling", "sam + token recycling", "racer")  # from one request for the next
+RULE_NAMES = ("prompt lookup", "longest suffix", "first occurrence", "retrieval", "logitspec", *LEARNING)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
@@ -90,19 +125,20 @@ def test_rules_of_others_draft_for_a_model_within_the_nodes_and_change_no_token(
     store = Datastore(torch.randint(0, 100, (9, 300), generator=torch.Generator().manual_seed(1)).tolist())
     for memory in ("request", "shared"):
         config = config_of(name, 7, memory, store)
-        for _ in range(2):
-            drafted = decode(tiny_llama, prompt, options, config)
+        first, second = (decode(tiny_llama, prompt, options, config) for _ in range(2))
+        for drafted in (first, second):
             assert drafted.tokens == plain.tokens
             assert 0 < drafted.drafted <= 7 * (len(drafted.steps) - 1)
+        if name != "suffix tree":
+            keeps = memory == "shared" and name in LEARNING
+            assert len(second.steps) < len(first.steps) if keeps else second.steps == first.steps
 
 
 def test_token_recycling_offers_the_newest_successors_of_every_token_on_its_static_tree():
-    rule, root = TokenRecycling(vocab_size=20, nodes=3), np.zeros(1, np.int32)
+    rule = TokenRecycling(vocab_size=20, nodes=3)
     rule.start(0, np.array([4], np.int32))
     assert rule.propose(0, 3).tokens.tolist() == [4]
-    tree = TokenTree.from_parents([4, 5], [0, 0])
-    top = np.array([[5, 6, 7, 8, 9, 10, 11, 12], [4, 1, 2, 3, 0, 13, 14, 15]], np.int32)
-    rule.observe(0, Feedback(np.array([4], np.int32), root, root, Top(tree, top, np.zeros((2, 8), np.float32))), root)
+    tell(rule, [4], {4: [5, 6, 7, 8, 9, 10, 11, 12], 5: [4, 1, 2, 3, 0, 13, 14, 15]})
     offer = rule.propose(0, 3)
     assert offer.tokens.tolist() == [4, 5, 4, 6] and offer.parents.tolist() == [0, 0, 1, 0]
 
@@ -120,9 +156,7 @@ def test_retrieval_drafts_the_most_frequent_continuations_of_the_longest_match_i
     frequencies = Counter(tuple(each[:depth]) for each in found for depth in range(1, len(each) + 1))
     offer = rule.propose(0, nodes)
     assert offer.tokens[0] == text[-1]
-    paths = [()]
-    for token, parent in zip(offer.tokens[1:].tolist(), offer.parents[1:].tolist(), strict=True):
-        paths.append((*paths[parent], token))
+    paths = paths_of(offer)
     assert len(set(paths)) == len(paths) == 1 + min(nodes, len(frequencies))
     kept = sorted((frequencies[path] for path in paths[1:]), reverse=True)
     assert kept == sorted(frequencies.values(), reverse=True)[:nodes]
@@ -138,3 +172,149 @@ def test_suffix_trees_know_the_request_and_the_outputs_before_it():
     rule.finish(0)
     rule.start(0, np.array([4, 7, 8], np.int32))
     assert rule.propose(0, 3).tokens.tolist() == [8, 9]
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.data())
+def test_sam_drafts_the_first_of_the_longest_matches_and_recycled_tokens_where_these_are_short(text, data):
+    nodes = data.draw(st.integers(1, 12))
+    begin, more = data.draw(st.integers(0, len(text))), data.draw(st.lists(st.integers(0, 2), max_size=12))
+    stored = [data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12)), text[begin:] + more, [1]]
+    rule, plain = SamRecycling(9, nodes, Datastore(stored)), TokenRecycling(9, nodes)
+    for each in (rule, plain):
+        each.start(0, np.array(text[:1], np.int32))
+        tell(each, text[1:], {token: [(token + rank) % 9 for rank in range(1, 9)] for token in range(9)})
+    inner = [(same_end(text[:end], text), text[end:]) for end in range(1, len(text))]
+    outer = [(same_end(each[:end], text), each[end:]) for each in stored for end in range(1, len(each) + 1)]
+    (in_text, _), (in_store, after) = (max(found, key=lambda match: match[0]) for found in (inner, outer))
+    if max(in_text, in_store - 5) < 5:
+        expected = paths_of(plain.propose(0, nodes))
+    elif in_text < in_store - 5:
+        expected = first_nodes([after[:nodes]], nodes)
+    else:
+        long = [match for match in inner if match[0] and len(match[1]) >= nodes]
+        short = [(1, after) for length, after in inner if length]
+        _, after = max(long or short, key=lambda match: match[0])
+        expected = first_nodes([after[:nodes]], nodes)
+    assert paths_of(rule.propose(0, nodes)) == expected
+
+
+def same_end(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their ends."""
+    return next((n for n, (a, b) in enumerate(zip(left[::-1], right[::-1], strict=False)) if a != b), min(len(left), len(right)))
+
+
+SMALL = LlamaConfig(vocab_size=6, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=20), min_size=2, max_size=6), st.data())
+def test_logitspec_continues_the_newest_token_and_its_rivals_by_what_followed_them_in_its_pool(steps, data):
+    torch.manual_seed(data.draw(st.integers(0, 9)))
+    model, nodes = LlamaForCausalLM(SMALL), data.draw(st.integers(1, 64))
+    hidden = torch.randn(2, SMALL.hidden_size)
+    rule, pool, text = LogitSpec(nodes, model), dict[Path_, list[int]](), list[int]()
+    for step in steps:
+        if text:
+            tell(rule, step, hidden={-1: hidden})
+        else:
+            rule.start(0, np.array(step, np.int32))
+        text += step
+        known = text[:-1]
+        for begin in range(len(known)):
+            for end in range(begin + 1, min(begin + 3, len(known) - 1) + 1):
+                ngram, after = tuple(known[begin:end]), known[end : end + 20]
+                if len(after) >= len(pool.get(ngram, [])):
+                    pool[ngram] = after
+
+    def after(context: Sequence[int]) -> list[int]:
+        return next((pool[tuple(context[-n:])] for n in (3, 2, 1) if tuple(context[-n:]) in pool), [])
+
+    rivals = model.lm_head(hidden[0]).argsort(descending=True).tolist()[: nodes + 1]
+    chains = [after(text)[: max(1, 20 * nodes // 64)]]
+    chains += [[rival, *after([*text, rival])][:4] for rival in rivals if rival != text[-1]]
+    assert paths_of(rule.propose(0, nodes)) == first_nodes(chains, nodes)
+
+
+@given(st.lists(st.integers(0, 2), min_size=11, max_size=60), st.integers(1, 40), st.integers(1, 8))
+def test_racer_joins_the_most_frequent_continuations_of_all_suffixes_with_the_logits_tree(text, nodes, breadth):
+    rule = Racer(9, breadth=breadth)
+    rule.start(0, np.array(text[:5], np.int32))
+    successors = {token: [(3 * token + rank) % 9 for rank in range(8)] for token in range(7)}
+    tell(rule, text[5:], successors)
+    windows = [text[end - 10 : end] for end in range(10, len(text))]
+    counts = Counter(tuple(window[:length]) for window in windows for length in range(1, 11))
+    pooled = [
+        (-counts[ngram], len(ngram) - length, -length, ngram[length:])
+        for length in range(2, 11)
+        for ngram in counts
+        if ngram[:length] == tuple(text[-length:])
+    ]
+    expected = first_nodes([path for *_, path in sorted(pooled)[: nodes + 1]], nodes)
+    queue = deque([((), breadth, breadth)])
+    while queue:
+        path, children, next_breadth = queue.popleft()
+        for token in successors.get((text[-1], *path)[-1], [])[:children]:
+            if len(expected) <= nodes or (*path, token) in expected:
+                expected = first_nodes([*expected, (*path, token)], nodes)
+                queue.append(((*path, token), max(1, next_breadth), next_breadth // 2))
+            next_breadth //= 2
+    assert paths_of(rule.propose(0, nodes)) == expected
+
+
+def test_the_logits_tree_of_racer_is_that_of_the_figure_in_its_paper():
+    rule = Racer(400, breadth=4)
+    rule.start(0, np.array([0], np.int32))
+    tell(rule, [0], {token: [*range(4 * token + 1, 4 * token + 5), 0, 0, 0, 0] for token in range(60)})
+    paths = paths_of(rule.propose(0, 20))
+    inner = {path[:-1] for path in paths}
+    leaves = {(4, 17), (1, 5, 21), (1, 5, 22), (1, 6, 25), (1, 7, 29), (1, 8, 33), (2, 9, 37), (2, 10, 41), (3, 13, 53)}
+    assert len(paths) == 21 and {path for path in paths if path not in inner} == leaves
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=40), st.integers(5, 20))
+def test_a_full_automaton_drops_the_least_recently_used_leaves(ngrams, capacity):
+    kept, states = Ngrams(capacity), dict[Path_, tuple[int, int, int]]()  # last use, the deepest first, and count
+    for time, ngram in enumerate(ngrams):
+        kept.insert(ngram)
+        known = [tuple(ngram[:length]) for length in range(1, 5) if tuple(ngram[:length]) in states]
+        states.update({begin: (time, -len(begin), states[begin][2] + 1) for begin in known})
+        for length in range(len(known) + 1, 5):
+            if len(states) >= capacity:
+                del states[min(states, key=lambda begin: states[begin])]
+            states[tuple(ngram[:length])] = (time, -length, 1)
+        assert len(kept) == len(states) <= capacity
+        assert all(kept.find(begin).count == count for begin, (_, _, count) in states.items())
+
+
+@pytest.mark.parametrize("make", [SamRecycling, Racer])
+def test_rules_that_recycle_the_prompt_know_the_likeliest_successors_of_its_tokens(tiny_llama, make):
+    ids = torch.tensor([[7, 3, 9, 3, 20, 7, 41]])
+    rule = Racer(101, tiny_llama) if make is Racer else SamRecycling(101, 8, model=tiny_llama)
+    config = LookaheadConfig(draft="fixed", proposers=(lambda call: rule,), max_nodes=8)
+    decode(tiny_llama, Prompt("", ids), Namespace(max_new_tokens=2, temperature=0.0), config)
+    expected = dict(zip(ids[0].tolist(), tiny_llama(ids).logits[0].topk(8).indices.tolist(), strict=True))
+    for token, successors in expected.items():
+        assert rule.successors[token].tolist() == successors
+
+
+def test_calibration_counts_the_children_of_chosen_nodes_by_source_and_depth():
+    tree = TokenTree.from_parents([9, 1, 2, 3, 4], [0, 0, 0, 1, 2], np.array([0, 1, 3, 2, 1], np.int32))
+    draft = Draft(tree, (), np.array([1.0, 0.5, 0.25, 0.2, 0.1]))
+    calibration = Calibration(learned=2)
+    for path, tokens in (([0], [6, 5]), ([0, 1], [1, 7]), ([0, 1], [1])):  # the last is cut short by a stop
+        output = StepOutput(0, np.array(tokens, np.int32), None, draft, np.array(path, np.int32))
+        calibration.count(("prompt", "recycled"), output)
+    report = calibration.report()
+    kept = {(source, depth): (*cell.values(),) for source, row in report.items() for depth, cell in row.items()}
+    assert {where: cell for where, cell in kept.items() if cell[0]} == {
+        ("all", "all"): (1.9, 2), ("all", "1"): (1.5, 2), ("all", "2"): (0.4, 0), ("prompt", "all"): (1.0, 2),
+        ("prompt", "1"): (1.0, 2), ("several", "all"): (0.5, 0), ("several", "1"): (0.5, 0),
+        ("recycled", "all"): (0.4, 0), ("recycled", "2"): (0.4, 0),
+    }  # fmt: skip
+    assert any("several" in line and "0.000" in line for line in calibration.lines())
+
+
+def test_an_ablation_accepts_as_many_tokens_as_its_calibration_counts(looping_llama):
+    prompt, calibration = Prompt("", torch.arange(20)[None]), Calibration(learned=0)
+    options = Namespace(max_new_tokens=48, temperature=0.0)
+    drafted = decode(looping_llama, prompt, options, config_of("prompt+recycled", 7, "request"), calibration)
+    assert calibration.report()["all"]["all"]["accepted"] == sum(step - 1 for step in drafted.steps) > 0
