@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -177,18 +177,23 @@ def test_suffix_trees_know_the_request_and_the_outputs_before_it():
     assert rule.propose(0, 3).tokens.tolist() == [8, 9]
 
 
-@given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.data())
-def test_sam_drafts_the_first_of_the_longest_matches_and_recycled_tokens_where_these_are_short(text, data):
-    nodes = data.draw(st.integers(1, 12))
-    begin, more = data.draw(st.integers(0, len(text))), data.draw(st.lists(st.integers(0, 2), max_size=12))
-    stored = [data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12)), text[begin:] + more, [1]]
+BLOCKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=2, max_size=3)
+
+
+@given(BLOCKS, st.data())
+def test_sam_drafts_the_first_of_the_longest_matches_and_recycled_tokens_where_these_are_short(blocks, data):
+    orders = st.lists(st.sampled_from(blocks), min_size=1, max_size=9)
+    text, *stored = ([0, *chain(*order)] for order in data.draw(st.tuples(orders, orders)))
+    inner = [(same_end(text[:end], text), text[end:]) for end in range(1, len(text))]
+    in_text, _ = max(inner, key=lambda match: match[0])
+    nodes, *tails = data.draw(st.tuples(*[st.integers(1, 24)] * 2, st.integers(in_text + 4, in_text + 6)))
+    stored = [*([*text[-tail:], 2, 0] for tail in tails), *stored]
     rule, plain = SamRecycling(9, nodes, Datastore(stored)), TokenRecycling(9, nodes)
     for each in (rule, plain):
         each.start(0, np.array(text[:1], np.int32))
         tell(each, text[1:], {token: [(token + rank) % 9 for rank in range(1, 9)] for token in range(9)})
-    inner = [(same_end(text[:end], text), text[end:]) for end in range(1, len(text))]
     outer = [(same_end(each[:end], text), each[end:]) for each in stored for end in range(1, len(each) + 1)]
-    (in_text, _), (in_store, after) = (max(found, key=lambda match: match[0]) for found in (inner, outer))
+    in_store, after = max(outer, key=lambda match: match[0])
     if max(in_text, in_store - 5) < 5:
         expected = paths_of(plain.propose(0, nodes))
     elif in_text < in_store - 5:
@@ -207,13 +212,14 @@ def same_end(left: Sequence[int], right: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-SMALL = LlamaConfig(vocab_size=6, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+SMALL = LlamaConfig(vocab_size=40, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+STEPS = st.lists(st.lists(st.integers(0, 2) | st.integers(0, 39), min_size=1, max_size=20), min_size=2, max_size=8)
 
 
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=20), min_size=2, max_size=6), st.data())
+@given(STEPS, st.data())
 def test_logitspec_continues_the_newest_token_and_its_rivals_by_what_followed_them_in_its_pool(steps, data):
     torch.manual_seed(data.draw(st.integers(0, 9)))
-    model, nodes = LlamaForCausalLM(SMALL), data.draw(st.integers(1, 64))
+    model, nodes = LlamaForCausalLM(SMALL), data.draw(st.integers(1, 64) | st.just(200))
     hidden = torch.randn(2, SMALL.hidden_size)
     rule, pool, text = LogitSpec(nodes, model), dict[Path_, list[int]](), list[int]()
     for step in steps:
@@ -234,7 +240,9 @@ def test_logitspec_continues_the_newest_token_and_its_rivals_by_what_followed_th
 
     rivals = model.lm_head(hidden[0]).argsort(descending=True).tolist()[: nodes + 1]
     chains = [after(text)[: max(1, 20 * nodes // 64)]]
-    chains += [[rival, *after([*text, rival])][:4] for rival in rivals if rival != text[-1]]
+    lengths = [4] * 9 + [3] * 24 + [1] * 31
+    ranked = zip(rivals, lengths, strict=False)
+    chains += [[rival, *after([*text, rival])][:most] for rival, most in ranked if rival != text[-1]]
     assert paths_of(rule.propose(0, nodes)) == first_nodes(chains, nodes)
 
 
@@ -243,7 +251,8 @@ def test_racer_joins_the_most_frequent_continuations_of_all_suffixes_with_the_lo
     rule = Racer(9, breadth=breadth)
     rule.start(0, np.array(text[:5], np.int32))
     successors = {token: [(3 * token + rank) % 9 for rank in range(8)] for token in range(7)}
-    tell(rule, text[5:], successors)
+    tell(rule, text[5:-3], successors)
+    tell(rule, text[-3:])
     windows = [text[end - 10 : end] for end in range(10, len(text))]
     counts = Counter(tuple(window[:length]) for window in windows for length in range(1, 11))
     pooled = [
