@@ -119,8 +119,9 @@ class LogitSpec(RuleRows):
 
     The newest token, and every guess, is continued by what followed the longest match of up to 3 tokens in the text:
     the newest place with 20 tokens behind it, else the first. As in the paper's code, guesses come by rank in the
-    logits that gave the newest token; the first 8 ranks have chains of 4 tokens, those up to 32 of 3, later ones none.
-    Scaled: the chain of the newest token has 20 of 64 nodes there, and here that share of `nodes`.
+    logits that gave the newest token. The first 8 guesses have chains of 4 tokens, themselves counted, the next 24 of
+    3, and later ones stand alone. Scaled: the chain of the newest token has 20 of 64 nodes there, and here that share
+    of `nodes`. Logits of all ranks are read, from hidden states.
 
     Source: Liu et al. 2025, "LogitSpec: Accelerating Retrieval-based Speculative Decoding via Next Next Token
         Speculation", §3.
