@@ -72,7 +72,9 @@ class Datastore:
 
     def continuations(self, text: IntArray) -> IntArray:
         """What followed the longest suffix that is there; int32 `[n, 10]`, -1 behind the end of a text."""
-        return self._tokens[self._find(text)[0][: self.MAX_CONTINUATIONS, None] + np.arange(self.LENGTH)]
+        ends, _ = self._find(text)
+        rows: IntArray = self._tokens[ends[: self.MAX_CONTINUATIONS, None] + np.arange(self.LENGTH)]
+        return rows
 
     def first_longest(self, text: IntArray, length: int) -> tuple[IntArray, int]:
         """What followed the first of the longest matches of any length, `length` tokens at most, and its own length."""

@@ -127,7 +127,7 @@ class LogitSpec(RuleRows):
         Speculation", §3.
     """
 
-    hidden_layers = (-1,)
+    hidden_layers: tuple[int, ...] = (-1,)
     LONGEST, AHEAD = 3, 20  # tokens of a match, and tokens that should follow it
     NODES = 64  # of the paper's tree, the root counted
 
