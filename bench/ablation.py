@@ -195,7 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(key, results[key], flush=True)
         if calibration is not None:
             results[key]["calibration"] = calibration.report()
-            print(*calibration.lines(), sep="\n", flush=True)
+            for line in calibration.lines():
+                print(line, flush=True)
     setting = setting_of(options, "max_new_tokens", "memory", "temperature", "per_category", "offset")
     publish({**setting, "prompts": len(prompts), "nodes": budgets, "sources": results}, options.output)
     return 0

@@ -66,7 +66,8 @@ class Calibration:
 
     def lines(self) -> Iterator[str]:
         """A table of accepted tokens per promised token, and the promised tokens in brackets."""
-        yield f"{'accepted/promised':18}" + "".join(f"{depth:>16}" for depth in ("all", *_DEPTHS.values()))
+        if self._kept:
+            yield f"{'accepted/promised':18}" + "".join(f"{depth:>16}" for depth in ("all", *_DEPTHS.values()))
         for source, depths in self._kept.items():
             cells = ((each["accepted"] / max(each["promised"], 1e-9), each["promised"]) for each in depths.values())
             yield f"{source:18}" + "".join(f"{ratio:9.3f} {f'({many:.0f})':>6}" for ratio, many in cells)

@@ -73,12 +73,13 @@ class Ngrams:
 class Racer(Recycled):
     """RACER: a tree of what followed the newest tokens in the text, filled up with the copied logits of tokens.
 
-    As in the paper and its code: 10-grams of the text in an automaton of 10,000 states with eviction; every suffix of 2
-    tokens or more that is a state offers what follows it, and of all these continuations together the most frequent
-    are taken, at most as many as the tree has nodes; what is left goes to the logits tree, whose root has 8 children,
-    a node's first child half of its parent's breadth, each further child half of the one before, and at least 1.
-    Scaled: both trees have `nodes` together (64 there, the root counted). Other than there, suffixes are searched for
-    in the trie. The paper's failure links are made for the prompt and reset to the root where they are used, so that
+    As in the paper and its code: 10-grams of the text stand in an automaton of 10,000 states with eviction. Every
+    suffix of 2 tokens or more that is a state offers what follows it; of all these continuations together the most
+    frequent are taken, at most as many as the tree has nodes. What is left goes to the logits tree: its root has 8
+    children, and so has the first of these; any other first child has half as many as its parent, and every further
+    child half as many as the one before, but at least 1. The successors after the prompt's tokens are kept too.
+    Scaled: both trees have `nodes` together (64 there, the root counted). Otherwise than there, suffixes are searched
+    for in the trie: the paper's failure links are made for the prompt and lead to the root once they are used, so that
     they miss some.
 
     Source: Zhang et al. 2026, "RACER: Retrieval-Augmented Contextual Rapid Speculative Decoding", §3.1 (the logits

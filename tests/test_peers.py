@@ -324,6 +324,7 @@ def test_calibration_counts_the_children_of_chosen_nodes_by_source_and_depth():
         ("recycled", "all"): (0.4, 0), ("recycled", "2"): (0.4, 0),
     }  # fmt: skip
     assert any("several" in line and "0.000" in line for line in calibration.lines())
+    assert list(Calibration().lines()) == []
 
 
 def test_an_ablation_accepts_as_many_tokens_as_its_calibration_counts(looping_llama):
