@@ -6,7 +6,8 @@
 Prompts are chat messages by category, in the format of Spec-Bench; its eight MT-bench categories count as one, "chat".
 Methods follow each other prompt by prompt, on one core or `--threads`, and their order rotates. Each of ours has a
 memory of its own: what is "warm" has learned from the prompts before, never from the same one. "Cold" is a fresh
-process per prompt. Seconds are the processor's and the wall's; figures are of the wall's where there are several
+process per prompt. Beside several `fixed NODES`, drafts of that size, `lookahead` is compared with the fastest of them
+on each prompt. Seconds are the processor's and the wall's; figures are of the wall's where there are several
 threads. Decode seconds begin at the first token, end-to-end seconds with the call. Tokens per pass leave the prefill
 out. "Without loops" leaves out, for every method, prompts after which an output repeats 16 of its own tokens.
 
@@ -45,7 +46,7 @@ from tests.support.pass_recorder import counted_passes
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 STORIES = "stories"
 SUMMARIZE = "Summarize the following story.\n\n"
-NAMES = ", ".join((GREEDY, *LOOKUPS, *CONFIGS, "heads DIR", "memory FILE"))
+NAMES = ", ".join((GREEDY, *LOOKUPS, *CONFIGS, "fixed NODES", "heads DIR", "memory FILE"))
 DEFAULT_METHODS = (GREEDY, *LOOKUPS, OURS, "prompt alone", "recycled alone", "window")
 
 Method = Callable[[torch.Tensor], Run]
@@ -120,8 +121,12 @@ def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[
             methods[name] = of_transformers(model, arguments, prompt_lookup_num_tokens=LOOKUPS[name])
         elif name != GREEDY:
             kind, _, file = name.partition(" ")
-            files = {"heads": {"proposers": ("prompt", "outputs", "recycled", Heads(file))}, "memory": {"memory": file}}
-            if (chosen := CONFIGS.get(name, files.get(kind))) is None:
+            chosen = CONFIGS.get(name, {"memory": {"memory": file}}.get(kind))
+            if kind == "heads":
+                chosen = {"proposers": ("prompt", "outputs", "recycled", Heads(file))}
+            elif kind == "fixed" and file.isdecimal():
+                chosen = {"draft": "fixed", "max_nodes": int(file), "min_probability": 0.0}
+            if chosen is None:
                 sys.exit(f"--methods: {name!r} is none of {NAMES}")
             methods[name] = of_ours(model, arguments, LookaheadConfig(**chosen))
     return methods
@@ -274,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = run_peer(peer, job_of(model, prompts, arguments))
         runs |= {name: [Run(**run) for run in each] for name, each in found.items()}
     result = {**setting(prompts, runs, arguments), "methods": llm_figures.figures_of(runs, prompts, clock)}
-    result |= llm_figures.headline(result["methods"], clock)
+    result |= llm_figures.headline(result["methods"], clock) | llm_figures.of_best_fixed(runs, clock)
     if cold:
         result["cold"] = llm_figures.cold_figures(cold, runs, places, arguments.dtype, clock)
     llm_figures.print_table(result, clock)
