@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import lookahead.drafting.chain_lengths
 import lookahead.ngram.chain_proposer
-from lookahead.drafting.chain_lengths import ChainLengths
+from lookahead.drafting.chain_lengths import BatchCost, ChainLengths
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chain_proposer import ChainProposer
 from lookahead.ngram.chains import ChainIndex
@@ -244,15 +244,57 @@ def test_the_likeliest_tokens_of_a_batch_are_verified_whoever_they_belong_to():
     assert lengths.choose(padded(unsure, sure, nothing, unsure)) == [0, 4, 0, 0]
 
 
-def test_nothing_is_verified_before_a_plain_step_is_timed_unless_none_can_be():
-    lengths = ChainLengths()
-    chain = np.full(4, 0.9)
-    assert [lengths.drafts(1) for _ in range(5)] == [False, False, False, True, True]
-    assert lengths.choose(padded(chain)) == [4]
-    lengths = ChainLengths()
-    assert not lengths.drafts(1)
-    lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.01, host_s=None)
-    assert lengths.drafts(1) and lengths.choose(padded(chain)) == [4]
+def test_the_first_three_steps_verify_nothing_and_what_was_not_timed_in_them_is_drafted_without():
+    for timed in range(4):
+        lengths = ChainLengths()
+        for step in range(3):
+            assert not lengths.drafts(1)
+            if step < timed:
+                lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.01, host_s=None)
+        assert lengths.drafts(1) and lengths.drafts(1)
+        assert lengths.choose(padded(np.full(4, 0.9))) == [4]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 256])
+def test_the_first_steps_with_drafts_verify_few_tokens_and_later_ones_at_most_four_times_those_timed(rows):
+    lengths, verified = ChainLengths(), []
+    for _ in range(3):
+        lengths.observe(rows=rows, drafted=0, emitted=rows, seconds=0.01, host_s=None)
+    for _ in range(4):
+        verified.append(sum(lengths.choose(padded(*[np.full(80, 0.9)] * rows))))
+        lengths.observe(rows=rows, drafted=verified[-1], emitted=rows + verified[-1], seconds=0.01)
+    least = max(8, rows // 8)
+    # The first one is not timed: engines compile then.
+    assert verified == [min(each, 80 * rows) for each in (least, least, 4 * least, 16 * least)]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("held_up", [0.0, 0.25])
+@pytest.mark.parametrize("token_cost", [0.0, 0.002, 0.03, 0.37])  # of a drafted token, in steps
+def test_drafts_that_are_never_right_cost_at_most_two_percent_at_any_price_of_a_token(rows, held_up, token_cost):
+    rng, lengths, steps = np.random.default_rng(rows), ChainLengths(), 512
+    path_probs, seconds, plain = np.tile(0.4 ** np.arange(1, 5), (rows, 1)), 0.0, 0.0
+    for _ in range(steps):
+        alone = 0.213 * (1.0 + abs(rng.normal(0.0, 0.03)) + rng.random() * (rng.random() < held_up))
+        asked = lengths.drafts(rows)
+        drafted = sum(lengths.choose(path_probs)) if asked else 0
+        took = alone + 0.213 * token_cost * drafted
+        lengths.observe(rows=rows, drafted=drafted, emitted=rows, seconds=took, host_s=0.0 if asked else None)
+        seconds, plain = seconds + took, plain + alone
+    assert seconds <= 1.02 * plain
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4])
+def test_a_plain_step_is_read_as_it_is_where_others_are_held_up(rows, share):
+    rng, cost = np.random.default_rng(0), BatchCost()
+    for _ in range(99):
+        cost.observe(rows, 0, 0.213 * (1.0 + abs(rng.normal(0.0, 0.02)) + (rng.random() < share)))
+    read = []
+    for _ in range(99):
+        cost.observe(rows, 0, 0.213 * (1.0 + abs(rng.normal(0.0, 0.02)) + (rng.random() < share)))
+        read.append(cost.plain)
+    assert 0.213 <= np.median(read) < 1.04 * 0.213
 
 
 @given(

@@ -123,6 +123,7 @@ def test_requests_with_one_text_in_two_rows_are_two():
 
 def test_another_request_with_the_same_beginning_and_end_is_not_taken_for_the_one_before():
     proposer, engine = engine_of(lambda tokens: 1 + len(tokens) % 9)
+    run(engine, [StubRequest([1], 5)])  # what is drafted without
     shared = list(range(100, 140))
     one, other = [*shared, 1, *shared], [*shared, 2, *shared]
     for prompt in (one, other):
@@ -200,6 +201,28 @@ def test_where_drafts_cost_more_than_they_give_none_is_made():
         drafted.append(engine.drafted - before)
     assert sum(drafted[:30]) > 0
     assert sum(drafted[30:]) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("chunk", [1 << 30, 7])
+def test_a_plain_step_is_timed_without_those_that_read_prompts(rows, chunk):
+    config, now = stub_config(max_num_seqs=rows), [0.0]
+    proposer = LookaheadProposer(config, clock=lambda: now[0])
+    engine = RowEngine(proposer, lambda tokens: int(rng.integers(1000)), config, chunk=chunk)
+    waiting, rng = [], np.random.default_rng(0)
+    for _ in range(6 * rows):
+        prompt = rng.integers(0, 1000, rng.integers(20, 60)).tolist()
+        waiting.append(StubRequest(prompt, len(prompt) + int(rng.integers(5, 20))))
+    while waiting or engine.rows:
+        for ended in [each for each in engine.rows if len(each.tokens) >= each.limit]:
+            engine.remove(ended)
+        while waiting and len(engine.rows) < rows:
+            engine.add(waiting.pop(0))
+        unread = sum(len(each.tokens) - each.read > 1 + len(each.draft) for each in engine.rows)
+        now[0] += 0.01 * (1 + 5 * unread)
+        engine.step()
+    timed = [cost.plain for cost in proposer._lengths._costs.values() if cost.plain]
+    assert timed and timed == pytest.approx([0.01] * len(timed), rel=0.05)
 
 
 HOSTILE = {

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.budget import DraftingBudget, Ema
+from lookahead.drafting.budget import DraftingBudget
 from lookahead.utils.jit import njit
 
 _MARGIN = 1.25  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
 _PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too
-_RATE = 0.1  # EMA rate of the time of a plain step, after the first ones, which count alike
+_RECENT = 9  # plain steps whose lower quartile is believed
+# Drafted tokens of a step before any were timed: so many, or one of so many requests; later so many times the most that
+# were.
+_FIRST_TOKENS, _ROWS_PER_FIRST_TOKEN, _GROWTH = 8, 8, 4
 _OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
 _TICK = 1e-9  # seconds of a step at least: a clock may not have moved
 _WORST = 3.0  # plain steps that the budget is charged for a step at most, unless more was expected: stalls cost no more
@@ -28,17 +31,23 @@ _TOKEN_COST, _GUESSED, _GUESSED_FAR = 0.02, 2.0, 0.1
 class BatchCost:
     """Seconds of a step of some number of requests by the number of drafted tokens.
 
-    A plain step has a time of its own, as engines have faster kernels for it. The time of a step with drafts is a line
-    through those measured, fitted by least squares; older ones count less. The first one is left out: engines compile
-    then. A plain step that took longer than steps with drafts do by now is taken to be as fast as these without their
-    drafted tokens: few plain steps are measured where all others draft.
+    A plain step has a time of its own, as engines have faster kernels for it: the lower quartile of the last 9,
+    since what else an engine does in a step only makes it longer. The time of a step with drafts is a line through those measured,
+    fitted by least squares; older ones count less. The first one is left out: engines compile then. A plain step that
+    took longer than steps with drafts do by now is taken to be as fast as these without their drafted tokens: few plain
+    steps are measured where all others draft.
+
+    What a drafted token takes is guessed at first, and may be tens of times as much where the processor is at its
+    limit. So the first steps with drafts verify few tokens, and each later one at most four times the most that were timed.
     """
 
-    __slots__ = ("_is_warm", "_since_plain", "plain", "sums", "tries")
+    __slots__ = ("_is_warm", "_recent", "_since_plain", "largest", "plain", "sums", "tries")
 
     def __init__(self) -> None:
-        self.plain = Ema(_RATE, clip=_OUTLIER)  # seconds of a plain step
+        self.plain = 0.0  # seconds of a plain step; 0 if none is timed
+        self._recent = deque[float](maxlen=_RECENT)
         self.tries = 0  # plain steps taken only to be timed
+        self.largest = 0  # drafted tokens of a step that was timed, at most
         self._since_plain = 0
         self._is_warm = False
         self.sums = [0.0] * 5  # weight, tokens, seconds, tokens², tokens × seconds
@@ -47,25 +56,33 @@ class BatchCost:
         """Learn the time of a step; returns the time of a step with drafts that was expected."""
         if drafted == 0:
             self._since_plain = 0
-            self.plain.add(seconds)
-            return self.plain.value
+            self._recent.append(seconds)
+            self.plain = sorted(self._recent)[len(self._recent) // 4]
+            return self.plain
         self._since_plain += 1
         if not self._is_warm:
             self._is_warm = True
             return 0.0
         first, per_token = self.line(rows)
-        expected = max(self.plain.value, first) + per_token * drafted
-        if self.plain.count and self.sums[0] > _FEW:
+        expected = max(self.plain, first) + per_token * drafted
+        if self.plain and self.sums[0] > _FEW:
             seconds = min(seconds, _OUTLIER * expected)
-            if self._since_plain > _STALE and first > 0.0:
-                self.plain.value = min(self.plain.value, first)
+            if self._since_plain > _STALE and 0.0 < first < self.plain:
+                self.plain = first
+                self._recent = deque([first], maxlen=_RECENT)
+        self.largest = max(self.largest, drafted)
         measured = 1.0, drafted, seconds, drafted * drafted, drafted * seconds
         self.sums = [_MEMORY * old + new for old, new in zip(self.sums, measured, strict=True)]
         return expected
 
+    def max_tokens(self, rows: int) -> int:
+        """Drafted tokens that the next step verifies at most."""
+        timed = self.largest if self.sums[0] >= 1.0 else 0  # a cost that is tried again is tried with few
+        return max(_FIRST_TOKENS, rows // _ROWS_PER_FIRST_TOKEN, _GROWTH * timed)
+
     def line(self, rows: int) -> tuple[float, float]:
         """Seconds of a step with drafts without its drafted tokens, and of each of these; a plain step is measured."""
-        plain, most = self.plain.value, 8.0 * rows
+        plain, most = self.plain, float(self.largest or self.max_tokens(rows))
         far = plain * (1.0 + _TOKEN_COST * most / rows)
         # Two measurements that were never made, of none and of `most` drafted tokens, are the first guess.
         weight, tokens, seconds, squares, products = self.sums
@@ -81,8 +98,8 @@ class ChainLengths:
 
     A step verifies the drafted tokens that are likeliest to be reached, in all requests together. How many is the
     number that gives the most expected tokens per second. A `DraftingBudget` bounds what drafting may lose: while its
-    budget is empty nothing is drafted. The first steps of each power of two of requests verify nothing, until a plain
-    step is timed.
+    budget is empty nothing is drafted. The first three steps of each power of two of requests verify nothing, so that
+    plain steps are timed.
 
     It reads no clock.
 
@@ -103,10 +120,10 @@ class ChainLengths:
     def drafts(self, rows: int) -> bool:
         """Whether anything is drafted in this step of so many requests."""
         cost = self._cost_of(rows)
-        if not cost.plain.count:
+        if cost.tries < _PROBES:
             cost.tries += 1
-            return cost.tries > _PROBES
-        return self._budget.proposes(rows)
+            return False
+        return not cost.plain or self._budget.proposes(rows)
 
     def choose(self, path_probs: NDArray[np.float64]) -> list[int]:
         """How many tokens of each chain are verified, by the probability to be accepted up to each.
@@ -114,11 +131,11 @@ class ChainLengths:
         `path_probs` is float64 `[rows, longest]`, 0 behind the end of a chain.
         """
         rows, cost = len(path_probs), self._cost_of(len(path_probs))
-        if not cost.plain.count or not rows:
+        if not cost.plain or not rows:
             lengths: list[int] = np.count_nonzero(path_probs, axis=1).tolist()
             return lengths
-        plain = cost.plain.value
-        chosen, speedup, seconds = _fastest(path_probs, plain, *cost.line(rows))
+        plain = cost.plain
+        chosen, speedup, seconds = _fastest(path_probs, plain, *cost.line(rows), cost.max_tokens(rows))
         if chosen is not None and self._budget.verifies(rows, speedup, seconds / plain - 1.0):
             lengths = chosen.tolist()
             return lengths
@@ -138,7 +155,7 @@ class ChainLengths:
         """
         cost, seconds = self._cost_of(rows), max(seconds, _TICK)
         expected = cost.observe(rows, drafted, seconds)
-        plain = cost.plain.value
+        plain = cost.plain
         if host_s is None or not plain:  # not timed yet
             self._budget.record_plain(rows)
         elif expected > 0.0:
@@ -156,16 +173,18 @@ class ChainLengths:
 
 
 @njit(error_model="numpy")
-def _fastest(path_probs, plain, first, per_token):
+def _fastest(path_probs, plain, first, per_token, most):
     """The lengths that give the most tokens per second, int64 `[rows]`, the speedup by them, and their seconds.
+
+    Together they have at most `most` tokens.
 
     The lengths are None where none gives more than a plain step; the speedup is 0 if nothing was drafted.
     """
     rows, ranked = len(path_probs), np.sort(path_probs.copy().reshape(-1))
     if ranked.size == 0 or ranked[-1] == 0.0:
         return None, 0.0, plain
-    drafted, best, least, seconds = 0.0, rows / plain * plain / rows, 0.0, plain
-    for verified in range(1, ranked.size + 1):
+    drafted, best, size, seconds = 0.0, rows / plain * plain / rows, 0, plain
+    for verified in range(1, min(most, ranked.size) + 1):
         prob = ranked[ranked.size - verified]
         if prob == 0.0:
             break
@@ -173,7 +192,14 @@ def _fastest(path_probs, plain, first, per_token):
         took = plain + _MARGIN * (max(plain, first) + per_token * verified - plain)
         speedup = (rows + drafted) / took * plain / rows
         if speedup > best:
-            best, least, seconds = speedup, prob, took
-    if least == 0.0:
+            best, size, seconds = speedup, verified, took
+    if size == 0:
         return None, best, plain
-    return np.array([(each >= least).sum() for each in path_probs]), best, seconds
+    least = ranked[ranked.size - size]
+    lengths = np.array([(each > least).sum() for each in path_probs])
+    tied = size - lengths.sum()
+    for row in range(rows):
+        more = min(tied, (path_probs[row] == least).sum())
+        lengths[row] += more
+        tied -= more
+    return lengths, best, seconds

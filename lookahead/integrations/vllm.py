@@ -108,7 +108,8 @@ class LookaheadProposer:
         device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
         self._clock = clock or (time.process_time if device == "cpu" else time.perf_counter)
         self._told: set[str] = set()
-        # Of the last call: tokens of each row, drafted tokens of all, seconds of drafting, and the time of the return.
+        # Of the last call: tokens of each row, none if a row had no new ones; drafted tokens of all rows; seconds of
+        # drafting; and the time of the return.
         self._before: tuple[list[int], int, float | None, float] = ([], 0, None, 0.0)
         # Compile, or load from the cache, all that a step calls.
         proposer, known, lengths = ChainProposer(2), KnownRequests(1, 1), ChainLengths()
@@ -156,7 +157,8 @@ class LookaheadProposer:
         if rows and not 0 <= min(lengths) <= max(lengths) <= tokens.shape[1]:
             raise ValueError(f"rows hold 0 to {tokens.shape[1]} tokens, got {min(lengths)} to {max(lengths)}")
         before, drafted, host_s, then = self._before
-        # A step is timed if it did nothing but decode the rows of the step before.
+        # A step is timed if it did nothing but decode the rows of the step before. A row that gave no token in that one
+        # may have had the end of its prompt read in this one.
         if rows and all(sampled) and before == [n - len(new) for n, new in zip(lengths, sampled, strict=True)]:
             emitted = sum(lengths) - sum(before)
             self._lengths.observe(rows=rows, drafted=drafted, emitted=emitted, seconds=now - then, host_s=host_s)
@@ -165,7 +167,8 @@ class LookaheadProposer:
         if asked:
             self._draft(sampled, counts, tokens, drafts)
         then = self._clock()
-        self._before = (lengths, sum(map(len, drafts)), then - now if asked else None, then)
+        decoded = lengths if all(sampled) else []
+        self._before = (decoded, sum(map(len, drafts)), then - now if asked else None, then)
         return drafts
 
     def _draft(
