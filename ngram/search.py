@@ -210,13 +210,14 @@ def _find(chains, text, tail, bounds, matches, count):
 def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
     """Best first: turn the likeliest tip into a node and add the candidates after it; returns the number of nodes.
 
-    No more tips are kept than nodes can still be made, so a scan for the best is as fast as a heap. Of a chain only the
+    No more tips are kept than nodes can still be made, so a scan for the best is as fast as a heap. Most candidates are
+    no likelier than the least likely of as many tips, so that one is found once for all of them. Of a chain only the
     likeliest candidate after each node is kept.
     """
     own, floor, is_chain = begin
     max_nodes = len(nodes) - 1
     recalls, orders, hashes = memory[0].shape[0] > 1, 0, np.empty(ORDERS, np.uint64)
-    tips, options = np.empty(max_nodes, NODE), np.empty(MAX_OPTIONS, NODE)
+    tips, tip_probs, options = np.empty(max_nodes, NODE), np.empty(max_nodes), np.empty(MAX_OPTIONS, NODE)
     live = 0
     for at_node in range(max_nodes):
         node = nodes[at_node]
@@ -234,28 +235,37 @@ def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
                 if options[at_option]["prob"] > options[best]["prob"]:
                     best = at_option
             options[0], offered = options[best], 1
+        room, worst = max_nodes - at_node, -1
         for at_option in range(offered):
             option = options[at_option]
-            option["parent"], option["depth"] = at_node, node["depth"] + 1
-            option["path_prob"] = option["prob"] * node["path_prob"]
-            if option["path_prob"] < floor:
+            path_prob = option["prob"] * node["path_prob"]
+            if path_prob < floor:
                 continue
             at = live
-            if live == max_nodes - at_node:
-                at = 0
-                for other in range(1, live):
-                    if tips[other]["path_prob"] < tips[at]["path_prob"]:
-                        at = other
-                if tips[at]["path_prob"] >= option["path_prob"]:
+            if live == room:
+                worst = _least(tip_probs, live) if worst < 0 else worst
+                if tip_probs[worst] >= path_prob:
                     continue
+                at, worst = worst, -1
             live = max(live, at + 1)
-            tips[at] = option
+            option["parent"], option["depth"], option["path_prob"] = at_node, node["depth"] + 1, path_prob
+            tips[at], tip_probs[at] = option, path_prob
         if live == 0:
             return at_node + 1
         best = 0
         for at in range(1, live):
-            if tips[at]["path_prob"] > tips[best]["path_prob"]:
+            if tip_probs[at] > tip_probs[best]:
                 best = at
         live -= 1
-        nodes[at_node + 1], tips[best] = tips[best], tips[live]
+        nodes[at_node + 1], tips[best], tip_probs[best] = tips[best], tips[live], tip_probs[live]
     return max_nodes + 1
+
+
+@jit_inline
+def _least(values, count):
+    """The first of the least of some values."""
+    least = 0
+    for at in range(1, count):
+        if values[at] < values[least]:
+            least = at
+    return least

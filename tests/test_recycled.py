@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.search import Search, Trie
 from lookahead.ngram.successor_file import Records, SuccessorHeader, aged, read_successors, records_of, table_of
 from lookahead.ngram.successors import SuccessorTable, store_tree
 from lookahead.proposers.ngram import NgramProposer, OutputStore
@@ -192,3 +193,29 @@ def test_short_matches_in_other_texts_are_left_to_the_recycled_tokens():
             proposer.start(row, np.array(prompt, np.int32))
             proposal = proposer.propose(row, 4)
             assert (proposal is not None and 20 in proposal.tokens) == (offers or is_long)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 12, 200])
+def test_a_tree_has_the_likeliest_nodes_of_a_larger_one(vocabulary):
+    rng = np.random.default_rng(vocabulary)
+    for _ in range(20):
+        texts, memory = [ChainIndex(), ChainIndex()], SuccessorTable(1024)
+        for text in texts:
+            text.append(rng.integers(0, vocabulary, 200).astype(np.int32))
+        tokens = rng.integers(0, vocabulary, 150).astype(np.int32)
+        chances = -np.sort(-rng.dirichlet(np.ones(8), 150).astype(np.float32))
+        tops = np.array([rng.permutation(vocabulary + 8)[:8] for _ in tokens], np.int32)
+        memory.store(tokens[:1], np.arange(-1, 149, dtype=np.int32).clip(0), tokens, tops, chances)
+        search = Search(texts, HitRates(), memory, (1, 16, 32))
+        whole = path_probs_of(search.grow(400))
+        assert len(whole) > 20
+        for nodes in (1, 2, 5, 16, 33, 64):
+            assert path_probs_of(search.grow(nodes)) == pytest.approx(whole[: nodes + 1], rel=1e-5)
+
+
+def path_probs_of(trie: Trie) -> list[float]:
+    """The probability of each node of a tree to be reached."""
+    path_probs = trie.probabilities.astype(np.float64)
+    for node in range(1, len(path_probs)):
+        path_probs[node] *= path_probs[trie.parents[node]]
+    return path_probs.tolist()

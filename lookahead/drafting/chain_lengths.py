@@ -31,14 +31,15 @@ _TOKEN_COST, _GUESSED, _GUESSED_FAR = 0.02, 2.0, 0.1
 class BatchCost:
     """Seconds of a step of some number of requests by the number of drafted tokens.
 
-    A plain step has a time of its own, as engines have faster kernels for it: the lower quartile of the last 9,
-    since what else an engine does in a step only makes it longer. The time of a step with drafts is a line through those measured,
-    fitted by least squares; older ones count less. The first one is left out: engines compile then. A plain step that
-    took longer than steps with drafts do by now is taken to be as fast as these without their drafted tokens: few plain
-    steps are measured where all others draft.
+    A plain step has a time of its own, as engines have faster kernels for it: the lower quartile of the last 9, since
+    what else an engine does in a step only makes it longer. The time of a step with drafts is a line through those
+    measured, fitted by least squares; older ones count less. The first one is left out: engines compile then. A plain
+    step that took longer than steps with drafts do by now is taken to be as fast as these without their drafted tokens:
+    few plain steps are measured where all others draft.
 
     What a drafted token takes is guessed at first, and may be tens of times as much where the processor is at its
-    limit. So the first steps with drafts verify few tokens, and each later one at most four times the most that were timed.
+    limit. So the first steps with drafts verify few tokens, and each later one at most four times the most that were
+    timed.
     """
 
     __slots__ = ("_is_warm", "_recent", "_since_plain", "largest", "plain", "sums", "tries")
