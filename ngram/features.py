@@ -100,7 +100,9 @@ def _tables() -> tuple[IntArray, FloatArray, IntArray]:
 
     factors = _STANDING_ODDS[np.searchsorted(_STANDING_STARTS, _LENGTH_STARTS, side="right") - 1]
     likely = match[:, :_BOTH_RANKS, :, None, None]
-    standing = _prob(likely / (1.0 - likely) * factors[:, None, None, None] * np.ones((2, 1)))
+    # What was said in another request is worth half as much.
+    factors = factors[:, None, None, None] ** np.array([[1.0], [0.5]])
+    standing = _prob(likely / (1.0 - likely) * factors)
     standing_kind = 3 + 4 * _BUCKETS + match_kind[..., None, None] + 4 * np.arange(STANDINGS)
 
     memory = np.outer(_FOREIGN_SHARE, _ORDER_SHARE)[..., None, None] * _BUCKET_PRIOR[:, None] * _COMPETING_SHARE
