@@ -41,10 +41,10 @@ class LookaheadConfig:
 
     Attributes:
         proposers: Names of the proposers: `"prompt"` (n-grams of the prompt and the output so far), `"outputs"`
-            (n-grams of earlier requests and their outputs), `"corpus"` (n-grams of a pool file), `"recycled"` (the
-            target's likeliest tokens after the same context) and `"jacobi"` (the lookahead branch). A custom proposer
-            is any callable, such as a class, that takes a `lookahead.drafting.proposal.Call` and returns a
-            `Proposer`. Empty means plain decoding.
+            (n-grams of earlier requests and their outputs, and of what other rows of the call wrote so far), `"corpus"`
+            (n-grams of a pool file), `"recycled"` (the target's likeliest tokens after the same context) and `"jacobi"`
+            (the lookahead branch). A custom proposer is any callable, such as a class, that takes a
+            `lookahead.drafting.proposal.Call` and returns a `Proposer`. Empty means plain decoding.
         pool: Path of a pool file, made by `lookahead pool build`, to draft from. It adds `"corpus"` to the proposers.
         draft: `"auto"` drafts as many nodes as pay for themselves by the measured cost of a step; `"fixed"` drafts as
             many as `max_nodes` and `min_probability` allow.
@@ -67,9 +67,10 @@ class LookaheadConfig:
         memory: `"shared"` keeps what `"outputs"` and `"recycled"` collect for all later calls on the same model in
             this process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). The text of one request then changes
             the speed of another, which someone who measures it can exploit, but never a token. `"request"` starts every
-            call with an empty memory; only hit rates and costs are kept. Under `lookahead.enable` the segments of a
-            sound are one call. The path of a memory file, `*.lkm`, keeps them as `"shared"` does, apart from other
-            calls, and starts from the contexts in the file if it exists; `lookahead.save_memory` writes them back.
+            call with an empty memory, which its rows share; only hit rates and costs are kept. Under `lookahead.enable`
+            the segments of a sound are one call. The path of a memory file, `*.lkm`, keeps them as `"shared"` does,
+            apart from other calls, and starts from the contexts in the file if it exists; `lookahead.save_memory`
+            writes them back.
         window: Columns W of the Jacobi window, 1 to 64: the lookahead branch always runs. `"auto"`: 7 columns, and the
             branch runs only while measured costs say that it pays (always with `draft="fixed"`, which measures none).
             A window adds `"jacobi"` to the proposers. With `"jacobi"` there, `None` means `"auto"`.

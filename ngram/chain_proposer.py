@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, count_hits, rates_at
 from lookahead.ngram.chains import LENGTH, SEPARATOR, ChainIndex, Chains, IntArray, add, as_tokens, chains_at
-from lookahead.ngram.search import FLOOR, RATES, TEXT, Search, grow
+from lookahead.ngram.search import FLOOR, RATES, SIZE, TEXT, Search, grow
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
 from lookahead.utils.jit import njit
 
@@ -155,7 +155,7 @@ def _step(texts, begin, options, chains, path_probs, sizes):
         if addresses[row] == 0:
             continue
         request = array_at(addresses[row], (6,), np.int64)
-        search = array_at(request[_SEARCH], (13,), np.int64)
+        search = array_at(request[_SEARCH], (SIZE,), np.int64)
         text = array_at(search[TEXT], (6,), np.int64)
         found = array_at(request[_CHAIN], (4, request[_ROOM]), np.int32)
         probs = array_at(request[_PROBS], (request[_ROOM],), np.float32)
@@ -191,7 +191,7 @@ def _step(texts, begin, options, chains, path_probs, sizes):
 @njit(error_model="numpy")
 def begins(address, tokens, count, samples):
     """Whether a row begins with the text of a request, by so many of its tokens and as many of the last ones."""
-    search = array_at(array_at(address, (6,), np.int64)[_SEARCH], (13,), np.int64)
+    search = array_at(array_at(address, (6,), np.int64)[_SEARCH], (SIZE,), np.int64)
     text = array_at(search[TEXT], (6,), np.int64)
     arena, size, at = chains_at(text)[0], text[LENGTH] - 1, 0
     if size > count:

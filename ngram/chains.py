@@ -222,6 +222,15 @@ def add(record, new):
     return True
 
 
+@njit(error_model="numpy")
+def put(record, begin, new):
+    """Write tokens over separators from `begin` on, which follow a document, and link them."""
+    arena, heads, links, _ = chains_at(record)
+    for at in range(new.size):
+        arena[begin + at] = new[at]
+    _link(arena, heads, links, begin, begin + new.size)
+
+
 @jit_inline
 def _match_length(arena, position, context, end, cap):
     """Tokens that agree reading backwards from `position` and from `end`, both exclusive."""

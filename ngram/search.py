@@ -16,11 +16,16 @@ from lookahead.ngram.successors import ENTRY, ORDERS, TOP, WAYS, SuccessorTable,
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
 from lookahead.utils.jit import njit
 
-_MAX_TEXTS = 3
+_NAMED_TEXTS = 3
+_LIVE = _NAMED_TEXTS  # the text of the rows beside this one
+_MAX_TEXTS = _NAMED_TEXTS + 1
+_RECYCLED_BIT = _MAX_TEXTS
 FLOOR = 0.0001  # least probability of a node to be reached
 # The record of a search, int64: where the records of its texts, its hit rates and its memory lie; the sets of the
-# memory, its bit, and its time at the start; and the bounds.
-TEXT, RATES, _ENTRIES, _GROUPS, _SOURCE, _SINCE, _SHORTEST, _LONGEST, _WALKED = 0, 3, 6, 7, 8, 9, 10, 11, 12
+# memory, its time at the start, and the bounds; the bits of the memory and of the live text in the sources of a node;
+# and the positions of the live text that are the row's own.
+TEXT, RATES, _ENTRIES, _GROUPS, _SINCE, _SHORTEST, _LONGEST, _WALKED = 0, 4, 7, 8, 9, 10, 11, 12
+_SOURCE, _LIVE_SOURCE, _OWN_BEGIN, _OWN_END, SIZE = 13, 14, 15, 16, 17
 _SHORTEST_FOREIGN = 3  # tokens of a match in another text than the row's own, beside recycled tokens
 
 _NO_TEXT = ChainIndex()
@@ -61,6 +66,7 @@ class Search(KeepsAddresses):
         memory: The recycled table, if any.
         bounds: Tokens of the shortest match and of the longest, at most `MAX_CONTEXT`, and links walked in each text;
             they are not checked.
+        live: What the rows beside this one wrote, one more text, and the number of the text whose bit its nodes have.
 
     Example:
         >>> text = ChainIndex()
@@ -72,19 +78,28 @@ class Search(KeepsAddresses):
     __slots__ = ("_learned", "_texts", "record")
 
     def __init__(
-        self, texts: Sequence[Chains], rates: HitRates, memory: SuccessorTable | None, bounds: tuple[int, int, int]
+        self,
+        texts: Sequence[Chains],
+        rates: HitRates,
+        memory: SuccessorTable | None,
+        bounds: tuple[int, int, int],
+        live: tuple[Chains, int] = (_NO_TEXT, 0),
     ) -> None:
-        self._texts = *texts, *(_NO_TEXT,) * (_MAX_TEXTS - len(texts))
+        self._texts = *texts, *(_NO_TEXT,) * (_NAMED_TEXTS - len(texts)), live[0]
         memory = memory if memory is not None else _NO_MEMORY
         self._learned = rates.table, rates.prior, rates.frequent, memory.entries, memory.now
         # What the memory learned before is foreign.
-        known = len(memory.entries), len(texts), memory.now[0]
+        known, bits = (len(memory.entries), memory.now[0]), (len(texts), live[1])
         # As the compiled functions take it.
-        self.record = np.array([*(0,) * _GROUPS, *known, *bounds], np.int64)
+        self.record = np.array([*(0,) * _GROUPS, *known, *bounds, *bits, 0, 0], np.int64)
         self._readdress()
 
     def _readdress(self) -> None:
         self.record[:_GROUPS] = addresses_of([*(text.record for text in self._texts), *self._learned[:4]])
+
+    def leave_out(self, begin: int, end: int) -> None:
+        """Set the positions of the live text that are the row's own, in which nothing is found."""
+        self.record[_OWN_BEGIN], self.record[_OWN_END] = begin, end
 
     def grow(
         self,
@@ -138,7 +153,7 @@ def grow(record, context, options, max_nodes, found, probs):
     The whole search is compiled as one function: between functions the compiler counts references to arrays.
 
     Args:
-        record: int64 `[13]`, `Search.record`.
+        record: int64 `[SIZE]`, `Search.record`.
         context: int32 `[n]`, whose end is looked up; not read where the end of the first text is.
         options: Whether the end of the first text is looked up, the least probability of a node to be reached, and
             whether only the likeliest candidate after each node is kept.
@@ -149,9 +164,9 @@ def grow(record, context, options, max_nodes, found, probs):
     Returns:
         How many nodes there are, the root counted.
     """
-    texts = _chains_of(record, 0), _chains_of(record, 1), _chains_of(record, 2)
+    texts = _chains_of(record, 0), _chains_of(record, 1), _chains_of(record, 2), _chains_of(record, _LIVE)
     entries = array_at(record[_ENTRIES], (record[_GROUPS], WAYS), ENTRY)
-    memory, own, walked = (entries, record[_SOURCE], record[_SINCE]), options[0], record[_WALKED]
+    memory, own, walked = (entries, _RECYCLED_BIT, record[_SINCE]), options[0], record[_WALKED]
     shortest, longest = record[_SHORTEST], record[_LONGEST]
     bounds = shortest, longest, walked
     table, _, frequent = rates_at(record[RATES:])
@@ -164,7 +179,8 @@ def grow(record, context, options, max_nodes, found, probs):
     if tail.size > 0 and tail[-1] >= 0:
         count = 0
         for text in range(_MAX_TEXTS):
-            count = _find(texts[text], text, tail, bounds, matches, count)
+            left_out = (record[_OWN_BEGIN], record[_OWN_END]) if text == _LIVE else (0, 0)
+            count = _find(texts[text], text, tail, bounds, left_out, matches, count)
             if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches elsewhere
                 bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
         nodes[0]["token"], nodes[0]["stop"] = tail[-1], count
@@ -172,7 +188,9 @@ def grow(record, context, options, max_nodes, found, probs):
     for at in range(size):
         node = nodes[at]
         found[0, at], found[1, at], probs[at] = node["token"], node["parent"], node["prob"]
-        found[2, at], found[3, at] = node["feature"], node["sources"]
+        found[2, at], bits = node["feature"], node["sources"]
+        found[3, at] = bits & (1 << _LIVE) - 1 | (bits >> _LIVE & 1) << record[_LIVE_SOURCE]
+        found[3, at] |= bits >> _RECYCLED_BIT << record[_SOURCE]
     return size
 
 
@@ -182,10 +200,10 @@ def _chains_of(record, text):
 
 
 @jit_inline
-def _find(chains, text, tail, bounds, matches, count):
+def _find(chains, text, tail, bounds, left_out, matches, count):
     """Find the end of the context in one more text; returns how many occurrences there are then.
 
-    `orders[0]` lists them, those of the longest matches first.
+    `orders[0]` lists them, those of the longest matches first. None is at a position that is left out.
     """
     arena, heads, links, length = chains
     if length == 1:
@@ -195,6 +213,8 @@ def _find(chains, text, tail, bounds, matches, count):
     positions, lengths = orders[1, :walked], orders[2, :walked]
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, positions, lengths)
     for each in range(found):
+        if left_out[0] <= positions[each] < left_out[1]:
+            continue
         new = occurrences[count]
         new["text"], new["position"], new["length"] = text, positions[each], lengths[each]
         at = count

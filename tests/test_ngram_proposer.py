@@ -12,9 +12,10 @@ from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.live_outputs import LiveOutputs
 from lookahead.ngram.prune import Limits
 from lookahead.proposers.ngram import NgramProposer, OutputStore
-from tests.support.index_queries import find_recycled, grow_trie
+from tests.support.index_queries import find, find_recycled, grow_trie
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -193,6 +194,75 @@ def test_what_a_finished_row_wrote_serves_the_next_where_memory_is_shared():
         later.start(0, ids(9, 3))
         proposal = later.propose(0, 2)
         assert (None if proposal is None else proposal.tokens.tolist()) == expected
+
+
+def test_rows_of_one_call_draft_from_each_other_while_they_are_written():
+    text = list(range(20, 60))
+    for sources in (["prompt", "outputs"], ["outputs"]):
+        proposer = NgramProposer(sources, max_ngram=4)
+        outputs_bit = 1 << proposer.sources.index("outputs")
+        for row in (3, 1):
+            proposer.start(row, ids(9, *text[:5]))
+        for at in range(5, 35, 3):  # row 3 is ahead of row 1
+            proposer.observe(3, Feedback(ids(*text[at : at + 3]), ids(0), NOTHING), NOTHING)
+            behind = proposer.propose(1, 3)
+            assert behind.tokens.tolist() == text[at - 1 : at + 3]
+            assert set(behind.sources[1:].tolist()) == {outputs_bit}
+            proposer.observe(1, Feedback(ids(*text[at : at + 3]), ids(0), NOTHING), NOTHING)
+        proposer.finish(1)
+        proposer.start(1, ids(9, *text[:5]))
+        assert proposer.propose(1, 12).tokens.tolist() == text[4:17]
+
+
+def test_what_a_row_wrote_itself_is_not_found_again_among_the_rows_beside_it():
+    proposer = NgramProposer(["prompt", "outputs"])
+    for row in (0, 1):
+        proposer.start(row, ids(7))
+    for row, expected in ((0, 0b01), (1, 0b11)):  # both write the same
+        proposer.observe(row, Feedback(ids(*range(20, 60), *range(20, 30)), ids(0), NOTHING), NOTHING)
+        assert proposer.propose(row, 10).sources[1:].tolist() == [expected] * 10
+
+
+def test_rows_of_other_calls_do_not_draft_from_a_row_before_it_ends():
+    memory = OutputStore()
+    first, second = NgramProposer(["outputs"], memory), NgramProposer(["outputs"], memory)
+    for proposer, row in ((first, 0), (first, 1), (second, 0)):
+        proposer.start(row, ids(7))
+    first.observe(0, Feedback(ids(8, 9), ids(0), NOTHING), NOTHING)
+    assert second.propose(0, 2) is None
+    first.finish(0)
+    assert second.propose(0, 2).tokens.tolist() == [7, 8, 9]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 150)), max_size=25),
+    st.integers(0, 3),
+    st.randoms(use_true_random=False),
+)
+def test_documents_that_grow_in_any_order_are_found_as_if_each_were_whole(steps, reader, random):
+    live, texts = LiveOutputs(), dict[int, list[int]]()
+    for row, size in steps:
+        if size < 0:
+            live.end(row)
+            texts.pop(row, None)
+            continue
+        new = [random.randrange(30) for _ in range(size)]
+        live.extend(row, ids(*new))
+        texts.setdefault(row, []).extend(new)
+    assert {row: live.chains.tokens[slice(*live.span_of(row))].tolist() for row in range(4)} == {
+        row: texts.get(row, []) for row in range(4)
+    }
+    assert len(live.chains) <= 4 * sum(map(len, texts.values())) + 64 * 8, "what was left is used again"
+    whole = ChainIndex()
+    for text in texts.values():
+        whole.end_document()
+        whole.append(text)
+    context = [*texts.get(reader, []), 5, 6]
+    found = [
+        sorted((index.tokens[position], length) for position, length in find(index, context, max_links=9999))
+        for index in (live.chains, whole)
+    ]
+    assert found[0] == found[1]
 
 
 def test_what_the_target_thought_along_the_draft_is_offered():

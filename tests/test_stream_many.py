@@ -127,6 +127,25 @@ def test_a_row_that_ends_is_filled_at_once(tiny_llama, tiny_tokenizer):
     assert len(passes) == 3 * 8  # three times two rows, each with a prefill and seven steps
 
 
+@pytest.mark.parametrize("sources", [("prompt", "outputs"), ("prompt",)], ids="+".join)
+def test_a_row_drafts_from_a_row_with_its_prompt_that_is_ahead_unless_outputs_are_no_source(
+    tiny_llama, tiny_tokenizer, sources
+):
+    other, shared = texts(2, seed=5)
+    config = LookaheadConfig(proposers=sources, draft="fixed", max_nodes=30, memory="request")
+    scheduler, done = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, config), rows=2), []
+    scheduler.put(0, other, 24)
+    scheduler.put(1, shared, 90)
+    while not done:  # the second prompt is begun
+        done += scheduler.step()
+    scheduler.put(2, shared, 40)
+    while len(done) < 2:  # the third ends before the second
+        done += scheduler.step()
+    behind = done[1]
+    assert behind.token_ids == plainly(tiny_llama, tiny_tokenizer, shared, max_new_tokens=40)
+    assert (behind.stats.accepted_by_source.get("outputs", 0) >= 15) == ("outputs" in sources)
+
+
 def test_a_prompt_that_outgrows_the_models_positions_fails_alone_and_an_output_ends_there(gpt2, tiny_tokenizer):
     prompts = texts(6, longest=30)
     prompts[2], prompts[4] = texts(1, 70, 70)[0], texts(1, 60, 60)[0]

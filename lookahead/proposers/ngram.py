@@ -10,6 +10,7 @@ from lookahead.errors import warn
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex, Chains
 from lookahead.ngram.corpus_file import Corpus
+from lookahead.ngram.live_outputs import LiveOutputs
 from lookahead.ngram.search import NO_CANDIDATES, NOT_VERIFIED, Search, Trie
 from lookahead.ngram.successors import SuccessorTable
 
@@ -30,6 +31,7 @@ class OutputStore:
 class _NgramRow:
     text: ChainIndex
     search: Search
+    shared: int  # entries of the text that rows beside it can draft from, or need not
     offered: Trie = NO_CANDIDATES  # in the coming step
 
 
@@ -37,9 +39,10 @@ class NgramProposer(Proposer):
     """Proposes earlier continuations of the last tokens, and the target's likeliest tokens after them.
 
     Four sources share one tree (`lookahead.ngram.search.Search`): `"prompt"` finds earlier occurrences in the row's
-    prompt and output, `"outputs"` in those of earlier requests, `"corpus"` in a pool; `"recycled"` has the target's
-    likeliest tokens after the last four, three, two or one tokens, at every node of the tree. Hit rates of candidates
-    are learned from every step of every row, and kept for later rows; so is what the memory gets.
+    prompt and output, `"outputs"` in those of earlier requests, and in what the other rows of the call wrote so far,
+    `"corpus"` in a pool; `"recycled"` has the target's likeliest tokens after the last four, three, two or one tokens,
+    at every node of the tree. Hit rates of candidates are learned from every step of every row, and kept for later
+    rows; so is what the memory gets.
 
     Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with Reference: Lossless
         Acceleration of Large Language Models", §3 (copying from a reference, verified by the target); Luo et al.
@@ -77,18 +80,21 @@ class NgramProposer(Proposer):
         self._recycled = self._memory.recycled if self.needs_top else None
         self._rates = rates if rates is not None else HitRates()
         self._rows: dict[int, _NgramRow] = {}
+        self._live = LiveOutputs()
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Index the prompt of a new row."""
         text = ChainIndex()
         text.append(prompt)
         texts: list[Chains] = [text] if self._from_prompt else []
+        live = self._live.chains, len(texts)
         if "outputs" in self.sources:
             texts.append(self._memory.outputs)
         if self._pool is not None:
             texts.append(self._pool)
         bounds = (self.min_ngram, self.max_ngram, _MAX_LINKS)
-        self._rows[row] = _NgramRow(text, Search(texts, self._rates, self._recycled, bounds))
+        shared = max(1, len(text) - self.max_ngram)  # what follows the end of the prompt is found by that
+        self._rows[row] = _NgramRow(text, Search(texts, self._rates, self._recycled, bounds, live), shared)
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """Propose continuations of the row's last tokens, at most `max_nodes` nodes besides the root."""
@@ -99,6 +105,7 @@ class NgramProposer(Proposer):
             self._pool = None
         state = self._rows[row]
         context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
+        state.search.leave_out(*self._live.span_of(row))
         state.offered = trie = state.search.grow(max_nodes, self.min_probability, context)
         return Proposal(trie.tokens, trie.parents, trie.probabilities, trie.sources) if len(trie.tokens) > 1 else None
 
@@ -110,10 +117,14 @@ class NgramProposer(Proposer):
         if self._recycled is not None and top is not None:
             verified = top.tree.parents, top.tree.tokens, top.tokens, top.probabilities
         state.search.learn(state.text, trie, feedback.tokens, verified, placed)
+        if len(self._rows) > 1 and "outputs" in self.sources:
+            self._live.extend(row, state.text.tokens[state.shared :])
+            state.shared = len(state.text)
 
     def finish(self, row: int) -> None:
         """Forget the row; hit rates stay, and so does its text if earlier outputs are a source."""
         text = self._rows.pop(row).text
+        self._live.end(row)
         if "outputs" in self.sources:
             self._memory.outputs.end_document()
             self._memory.outputs.append(text.tokens[1:])

@@ -1,0 +1,62 @@
+"""An index of outputs that are still being written, for the rows beside them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookahead.ngram.chains import SEPARATOR, ChainIndex, IntArray, put
+
+_FIRST_ROOM = 64  # tokens of a document
+_MAX_ENTRIES = 4  # of the arena for each token, beyond which all documents are packed
+
+
+class LiveOutputs:
+    """Documents that all grow, one for each row, in one index.
+
+    A document that has no more room moves to the end of the arena, where it has twice the room, so that a token costs
+    amortised O(1). Entries that it leaves hold separators; when most are empty, all documents are packed.
+
+    Attributes:
+        chains: The index.
+
+    Example:
+        >>> live = LiveOutputs()
+        >>> for row, tokens in ((0, [5, 6]), (1, [8]), (0, [7])):
+        ...     live.extend(row, np.array(tokens, np.int32))
+        >>> [live.chains.tokens[slice(*live.span_of(row))].tolist() for row in (0, 1, 2)]
+        [[5, 6, 7], [8], []]
+    """
+
+    def __init__(self) -> None:
+        self.chains = ChainIndex()
+        self._spans: dict[int, tuple[int, int, int]] = {}  # of each row: begin and end, and the end of its room
+        self._used = 0  # tokens of all documents
+
+    def span_of(self, row: int) -> tuple[int, int]:
+        """The first position of the document of a row and the one behind its last; an empty span if it has none."""
+        return self._spans.get(row, (0, 0, 0))[:2]
+
+    def extend(self, row: int, tokens: IntArray) -> None:
+        """Add tokens, int32 `[n]`, to the document of a row, which the first ones begin."""
+        begin, end, limit = self._spans.get(row, (0, 0, 0))
+        if end + tokens.size > limit:
+            tokens = np.concatenate((self.chains.tokens[begin:end], tokens))
+            self.end(row)
+            self.chains.end_document()
+            begin = end = len(self.chains)
+            limit = begin + max(_FIRST_ROOM, 2 * tokens.size)
+            self.chains.append_documents(np.full(limit + 1 - begin, SEPARATOR, np.int32))
+        put(self.chains.record, end, tokens)
+        self._spans[row] = begin, end + tokens.size, limit
+        self._used += tokens.size
+
+    def end(self, row: int) -> None:
+        """Forget the document of a row, if it has one."""
+        begin, end, _ = self._spans.pop(row, (0, 0, 0))
+        self.chains.state[0][begin:end] = SEPARATOR
+        self._used -= end - begin
+        if len(self.chains) > _MAX_ENTRIES * (self._used + _FIRST_ROOM * (1 + len(self._spans))):
+            texts = {other: self.chains.tokens[slice(*self.span_of(other))].copy() for other in self._spans}
+            self._spans, self._used, self.chains.state = {}, 0, ChainIndex().state
+            for other, text in texts.items():
+                self.extend(other, text)
