@@ -61,25 +61,33 @@ def ours(sources: Sequence[str], *, shared: bool) -> Callable[[], Proposer]:
 
 
 def replay(make: Callable[[], Proposer], pairs: Sequence[Pair], budget: int = 64) -> Counter[str]:
-    """Replay every pair, `budget` nodes a step at most; promises count once drafts must know them."""
+    """Replay every pair alone, `budget` nodes a step at most; promises count once drafts must know them."""
+    return replay_batches(make, [[pair] for pair in pairs], budget)
+
+
+def replay_batches(make: Callable[[], Proposer], batches: Sequence[Sequence[Pair]], budget: int = 64) -> Counter[str]:
+    """`replay` of batches, one after the other; the pairs of one are the rows of one call, and step together."""
     tally = Counter[str]()
-    for prompt, output in pairs:
-        proposer = make()
-        proposer.start(0, prompt)
-        at = 0
-        while at < len(output):
-            proposal = proposer.propose(0, budget)
-            emitted, drafted, promised = 1, 0, 0.0
-            if proposal is not None:
-                emitted, drafted, promised = _walk(
-                    proposal.tokens, proposal.parents, proposal.probabilities, output[at:]
-                )
-            if tally["tokens"] >= LEARNED:
-                tally.update(promised=promised, accepted=emitted - 1)
-            tally.update(tokens=emitted, steps=1, drafted=drafted)
-            proposer.observe(0, Feedback(output[at : at + emitted], _NOTHING, _NOTHING), _NOTHING)
-            at += emitted
-        proposer.finish(0)
+    for pairs in batches:
+        proposer, at = make(), [0] * len(pairs)
+        for row, (prompt, _) in enumerate(pairs):
+            proposer.start(row, prompt)
+        while rows := [row for row, (_, output) in enumerate(pairs) if at[row] < len(output)]:
+            proposals = [proposer.propose(row, budget) for row in rows]
+            for row, proposal in zip(rows, proposals, strict=True):
+                output = pairs[row][1][at[row] :]
+                emitted, drafted, promised = 1, 0, 0.0
+                if proposal is not None:
+                    emitted, drafted, promised = _walk(
+                        proposal.tokens, proposal.parents, proposal.probabilities, output
+                    )
+                if tally["tokens"] >= LEARNED:
+                    tally.update(promised=promised, accepted=emitted - 1)
+                tally.update(tokens=emitted, steps=1, drafted=drafted)
+                proposer.observe(row, Feedback(output[:emitted], _NOTHING, _NOTHING), _NOTHING)
+                at[row] += emitted
+                if emitted == len(output):
+                    proposer.finish(row)
     return tally
 
 

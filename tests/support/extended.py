@@ -20,6 +20,7 @@ EXTENDED = {
     "tests/test_llm_bench.py": ("bench/*",),
     "tests/test_peers.py": ("bench/*", "lookahead/drafting/*"),
     "tests/test_tables.py": ("bench/*",),
+    "tests/test_traces.py": ("bench/*", "ngram/*"),
     # Training
     "tests/test_head_training.py": ("lookahead/training/*", "lookahead/heads/*"),
     "tests/test_kept_states.py": ("lookahead/training/*", "lookahead/heads/*"),
