@@ -62,14 +62,14 @@ def makers(nodes: int) -> dict[str, Callable[[], Proposer]]:
 
 
 def figures(traces: dict[str, list[list[Pair]]], nodes: int) -> dict[str, dict[str, float]]:
-    """Tokens a step of every method by kind, and the mean of the kinds; of ours also the ratio to SuffixDecoding."""
+    """Tokens a step of every method by kind, and their geometric mean; of ours also the ratio to SuffixDecoding."""
     rates: dict[str, dict[str, float]] = {}
     for kind, batches in traces.items():
         for name, make in makers(nodes).items():
             tally = replay_batches(make, batches, nodes)
             rates.setdefault(name, {})[kind] = tally["tokens"] / tally["steps"]
     for each in rates.values():
-        each["mean"] = float(np.mean(list(each.values())))
+        each["mean"] = float(np.exp(np.mean(np.log(list(each.values())))))
     if PEER in rates:
         rates["ratio"] = {kind: rates[OURS][kind] / rates[PEER][kind] for kind in rates[OURS]}
     return {name: {kind: round(rate, 3) for kind, rate in each.items()} for name, each in rates.items()}
