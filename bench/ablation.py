@@ -4,6 +4,7 @@
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --memory shared --sources "prompt,prompt+recycled"
     python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "token recycling,suffix tree"
     python -m bench.ablation --prompts spec_bench.jsonl --sources "sam + token recycling,racer,logitspec"
+    python -m bench.ablation --prompts traces.jsonl --field prompt --memory shared --sources "prompt,suffix tree"
     python -m bench.ablation --prompts spec_bench.jsonl --sources retrieval --datastore novels.jsonl
 
 Every prompt is decoded with at most `--nodes` draft nodes a step and no cost model, so that figures do not depend on

@@ -137,7 +137,9 @@ def add_prompt_options(
 ) -> None:
     """The options that `read_prompts` reads, with the default of one and the help of another."""
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category, as in Spec-Bench")
-    parser.add_argument("--field", default="turns", help="field of the text, or of turns, the first of which counts")
+    parser.add_argument(
+        "--field", default="turns", help="field of the text, of turns, the first of which counts, or of token ids"
+    )
     parser.add_argument("--stories", type=Path, help=stories)
     parser.add_argument("--longest", type=int, default=1000, help="tokens of a story that are read (default 1000)")
     parser.add_argument("--per-category", type=int, default=per_category)
@@ -151,10 +153,11 @@ def read_prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts to measure, and some more of each category to warm up with."""
     lines = map(json.loads, arguments.prompts.read_text(encoding="utf-8").splitlines())
-    by_category: dict[str, list[str]] = {}
+    by_category: dict[str, list[Any]] = {}
     for line in lines:
         turn = line[arguments.field]
-        by_category.setdefault(line["category"], []).append(turn[0] if isinstance(turn, list) else turn)
+        is_turns = isinstance(turn, list) and isinstance(turn[0], str)
+        by_category.setdefault(line["category"], []).append(turn[0] if is_turns else turn)
     chats = zip_longest(*(by_category.pop(name) for name in CHAT if name in by_category))
     texts = {"chat": [text for text in chain.from_iterable(chats) if text is not None], **by_category}
     if arguments.stories:
@@ -174,8 +177,10 @@ def read_prompts(
     return measured, warming[: arguments.warmup]
 
 
-def as_chat(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The token ids of one turn, with the chat template where the tokenizer has one; int64 `[1, length]`."""
+def as_chat(text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The token ids of one turn, with the chat template where the tokenizer has one, or those given: `[1, length]`."""
+    if not isinstance(text, str):
+        return torch.tensor([text])
     if tokenizer.chat_template is None:
         return torch.tensor([tokenizer(text)["input_ids"]])
     message = [{"role": "user", "content": text}]

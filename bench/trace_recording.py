@@ -145,7 +145,7 @@ def record(model: Any, tokenizer: Any, arguments: Namespace) -> Iterator[dict[st
             messages.append({"role": "user", "content": turn})
             prompt = rendered(messages)
             (output,) = decode(model, prompt, 1, options)
-            yield {"kind": kind, "group": group, "prompt": prompt, "output": output}
+            yield {"category": kind, "group": group, "prompt": prompt, "output": output}
             messages.append({"role": "assistant", "content": tokenizer.decode(output, skip_special_tokens=True)})
     sampled = options | {"do_sample": True, "temperature": arguments.temperature}
     prompts = [entry["turns"][0] for entry in _read(arguments.chats)[8 * arguments.offset + 1 :: 8][: arguments.groups]]
@@ -153,7 +153,7 @@ def record(model: Any, tokenizer: Any, arguments: Namespace) -> Iterator[dict[st
         torch.manual_seed(epoch)
         prompt = rendered([{"role": "user", "content": text}])
         for output in decode(model, prompt, arguments.samples, sampled):
-            yield {"kind": "retries", "group": epoch * len(prompts) + group, "prompt": prompt, "output": output}
+            yield {"category": "retries", "group": epoch * len(prompts) + group, "prompt": prompt, "output": output}
 
 
 def add_recording_options(parser: ArgumentParser) -> None:
@@ -184,4 +184,4 @@ def record_to(path: Path, arguments: Namespace) -> None:
             lines.write(json.dumps(request) + "\n")
             lines.flush()
             shown = tokenizer.decode(request["output"])[:80].replace("\n", " ")
-            print(request["kind"], request["group"], shown, file=sys.stderr)
+            print(request["category"], request["group"], shown, file=sys.stderr)

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from bench import baselines
-from bench.baselines import ChainRule, SuffixTrees
+from bench.baselines import ChainRule
 from bench.command import parser_of, publish
+from bench.datastores import SuffixTrees
 from bench.replay import Pair, ours, replay_batches
 from bench.trace_recording import add_recording_options, record_to
 from lookahead.drafting.proposal import Proposer
@@ -40,7 +41,7 @@ def read_traces(path: Path) -> dict[str, list[list[Pair]]]:
     kinds: dict[str, list[dict[str, Any]]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         request = json.loads(line)
-        kinds.setdefault(request["kind"], []).append(request)
+        kinds.setdefault(request["category"], []).append(request)
     return {
         kind: [
             [tuple(np.array(each[name], np.int32) for name in ("prompt", "output")) for each in rows]  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ from packaging.version import Version
 
 from bench import llm, llm_peers, proposers, vllm_peer
 from bench.head_costs import SIZES, depths_of, levels_that_pay
-from bench.llm_figures import Prompt, Run, check_lossless, differences, figures_of
+from bench.llm_figures import Prompt, Run, check_lossless, differences, figures_of, of_best_fixed
 from lookahead.generation.head_costs import HeadCost
 
 METHODS = "prompt lookup 3,lookahead,no drafts"
@@ -119,6 +120,27 @@ def test_figures_are_those_of_the_runs_and_leave_loops_out_where_they_say_so() -
     assert figures["speedup"]["cpu"] == pytest.approx(160 / 124, abs=1e-3)
     assert figures["without_loops"]["speedup"]["cpu"] == 1.0 and figures["lowest"] == 0.8
     assert figures["by_category"]["qa"]["tokens_per_pass"] == pytest.approx(80 / 24, abs=1e-3)
+
+
+def test_sized_drafts_are_compared_with_the_fixed_size_that_is_fastest_on_each_prompt() -> None:
+    def runs(*seconds: float) -> list[Run]:
+        clocks = [{"cpu": each, "wall": each} for each in seconds]
+        return [Run([0] * 33, 1, 8, {"cpu": 0.0, "wall": 0.0}, total) for total in clocks]
+
+    made = {"greedy": runs(9, 9), "lookahead": runs(2, 4), "no drafts": runs(4, 3), "fixed 4": runs(1, 5)}
+    assert of_best_fixed(made, "cpu") == {"of_best_fixed": {"lowest": 0.5, "median": 0.625, "mean": 0.625}}
+    assert of_best_fixed({"greedy": runs(9), "lookahead": runs(2)}, "cpu") == {}
+
+
+def test_prompts_are_texts_turns_or_token_ids(tmp_path: Path, model_folder: Path) -> None:
+    path, tokenizer = tmp_path / "prompts.jsonl", transformers.AutoTokenizer.from_pretrained(model_folder)
+    lines = [{"category": "agent", "prompt": each} for each in ([5, 6, 7], "one two", ["one two", "three"], "spare")]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    llm.add_prompt_options(parser, per_category=3)
+    prompts, _ = llm.read_prompts(tokenizer, parser.parse_args(["--prompts", str(path), "--field", "prompt"]))
+    assert prompts[0].ids.tolist() == [[5, 6, 7]]
+    assert prompts[1].ids.tolist() == prompts[2].ids.tolist()
 
 
 def test_where_an_output_parts_is_told_with_the_gap_of_the_likeliest_logits() -> None:
