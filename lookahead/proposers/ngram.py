@@ -80,7 +80,7 @@ class NgramProposer(Proposer):
         self._recycled = self._memory.recycled if self.needs_top else None
         self._rates = rates if rates is not None else HitRates()
         self._rows: dict[int, _NgramRow] = {}
-        self._live = LiveOutputs()
+        self._live, self._is_shared = LiveOutputs(), False  # whether rows stood beside each other since one was alone
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Index the prompt of a new row."""
@@ -94,6 +94,7 @@ class NgramProposer(Proposer):
             texts.append(self._pool)
         bounds = (self.min_ngram, self.max_ngram, _MAX_LINKS)
         shared = max(1, len(text) - self.max_ngram)  # what follows the end of the prompt is found by that
+        self._is_shared |= bool(self._rows)
         self._rows[row] = _NgramRow(text, Search(texts, self._rates, self._recycled, bounds, live), shared)
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
@@ -105,7 +106,8 @@ class NgramProposer(Proposer):
             self._pool = None
         state = self._rows[row]
         context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
-        state.search.leave_out(*self._live.span_of(row))
+        if self._is_shared:
+            state.search.leave_out(*self._live.span_of(row))
         state.offered = trie = state.search.grow(max_nodes, self.min_probability, context)
         return Proposal(trie.tokens, trie.parents, trie.probabilities, trie.sources) if len(trie.tokens) > 1 else None
 
@@ -125,6 +127,7 @@ class NgramProposer(Proposer):
         """Forget the row; hit rates stay, and so does its text if earlier outputs are a source."""
         text = self._rows.pop(row).text
         self._live.end(row)
+        self._is_shared &= bool(self._rows)
         if "outputs" in self.sources:
             self._memory.outputs.end_document()
             self._memory.outputs.append(text.tokens[1:])
