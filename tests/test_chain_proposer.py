@@ -213,6 +213,16 @@ def test_drafts_that_promise_much_and_give_nothing_lose_little_and_are_tried_aga
     assert tried[-1] > 2000
 
 
+def test_drafting_is_charged_for_its_time_after_a_clock_went_back():
+    lengths, asked = ChainLengths(), 0
+    for step in range(500):
+        drafts = lengths.drafts(1)
+        host_s = (-3600.0 if step == 4 else 0.005) if drafts else None
+        lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.01, host_s=host_s)
+        asked += drafts
+    assert asked < 50
+
+
 def test_what_drafted_tokens_took_twice_is_believed_before_the_guess():
     # As vLLM takes on a CPU that is at its limit with a token of each of 16 requests.
     lengths = ChainLengths()
@@ -244,7 +254,7 @@ def test_the_likeliest_tokens_of_a_batch_are_verified_whoever_they_belong_to():
     assert lengths.choose(padded(unsure, sure, nothing, unsure)) == [0, 4, 0, 0]
 
 
-def test_the_first_three_steps_verify_nothing_and_what_was_not_timed_in_them_is_drafted_without():
+def test_the_first_three_steps_verify_nothing_whether_they_are_timed_or_not():
     for timed in range(4):
         lengths = ChainLengths()
         for step in range(3):
@@ -253,6 +263,24 @@ def test_the_first_three_steps_verify_nothing_and_what_was_not_timed_in_them_is_
                 lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.01, host_s=None)
         assert lengths.drafts(1) and lengths.drafts(1)
         assert lengths.choose(padded(np.full(4, 0.9))) == [4]
+
+
+@pytest.mark.parametrize("is_plain_known", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 256])
+def test_where_steps_with_drafts_are_never_timed_one_of_four_drafts_few_tokens(rows, is_plain_known):
+    lengths, verified = ChainLengths(), []
+    if is_plain_known:
+        lengths.observe(rows=rows, drafted=0, emitted=rows, seconds=0.01, host_s=None)
+    for _ in range(40):  # requests come in every step
+        asked = lengths.drafts(rows)
+        verified.append(sum(lengths.choose(padded(*[np.full(16, 0.9)] * rows))) if asked else 0)
+    assert verified == [0, 0, 0, max(8, rows // 8)] * 10
+    for _ in range(40):
+        asked = lengths.drafts(rows)
+        drafted = sum(lengths.choose(padded(*[np.full(16, 0.9)] * rows))) if asked else 0
+        lengths.observe(rows=rows, drafted=drafted, emitted=rows + drafted, seconds=0.01, host_s=0.0 if asked else None)
+        verified.append(drafted)
+    assert max(verified[60:]) == 16 * rows, "what is timed at last is believed"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 256])

@@ -42,12 +42,13 @@ class BatchCost:
     timed.
     """
 
-    __slots__ = ("_is_warm", "_recent", "_since_plain", "largest", "plain", "sums", "tries")
+    __slots__ = ("_is_warm", "_recent", "_since_plain", "is_untimed", "largest", "plain", "sums", "tries")
 
     def __init__(self) -> None:
         self.plain = 0.0  # seconds of a plain step; 0 if none is timed
         self._recent = deque[float](maxlen=_RECENT)
         self.tries = 0  # plain steps taken only to be timed
+        self.is_untimed = False  # the last draft, or no plain step was timed that it could be compared with
         self.largest = 0  # drafted tokens of a step that was timed, at most
         self._since_plain = 0
         self._is_warm = False
@@ -61,6 +62,7 @@ class BatchCost:
             self.plain = sorted(self._recent)[len(self._recent) // 4]
             return self.plain
         self._since_plain += 1
+        self.is_untimed = not self.plain
         if not self._is_warm:
             self._is_warm = True
             return 0.0
@@ -100,7 +102,8 @@ class ChainLengths:
     A step verifies the drafted tokens that are likeliest to be reached, in all requests together. How many is the
     number that gives the most expected tokens per second. A `DraftingBudget` bounds what drafting may lose: while its
     budget is empty nothing is drafted. The first three steps of each power of two of requests verify nothing, so that
-    plain steps are timed.
+    plain steps are timed. Where requests come in every step, none is timed: until one with and one without drafts
+    were, a draft that was not timed holds few tokens, and three steps without one follow.
 
     It reads no clock.
 
@@ -121,6 +124,8 @@ class ChainLengths:
     def drafts(self, rows: int) -> bool:
         """Whether anything is drafted in this step of so many requests."""
         cost = self._cost_of(rows)
+        if cost.is_untimed:
+            cost.tries, cost.is_untimed = 0, False
         if cost.tries < _PROBES:
             cost.tries += 1
             return False
@@ -131,14 +136,15 @@ class ChainLengths:
 
         `path_probs` is float64 `[rows, longest]`, 0 behind the end of a chain.
         """
-        rows, cost = len(path_probs), self._cost_of(len(path_probs))
-        if not cost.plain or not rows:
-            lengths: list[int] = np.count_nonzero(path_probs, axis=1).tolist()
-            return lengths
-        plain = cost.plain
-        chosen, speedup, seconds = _fastest(path_probs, plain, *cost.line(rows), cost.max_tokens(rows))
+        rows = len(path_probs)
+        if not rows:
+            return []
+        cost = self._cost_of(rows)
+        plain, line = (cost.plain, cost.line(rows)) if cost.plain else (1.0, (1.0, 0.0))
+        chosen, speedup, seconds = _fastest(path_probs, plain, *line, cost.max_tokens(rows))
         if chosen is not None and self._budget.verifies(rows, speedup, seconds / plain - 1.0):
-            lengths = chosen.tolist()
+            cost.is_untimed = not (cost.plain and cost.largest)
+            lengths: list[int] = chosen.tolist()
             return lengths
         if speedup > 0.0:
             cost.sums = [_DOUBT * each for each in cost.sums]
@@ -155,6 +161,7 @@ class ChainLengths:
             host_s: Seconds of drafting; None if nothing was drafted for.
         """
         cost, seconds = self._cost_of(rows), max(seconds, _TICK)
+        host_s = host_s and max(0.0, host_s)  # a clock may have gone back
         expected = cost.observe(rows, drafted, seconds)
         plain = cost.plain
         if host_s is None or not plain:  # not timed yet
