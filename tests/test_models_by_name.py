@@ -255,7 +255,7 @@ def test_a_misspelt_model_is_refused_with_the_one_that_was_meant(unreachable: No
         locate_model(given)
 
 
-@pytest.mark.parametrize("given", ["./models/note", "org/something-7b", "gpt2", "./gone/model"])
+@pytest.mark.parametrize("given", ["./models/note", "org/something-7b", "gpt2", "./gone/model", "~no-such-user/model"])
 def test_nothing_is_proposed_where_no_known_name_is_close(unreachable: None, given: str) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         locate_model(given)

@@ -263,6 +263,7 @@ def test_a_model_that_takes_no_heads_of_a_kind_is_told_why(
         (["--candidates", " , "], "candidates must be models, each named once"),
         (["--candidates", "a,b,a"], "each named once, got 'a,b,a'"),
         (["--candidates", "./nowhere"], "does not exist"),
+        (["--candidates", "~no-such-user/heads"], "does not exist"),
         (["--candidates", "DRAFT", "--prompts", "./nowhere.txt"], "nowhere.txt"),
         (["--candidates", "DRAFT", "--prompts", "EMPTY"], "holds no prompt"),
         (["--candidates", "STRANGER"], "stranger' gives other ids than the target's"),

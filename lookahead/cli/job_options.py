@@ -146,7 +146,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
         location = str(Path(location).absolute()) if is_absolute else self.model
         paths: dict[str, Any] = {}
         for name in ("pool", "memory", "heads"):
-            if (file := getattr(self, name)) is not None and (path := Path(file).expanduser()).exists():
+            if (file := getattr(self, name)) is not None and (path := Path(os.path.expanduser(file))).exists():
                 paths[name] = str(path.absolute())
         return replace(settings, location=location, config=replace(self, **paths).config())
 

@@ -60,7 +60,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
         return MtpHeads.kind, open_native(model)
     if Path(folder).name == str(folder) and not Path(folder).exists():
         raise HeadsError(f"{folder}: neither a folder of heads nor {NATIVE!r}, the layer of the model's own checkpoint")
-    place = Path(folder).expanduser()
+    place = Path(os.path.expanduser(folder))
     if not place.is_dir():
         raise HeadsError(_not_a_folder(place))
     config = read_object(place / "config.json", HeadsError)
@@ -79,7 +79,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
 
 def holds_heads(name: str) -> bool:
     """Whether a candidate's name is that of heads: `NATIVE`, or a folder with the files of heads, damaged or not."""
-    place = Path(name).expanduser()
+    place = Path(os.path.expanduser(name))
     if name == NATIVE or not place.is_dir():
         return name == NATIVE
     try:

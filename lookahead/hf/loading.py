@@ -222,7 +222,7 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
     """
     if model == DEFAULT_MODEL:
         return str(_default_file()), True
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         if not any((path / file).is_file() for file in files):
             raise UnsupportedModelError(f"model {model!r}: no {' or '.join(files)} in the folder {path}")
@@ -281,7 +281,7 @@ def _did_you_mean(model: str, files: Sequence[str]) -> str:
     """The end of an error message: the closest of the models near the path, in the Hub's cache, and the default."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     near = [*path.parent.glob("*"), *path.parent.parent.glob("*/*")]
     paths = (str(each) for each in near if is_gguf(each) or any(os.path.isfile(each / file) for file in files))
     names = {each.lower(): each for each in paths}
