@@ -36,6 +36,7 @@ from lookahead.heads.head_files import write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
 from lookahead.hf.model_state import state_of
+from tests.support.families import FAMILIES, Family, build, cases
 
 TINY: dict[str, Any] = {"vocab_size": 101, "num_hidden_layers": 2, "decoder_start_token_id": 0}
 
@@ -252,6 +253,21 @@ def test_a_model_that_takes_no_heads_of_a_kind_is_told_why(
             continue
         with pytest.raises(HeadsError, match=said[kind]):
             untrained_cost(kind, model)
+
+
+@pytest.mark.parametrize("family", cases(FAMILIES[name] for name in ("Gemma3n", "Gemma4", "Gemma4-MoE")))
+def test_where_layers_differ_in_size_heads_are_those_of_the_first(family: Family) -> None:
+    model = build(family)
+    first = model.model.layers[0]
+    made = random_heads("eagle3", model).state_dict()
+    for name, own in (
+        ("k_proj", first.self_attn.k_proj),
+        ("o_proj", first.self_attn.o_proj),
+        ("up_proj", first.mlp.up_proj),
+    ):
+        (shape,) = (each.shape for key, each in made.items() if key.endswith(f"{name}.weight"))
+        assert shape[0] == own.weight.shape[0]
+    assert untrained_cost("eagle3", model).level_s > 0
 
 
 @pytest.mark.parametrize(

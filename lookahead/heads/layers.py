@@ -70,22 +70,28 @@ def unembed(model: PreTrainedModel, hidden: Tensor, tokens: Tensor | None = None
 
 
 def layer_config(model: PreTrainedModel) -> LlamaConfig:
-    """The sizes of a new layer: those of the model's own layers where it has them.
+    """The sizes of a new layer: those of the model's own layers, of the first where they differ.
 
     HeadsError if it has none.
     """
     base: Any = model.config.get_text_config()
-    if not getattr(base, "num_attention_heads", None):
+    layer = base.per_layer_config[0] if getattr(base, "is_heterogeneous", False) else base
+
+    def size(name: str) -> Any:
+        found = getattr(layer, name, None)
+        return found[0] if isinstance(found, (list, tuple)) else found
+
+    if not size("num_attention_heads"):
         raise HeadsError(f"{type(model).__name__} has no attention, so it takes heads of Medusa alone")
     rope = getattr(base, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") if rope.get("rope_type") == "default" else None
     return LlamaConfig(
         hidden_size=base.hidden_size,
-        intermediate_size=getattr(base, "intermediate_size", None) or 4 * base.hidden_size,
-        num_attention_heads=base.num_attention_heads,
-        num_key_value_heads=getattr(base, "num_key_value_heads", None),
-        head_dim=getattr(base, "head_dim", None),
-        rms_norm_eps=getattr(base, "rms_norm_eps", None) or 1e-6,
+        intermediate_size=size("intermediate_size") or 4 * base.hidden_size,
+        num_attention_heads=size("num_attention_heads"),
+        num_key_value_heads=size("num_key_value_heads"),
+        head_dim=size("head_dim"),
+        rms_norm_eps=size("rms_norm_eps") or 1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": theta or 10_000.0},
         vocab_size=base.vocab_size,
         num_hidden_layers=1,
