@@ -151,9 +151,9 @@ def headline(methods: Mapping[str, Mapping[str, Any]], clock: str) -> dict[str, 
 def of_best_fixed(runs: Mapping[str, Sequence[Run]], clock: str) -> dict[str, Any]:
     """Tokens per second of sized drafts over those of the fixed size that is fastest on a prompt; plain is one too."""
     fixed = [each for name, each in runs.items() if name.split()[0] in ("fixed", "no")]
-    if OURS not in runs or len(fixed) < 2:
+    places = [i for i, run in enumerate(runs.get(OURS, ())) if run.decoded >= 16]
+    if not places or len(fixed) < 2:
         return {}
-    places = [i for i, run in enumerate(runs[OURS]) if run.decoded >= 16]
     shares = [min(each[i].decode(clock) for each in fixed) / runs[OURS][i].decode(clock) for i in places]
     figures = {"lowest": min(shares), "median": statistics.median(shares), "mean": statistics.mean(shares)}
     return {"of_best_fixed": {name: round(share, 3) for name, share in figures.items()}}

@@ -130,6 +130,9 @@ def test_sized_drafts_are_compared_with_the_fixed_size_that_is_fastest_on_each_p
     made = {"greedy": runs(9, 9), "lookahead": runs(2, 4), "no drafts": runs(4, 3), "fixed 4": runs(1, 5)}
     assert of_best_fixed(made, "cpu") == {"of_best_fixed": {"lowest": 0.5, "median": 0.625, "mean": 0.625}}
     assert of_best_fixed({"greedy": runs(9), "lookahead": runs(2)}, "cpu") == {}
+    for run in made["lookahead"]:
+        run.tokens = run.tokens[:16]
+    assert of_best_fixed(made, "cpu") == {}, "the first token is not decoded"
 
 
 def test_prompts_are_texts_turns_or_token_ids(tmp_path: Path, model_folder: Path) -> None:
