@@ -222,7 +222,7 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
     """
     if model == DEFAULT_MODEL:
         return str(_default_file()), True
-    path = Path(os.path.expanduser(model))
+    path = Path(os.path.expanduser(model))  # that of pathlib raises for a user who does not exist
     if path.is_dir():
         if not any((path / file).is_file() for file in files):
             raise UnsupportedModelError(f"model {model!r}: no {' or '.join(files)} in the folder {path}")
