@@ -44,6 +44,13 @@ _STATES = 'Random weights, scripted drafts: "edits" are right with a chance of 0
 _REPLAY = "replay --tokenizer DIR --pairs FILE"
 _BEAMS = "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype"
 _VLLM = "vllm_peer --python VLLM/bin/python --prompts"
+_ABLATION = "ablation --prompts spec_bench.jsonl --offset 30 --per-category 2"
+_OURS = "prompt+outputs+recycled"
+_TRACED = "ablation --prompts traces.jsonl --field prompt --dtype bf16 --nodes 32 --memory shared --per-category"
+_SIZES = (
+    "llm --prompts spec_bench.jsonl --offset 36 --per-category 1 --warmup 1 --cold 0 "
+    '--methods "lookahead,no drafts,fixed 2,fixed 4,fixed 6,fixed 10,fixed 16" --dtype'
+)
 _CPU = "CPU seconds of one thread, wall seconds beside them."
 _PASS = "CPU milliseconds of one thread."
 _WALL = "Milliseconds of the wall clock."
@@ -105,9 +112,31 @@ CAPTIONS = {
     "replay_vicuna": Caption("Recorded outputs: chat, Vicuna 7B", _REPLAY, _NO_MODEL),
     "replay_llama3": Caption("Recorded outputs: chat, Llama-3-8B-Instruct", _REPLAY, _NO_MODEL),
     "ablation": Caption(
-        "Each source of drafts alone, and several together",
-        "ablation --prompts spec_bench.jsonl --stories squality_dev.jsonl",
+        "Drafts of ours and of others, nothing remembered",
+        f'{_ABLATION} --nodes 16,32,64 --sources "{_OURS},token recycling,sam + token recycling,racer"',
     ),
+    "ablation_others": Caption(
+        "The same, further rules", f'{_ABLATION} --nodes 16,32,64 --sources "logitspec,suffix tree,prompt lookup"'
+    ),
+    "ablation_kept": Caption(
+        "The same, earlier prompts remembered",
+        f'{_ABLATION} --nodes 32 --memory shared --sources "{_OURS},token recycling,sam + token recycling,racer,'
+        'suffix tree"',
+    ),
+    "ablation_calibration": Caption(
+        "What drafts promise, and what of it is accepted",
+        f"ablation --prompts spec_bench.jsonl --offset 6 --per-category 12 --dtype bf16 --nodes 32 --sources {_OURS}",
+    ),
+    "ablation_agents": Caption(
+        "Calls of tools in loops, earlier requests remembered", f'{_TRACED} 31 --sources "{_OURS},suffix tree"'
+    ),
+    "ablation_traces": Caption(
+        "Chats, questions about a text and checked solutions, earlier requests remembered",
+        f'{_TRACED} 7 --sources "{_OURS},suffix tree"',
+    ),
+    "traces": Caption("Traffic that repeats itself, n-grams alone", "traces traces.jsonl --nodes 16,32,64", _NO_MODEL),
+    "llm_sizes_bf16": Caption("Sized drafts beside fixed sizes, bf16", f"{_SIZES} bf16", _CPU),
+    "llm_sizes_fp32_avx2": Caption("The same on a CPU that is kept to AVX2, fp32", f"{_SIZES} fp32", _CPU),
     "proposers": Caption(
         "Draft models and trained heads",
         "proposers --model DIR --draft DIR --pair-heads DIR --heads DIR --documents squality_dev.jsonl",

@@ -164,8 +164,8 @@ def add_recording_options(parser: ArgumentParser) -> None:
         "--model", default=DEFAULT_MODEL, help=f"a folder, or a name on the Hub (default {DEFAULT_MODEL})"
     )
     group.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    for name, what in (("chats", "MT-bench"), ("stories", "SQuALITY"), ("problems", "GSM8K")):
-        group.add_argument(f"--{name}", type=Path, help=f"JSON lines as in {what}; without them none of this kind")
+    for option, what in (("--chats", "MT-bench"), ("--stories", "SQuALITY"), ("--problems", "GSM8K")):
+        group.add_argument(option, type=Path, help=f"JSON lines as in {what}; without them none of this kind")
     group.add_argument("--groups", type=int, default=5, help="conversations of a kind, prompts of retries (default 5)")
     group.add_argument("--offset", type=int, default=0, help="of these, how many to leave out, at most 5 (default 0)")
     group.add_argument("--longest", type=int, default=1000, help="tokens of a story that are read (default 1000)")

@@ -47,6 +47,7 @@ NOT_RUN = {
     ("docs/beams.md", "python -m bench.beams"),
     ("docs/heads.md", "python -m tools.head_texts"),
     ("docs/measurements.md", "python -m bench.never_slower"),
+    ("docs/measurements.md", "python -m bench.ablation"),
     ("docs/measurements.md", "python -m bench.traces"),
     ("docs/pools.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
