@@ -44,7 +44,7 @@ def read_traces(path: Path) -> dict[str, list[list[Pair]]]:
         kinds.setdefault(request["category"], []).append(request)
     return {
         kind: [
-            [tuple(np.array(each[name], np.int32) for name in ("prompt", "output")) for each in rows]  # type: ignore[misc]
+            [(np.array(each["prompt"], np.int32), np.array(each["output"], np.int32)) for each in rows]
             for _, rows in groupby(requests, key=lambda request: (request["group"], request["prompt"]))
         ]
         for kind, requests in kinds.items()

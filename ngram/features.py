@@ -46,9 +46,9 @@ _BOTH_RANKS = 3
 _BOTH_CONTEXTS = 4
 _FOREIGN_SHARE = np.array([1.0, 0.8])  # factor for a context that another request learned
 # A longer match with a recycled context: by its length, its first ranks, its support, whether the context is foreign,
-# and what the target chose after it: the token surely, the token rather than others, others rather, or others alone.
+# and the standing of its token among the successors of that context: first and sure, first, later, or not among them.
 STANDINGS = 4
-_SURE = 0.8  # least probability of the first
+_SURE = 0.8  # least probability
 # Factors on the odds of a match without a context: short ones, copies, and long copies.
 _STANDING_ODDS = np.array([[8.0, 1.5, 0.25, 0.1], [5.0, 1.0, 0.16, 0.15], [1.0, 0.8, 0.06, 0.14]])
 _STANDING_STARTS = (1, 4, 7)  # tokens
@@ -100,7 +100,7 @@ def _tables() -> tuple[IntArray, FloatArray, IntArray]:
 
     factors = _STANDING_ODDS[np.searchsorted(_STANDING_STARTS, _LENGTH_STARTS, side="right") - 1]
     likely = match[:, :_BOTH_RANKS, :, None, None]
-    # What was said in another request is worth half as much.
+    # On the logarithm of the odds, a context that another request learned counts half.
     factors = factors[:, None, None, None] ** np.array([[1.0], [0.5]])
     standing = _prob(likely / (1.0 - likely) * factors)
     standing_kind = 3 + 4 * _BUCKETS + match_kind[..., None, None] + 4 * np.arange(STANDINGS)
@@ -179,7 +179,7 @@ def feature_of_both(rank, support, order, is_foreign, bucket):
 
 @jit_inline
 def standing_of(rank, prob):
-    """What the target thought of a token after the same context: its rank, -1 if it is not known, and probability."""
+    """The standing of a token by its rank among the successors of a context, -1 for none, and its probability there."""
     if rank == 0:
         return 0 if prob >= _SURE else 1
     return 2 if rank > 0 else 3
