@@ -154,6 +154,9 @@ class Proposer(Protocol):
     def start(self, row: int, prompt: IntArray) -> None:
         """Begin a new row; `prompt` (int32 `[tokens]`, at least one) ends with the first root."""
 
+    def expect(self, row: int, predictions: Sequence[IntArray]) -> None:
+        """Take in what the output of a row will largely be, int32 `[tokens]` each; called behind `start`, if at all."""
+
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """Propose continuations of the row's last token, at most `max_nodes` nodes besides the root."""
 

@@ -125,6 +125,8 @@ class Engine:
                 text = row.source  # the n-grams of a summary are in what the encoder read
                 for proposer in self._proposers:
                     proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
+                    if row.predictions:
+                        proposer.expect(row.slot, row.predictions)
             self._rows_since_output_start += len(rows)
             if self._rows_since_output_start > 0 and self._controller is not None:
                 self._controller.budget.begin_output()

@@ -78,6 +78,7 @@ class Row:
         self.slot = self.emitted = 0  # its number among the rows of its engine, and tokens
         self.inputs: IntArray = np.zeros(0, np.int32)  # what an encoder has read for it
         self.placeholders: NDArray[np.int64] = np.zeros(0, np.int64)  # tokens of its prompt that stand for other inputs
+        self.predictions: Sequence[IntArray] = ()  # what its output will largely be
         self.encoded: Any = None  # an `Encoded` of that, until the row joins others
         self.prefilled = 0.0  # when its prompt was read, by `time.perf_counter`
         self.policy = BitPolicy.ROUNDED  # which bits its passes have

@@ -71,6 +71,10 @@ class ValidatedProposer(BatchProposer):
         self._unasked[row], self._is_new = 0, True
         self._proposer.start(row, prompt)
 
+    def expect(self, row: int, predictions: Sequence[IntArray]) -> None:
+        if row in self._roots and hasattr(self._proposer, "expect"):  # one that is not derived from ours need not
+            self._proposer.expect(row, predictions)
+
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
         """Its proposals for some rows, together if it can; None for every row while it is not asked."""
         known = [row for row in rows if row in self._roots]
