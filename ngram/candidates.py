@@ -6,15 +6,19 @@ import numpy as np
 
 from lookahead.ngram.acceptance import hit_rate
 from lookahead.ngram.features import (
+    ALIGNED,
     CEILING,
     COPY,
     FREQUENT,
     RANKS,
+    agreed_of,
+    alignment_of,
     bucket_of,
     feature_of_both,
     feature_of_frequent,
     feature_of_match,
     feature_of_memory,
+    feature_of_prediction,
     feature_of_standing,
     is_own,
     standing_of,
@@ -29,13 +33,17 @@ _FOLLOWED = 6  # occurrences followed further of those that agree on a token
 _LONG = 2  # tokens; a match of this length replaces the recycled context
 _SHORT = 5  # tokens; no frequent tokens are offered beside a match of this length
 
-# Where the end of the context was found: the position of the next token, and the length of the match.
-OCCURRENCE = np.dtype([(name, np.int64) for name in ("text", "position", "length")])
+PREDICTED = 4  # the text that holds the predictions
+
+# Where the end of the context was found: the position of the next token, the length of the match, and in a prediction
+# the bucket of its shift.
+OCCURRENCE = np.dtype([(name, np.int64) for name in ("text", "position", "length", "shift")])
 # An option after a node, then a node itself. Its occurrences are those from `first` up to `stop`; `members` were there,
-# of which `agreeing` in the first text, and `length` and `own_length` are the longest matches of both.
+# of which `agreeing` in the first text, and `length` and `own_length` are the longest matches of both. `aligned` is the
+# likeliest place in a prediction, its cell counted from 1, or 0, and `places` are how many of these there were.
 NODE = np.dtype(
     [(name, np.int64) for name in ("token", "parent", "depth", "feature", "sources", "first", "stop")]
-    + [(name, np.int64) for name in ("members", "agreeing", "length", "own_length", "support")]
+    + [(name, np.int64) for name in ("members", "agreeing", "length", "own_length", "support", "aligned", "places")]
     + [(name, np.float64) for name in ("weight", "prob", "path_prob")]
 )
 
@@ -48,7 +56,7 @@ def split(texts, own, matches, node, options):
     occurrence, so that a loop is continued as a loop.
 
     Args:
-        texts: The chains of three texts, each as from `lookahead.ngram.chains.chains_at`.
+        texts: The chains of all texts, `PREDICTED` the last, each as from `lookahead.ngram.chains.chains_at`.
         own: Whether the first text is the row's own.
         matches: Occurrences, `OCCURRENCE` `[n]`, and int64 `[3, n]`; its first row lists those of the node, longest
             match first, and is sorted by option. The others are scratch memory.
@@ -59,7 +67,7 @@ def split(texts, own, matches, node, options):
         The number of options, and the tokens of the longest match.
     """
     occurrences, orders = matches
-    count, foreign, end, of_first_text, own_length = 0, 0, 0, 0, 0
+    count, foreign, end, of_first_text, own_length, placed = 0, 0, 0, 0, 0, 0
     first, stop, depth = node["first"], node["stop"], node["depth"]
     for at in range(first, stop):
         each = orders[0, at]
@@ -71,7 +79,7 @@ def split(texts, own, matches, node, options):
         token = arena[token_at]
         if token < 0:
             continue
-        matched = occurrences[each]["length"] + depth
+        matched, is_foreign = occurrences[each]["length"] + depth, 0 < text < PREDICTED
         if text == 0:
             of_first_text += 1
             own_length = max(own_length, matched)
@@ -80,14 +88,21 @@ def split(texts, own, matches, node, options):
             at_option += 1
         option = options[at_option]
         if at_option == count:
-            if count == RANKS or (text > 0 and foreign == _MAX_FOREIGN_OPTIONS):
+            if count == RANKS or (is_foreign and foreign == _MAX_FOREIGN_OPTIONS):
                 continue
-            foreign += text > 0
+            foreign += is_foreign
             option["token"], option["sources"], option["members"], option["length"] = token, 0, 0, 0
-            option["agreeing"], option["own_length"] = 0, 0
+            option["agreeing"], option["own_length"], option["aligned"], option["places"] = 0, 0, 0, 0
             count += 1
-        option["members"] += 1
-        option["length"] = max(option["length"], matched)
+        if text == PREDICTED:
+            cell = 1 + alignment_of(matched, occurrences[each]["shift"])
+            if option["aligned"] == 0 or ALIGNED[cell - 1] > ALIGNED[option["aligned"] - 1]:
+                option["aligned"] = cell
+            option["places"] += 1
+            placed += 1
+        else:
+            option["members"] += 1
+            option["length"] = max(option["length"], matched)
         if text == 0:
             option["agreeing"] += 1
             option["own_length"] = max(option["own_length"], matched)
@@ -104,10 +119,10 @@ def split(texts, own, matches, node, options):
             option["length"] = option["own_length"]
         else:
             kind = 1 if of_first_text == 0 else (3 if own_length >= option["length"] else 2)
-            option["support"] = support_of(kind, option["members"], end - of_first_text)
+            option["support"] = support_of(kind, option["members"], end - of_first_text - placed)
             option["weight"] = option["length"] + 0.5 * option["members"]
         option["first"] = option["stop"] = begin
-        begin += min(option["members"], _FOLLOWED)
+        begin += min(option["members"] + option["places"], _FOLLOWED)
     for at in range(end):
         option = options[orders[2, at]]
         if option["stop"] < option["first"] + _FOLLOWED:
@@ -142,7 +157,10 @@ def score(least, depth, options, matches, longest, memory, hashes, orders, rates
     known = entries[group, way]
     _rank(options, matches)
 
-    own, foreign = 0, 0
+    own, foreign, predicted, own_view = 0, 0, 0, 0
+    for at in range(matches):
+        predicted += options[at]["aligned"] > 0
+        own_view = 2 if options[at]["agreeing"] > 0 else own_view
     for at in range(matches):
         option = options[at]
         # Options of the first text are ranked separately: other texts are weak evidence for them.
@@ -157,13 +175,20 @@ def score(least, depth, options, matches, longest, memory, hashes, orders, rates
                 standing = standing_of(place, known["probs"][place] / UNIT)
                 option["sources"] |= 1 << source
                 break
-        if order == 0:
+        if option["aligned"] > 0:
+            view = 1 if option["agreeing"] > 0 else own_view
+            recycled_view = 0 if order == 0 else max(1, standing)
+            rank = _rank_of_place(options, matches, at)
+            option["feature"] = feature_of_prediction(option["aligned"] - 1, rank, view, recycled_view)
+        elif order == 0:
             option["feature"] = feature_of_match(option["length"], rank, option["support"])
         elif option["length"] >= _LONG:
             option["feature"] = feature_of_standing(option["length"], rank, option["support"], is_foreign, standing)
         else:
             option["feature"] = feature_of_both(rank, option["support"], order, is_foreign, bucket)
         option["prob"] = hit_rate(table, option["feature"], depth)
+    if predicted > 0:
+        longest = max(longest, _lead(options, matches))
     is_long = longest >= _LONG
     left = CEILING
     if longest >= COPY:
@@ -185,6 +210,33 @@ def score(least, depth, options, matches, longest, memory, hashes, orders, rates
             count = _add(options, matches, count, frequent[rank, 0], 1, feature, hit_rate(table, feature, depth), least)
     _shrink(options, matches if is_long else 0, count, left)
     return count
+
+
+@jit_inline
+def _rank_of_place(options, count, at):
+    """How many other options have likelier places in predictions than option `at`."""
+    rank, prior = 0, ALIGNED[options[at]["aligned"] - 1]
+    for other in range(count):
+        place = options[other]["aligned"]
+        if place > 0 and (ALIGNED[place - 1] > prior or (ALIGNED[place - 1] == prior and other < at)):
+            rank += 1
+    return rank
+
+
+@jit_inline
+def _lead(options, count):
+    """Put the likeliest option first if a prediction has it; returns the tokens that agree before its place, else 0."""
+    best = 0
+    for at in range(1, count):
+        if options[at]["prob"] > options[best]["prob"]:
+            best = at
+    if options[best]["aligned"] == 0:
+        return 0
+    if best > 0:
+        options[count] = options[best]
+        options[best] = options[0]
+        options[0] = options[count]
+    return agreed_of(options[0]["aligned"] - 1)
 
 
 @jit_inline

@@ -232,7 +232,7 @@ def put(record, begin, new):
 
 
 @jit_inline
-def _match_length(arena, position, context, end, cap):
+def match_length(arena, position, context, end, cap):
     """Tokens that agree reading backwards from `position` and from `end`, both exclusive."""
     length = 0
     while length < cap and length < end:
@@ -276,7 +276,7 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, p
         position = heads[level, slots[level]]
         while position > 0 and budget > 0:
             budget -= 1
-            agreed = _match_length(arena, position, context, end, longest)
+            agreed = match_length(arena, position, context, end, longest)
             if max(width, shortest) <= agreed < above:
                 positions[count], lengths[count] = position, agreed
                 count += 1

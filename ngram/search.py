@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
-from lookahead.ngram.candidates import MAX_OPTIONS, NODE, OCCURRENCE, score, split
+from lookahead.ngram.candidates import MAX_OPTIONS, NODE, OCCURRENCE, PREDICTED, score, split
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, add, chains_at, find_matches
 from lookahead.ngram.inlining import jit_inline
+from lookahead.ngram.predictions import MAX_ALIGNED, Predictions, find_aligned, texts_of
 from lookahead.ngram.successors import ENTRY, ORDERS, TOP, WAYS, SuccessorTable, hash_context, store_tree
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
 from lookahead.utils.jit import njit
@@ -19,13 +20,14 @@ from lookahead.utils.jit import njit
 _NAMED_TEXTS = 3
 _LIVE = _NAMED_TEXTS  # the text of the rows beside this one
 _MAX_TEXTS = _NAMED_TEXTS + 1
-_RECYCLED_BIT = _MAX_TEXTS
+_RECYCLED_BIT = PREDICTED + 1
 FLOOR = 0.0001  # least probability of a node to be reached
 # The record of a search, int64: where the records of its texts, its hit rates and its memory lie; the sets of the
 # memory, its time at the start, and the bounds; the bits of the memory and of the live text in the sources of a node;
-# and the positions of the live text that are the row's own.
+# the positions of the live text that are the row's own; and where the record of the predictions lies, 0 for none, and
+# their bit.
 TEXT, RATES, _ENTRIES, _GROUPS, _SINCE, _SHORTEST, _LONGEST, _WALKED = 0, 4, 7, 8, 9, 10, 11, 12
-_SOURCE, _LIVE_SOURCE, _OWN_BEGIN, _OWN_END, SIZE = 13, 14, 15, 16, 17
+_SOURCE, _LIVE_SOURCE, _OWN_BEGIN, _OWN_END, _PREDICTIONS, _PREDICTED_SOURCE, SIZE = 13, 14, 15, 16, 17, 18, 19
 _SHORTEST_FOREIGN = 3  # tokens of a match in another text than the row's own, beside recycled tokens
 
 _NO_TEXT = ChainIndex()
@@ -75,7 +77,7 @@ class Search(KeepsAddresses):
         [6, 7, 8, 5]
     """
 
-    __slots__ = ("_learned", "_texts", "record")
+    __slots__ = ("_learned", "_predictions", "_texts", "record")
 
     def __init__(
         self,
@@ -91,11 +93,19 @@ class Search(KeepsAddresses):
         # What the memory learned before is foreign.
         known, bits = (len(memory.entries), memory.now[0]), (len(texts), live[1])
         # As the compiled functions take it.
-        self.record = np.array([*(0,) * _GROUPS, *known, *bounds, *bits, 0, 0], np.int64)
+        self._predictions: Predictions | None = None
+        self.record = np.array([*(0,) * _GROUPS, *known, *bounds, *bits, 0, 0, 0, 0], np.int64)
         self._readdress()
 
     def _readdress(self) -> None:
         self.record[:_GROUPS] = addresses_of([*(text.record for text in self._texts), *self._learned[:4]])
+        self.record[_PREDICTIONS] = 0 if self._predictions is None else addresses_of([self._predictions.record])[0]
+
+    def expect(self, predictions: Predictions, source: int) -> None:
+        """Search predictions too; `source` is the bit of the nodes that they offer."""
+        self._predictions = predictions if len(predictions) else None
+        self.record[_PREDICTED_SOURCE] = source
+        self._readdress()
 
     def leave_out(self, begin: int, end: int) -> None:
         """Set the positions of the live text that are the row's own, in which nothing is found."""
@@ -129,6 +139,8 @@ class Search(KeepsAddresses):
         offered = trie.parents, trie.tokens, trie.features
         if not _learn(text.record, self._learned, offered, emitted, verified, placed):
             text.append(emitted)
+        if self._predictions is not None:
+            self._predictions.advance(text, len(emitted))
 
 
 @njit(error_model="numpy")
@@ -164,7 +176,10 @@ def grow(record, context, options, max_nodes, found, probs):
     Returns:
         How many nodes there are, the root counted.
     """
-    texts = _chains_of(record, 0), _chains_of(record, 1), _chains_of(record, 2), _chains_of(record, _LIVE)
+    predicted = record[_PREDICTIONS]
+    first, live = _chains_of(record, 0), _chains_of(record, _LIVE)
+    expected = first if predicted == 0 else texts_of(predicted)
+    texts = first, _chains_of(record, 1), _chains_of(record, 2), live, expected
     entries = array_at(record[_ENTRIES], (record[_GROUPS], WAYS), ENTRY)
     memory, own, walked = (entries, _RECYCLED_BIT, record[_SINCE]), options[0], record[_WALKED]
     shortest, longest = record[_SHORTEST], record[_LONGEST]
@@ -172,12 +187,12 @@ def grow(record, context, options, max_nodes, found, probs):
     table, _, frequent = rates_at(record[RATES:])
     rates = table, frequent
     tail = texts[0][0][: texts[0][3]] if own else context
-    most = _MAX_TEXTS * walked + 1
+    most = _MAX_TEXTS * walked + MAX_ALIGNED
     matches = np.empty(most, OCCURRENCE), np.empty((3, most), np.int64)
     nodes, size = np.zeros(max_nodes + 1, NODE), 1
     nodes[0]["prob"] = nodes[0]["path_prob"] = 1.0
     if tail.size > 0 and tail[-1] >= 0:
-        count = 0
+        count = 0 if predicted == 0 else find_aligned(predicted, PREDICTED, tail, matches)
         for text in range(_MAX_TEXTS):
             left_out = (record[_OWN_BEGIN], record[_OWN_END]) if text == _LIVE else (0, 0)
             count = _find(texts[text], text, tail, bounds, left_out, matches, count)
@@ -190,6 +205,7 @@ def grow(record, context, options, max_nodes, found, probs):
         found[0, at], found[1, at], probs[at] = node["token"], node["parent"], node["prob"]
         found[2, at], bits = node["feature"], node["sources"]
         found[3, at] = bits & (1 << _LIVE) - 1 | (bits >> _LIVE & 1) << record[_LIVE_SOURCE]
+        found[3, at] |= (bits >> PREDICTED & 1) << record[_PREDICTED_SOURCE]
         found[3, at] |= bits >> _RECYCLED_BIT << record[_SOURCE]
     return size
 
@@ -218,12 +234,18 @@ def _find(chains, text, tail, bounds, left_out, matches, count):
         new = occurrences[count]
         new["text"], new["position"], new["length"] = text, positions[each], lengths[each]
         at = count
-        while text > 0 and at > 0 and occurrences[orders[0, at - 1]]["length"] < new["length"]:
+        while text > 0 and at > 0 and _is_shorter(occurrences[orders[0, at - 1]], new["length"]):
             orders[0, at] = orders[0, at - 1]
             at -= 1
         orders[0, at] = count
         count += 1
     return count
+
+
+@jit_inline
+def _is_shorter(occurrence, length):
+    """Whether a match is shorter than one of a length; those in predictions come before all others."""
+    return occurrence["text"] != PREDICTED and occurrence["length"] < length
 
 
 @jit_inline

@@ -113,6 +113,7 @@ class Call:
         inputs: For an encoder-decoder target what its encoder reads, int32 `[tokens]` for every row without padding;
             empty if that is no text of its vocabulary. None for a causal target.
         encoded: What its encoder has read and gives, a `lookahead.hf.encoded_rows.Encoded`; None for a causal target.
+        predicts: Rows may have predictions, which are passed to `Proposer.expect`.
     """
 
     model: Any
@@ -127,6 +128,7 @@ class Call:
     warp: Callable[[Tensor], Tensor] | None
     inputs: Sequence[IntArray] | None = None
     encoded: Any = None
+    predicts: bool = False
 
 
 class Proposer(Protocol):

@@ -28,6 +28,7 @@ class ProposerState:
     """What proposers learn of a model and its requests, for later requests."""
 
     ngram: HitRates = field(default_factory=HitRates)
+    predicted: HitRates = field(default_factory=HitRates)  # of calls whose rows have predictions
     jacobi: HitRates = field(default_factory=HitRates)  # of the lookahead branch
     memory: OutputStore = field(default_factory=OutputStore)
     files: dict[str, StoreFile] = field(default_factory=dict)  # of requests with a memory file, by its path
@@ -58,13 +59,17 @@ def make_proposers(
     """
     made: list[Proposer] = []
     mixed = [name for name in config.proposers if name in SOURCES]
-    if mixed:
+    predicts = call.predicts and bool(config.proposers) and not call.by_rejection
+    if mixed or predicts:
         bounds = {"min_ngram": config.min_ngram, "max_ngram": config.max_ngram}
         memory = learned.memory if config.memory == "shared" else request or OutputStore()
         if config.memory not in ("shared", "request"):
             memory = open_store_file(os.fspath(config.memory), call.model, learned.files)
         least = config.min_probability
-        made.append(NgramProposer(mixed, memory, learned.ngram, pool, min_probability=least, **bounds))
+        # Beside a prediction that fares well, a match that says otherwise is worth less than without one.
+        rates = learned.predicted if predicts else learned.ngram
+        given = (mixed, memory, rates, pool)
+        made.append(NgramProposer(*given, min_probability=least, predicts=predicts, **bounds))
     if config.branch_size is not None:
         decided, rates = branch if config.decides_branch else None, learned.jacobi
         made.append(JacobiProposer(config.branch_size, decided, pool_from_prompt=config.pool_from_prompt, rates=rates))

@@ -11,10 +11,12 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex, Chains
 from lookahead.ngram.corpus_file import Corpus
 from lookahead.ngram.live_outputs import LiveOutputs
+from lookahead.ngram.predictions import Predictions
 from lookahead.ngram.search import NO_CANDIDATES, NOT_VERIFIED, Search, Trie
 from lookahead.ngram.successors import SuccessorTable
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
+PREDICTION = "prediction"
 _MAX_LINKS = 32  # walked in each text
 OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten when they are full
 
@@ -68,8 +70,10 @@ class NgramProposer(Proposer):
         min_ngram: int = 1,
         max_ngram: int = 16,
         min_probability: float = 0.0,
+        predicts: bool = False,
     ) -> None:
         self.sources = tuple(name for name in SOURCES if name in sources)
+        self.sources += (PREDICTION,) if predicts else ()
         self.needs_top = "recycled" in sources
         self._from_prompt = "prompt" in sources
         self.min_ngram = min_ngram
@@ -96,6 +100,10 @@ class NgramProposer(Proposer):
         shared = max(1, len(text) - self.max_ngram)  # what follows the end of the prompt is found by that
         self._is_shared |= bool(self._rows)
         self._rows[row] = _NgramRow(text, Search(texts, self._rates, self._recycled, bounds, live), shared)
+
+    def expect(self, row: int, predictions: Sequence[IntArray]) -> None:
+        """Follow what the output of a row will largely be."""
+        self._rows[row].search.expect(Predictions(predictions), self.sources.index(PREDICTION))
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """Propose continuations of the row's last tokens, at most `max_nodes` nodes besides the root."""
