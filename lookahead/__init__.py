@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lookahead.generation.api import stream_many as stream_many
     from lookahead.generation.decode import decode as decode
     from lookahead.generation.enable import enable as enable
-    from lookahead.generation.plan import backend_report as backend_report
+    from lookahead.generation.path_report import backend_report as backend_report
     from lookahead.generation.scheduler import Completion as Completion
     from lookahead.generation.successor_building import save_memory as save_memory
     from lookahead.hf.loading import LoadedModel as LoadedModel
@@ -60,7 +60,7 @@ _NAMES_BY_MODULE = {
     "generation.enable": ["enable"],
     "generation.decode": ["decode"],
     "generation.successor_building": ["save_memory"],
-    "generation.plan": ["backend_report"],
+    "generation.path_report": ["backend_report"],
     "generation.scheduler": ["Completion"],
     "backend.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
     "hf.loading": ["LoadedModel", "load"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,6 +158,7 @@ class Proposer(Protocol):
 
     def expect(self, row: int, predictions: Sequence[IntArray]) -> None:
         """Take in what the output of a row will largely be, int32 `[tokens]` each; called behind `start`, if at all."""
+        return None
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """Propose continuations of the row's last token, at most `max_nodes` nodes besides the root."""
@@ -176,7 +177,6 @@ class Proposer(Protocol):
         """Forget the row."""
 
 
-@runtime_checkable
 class BatchProposer(Proposer, Protocol):
     """A proposer that drafts for all rows of a step at once, such as one that runs a model."""
 
@@ -193,6 +193,6 @@ ProposerFactory = Callable[[Call], Proposer]
 
 def batch_propose_fn(proposer: Proposer) -> Callable[[Sequence[int], int], Sequence[Proposal | None]]:
     """A function that asks a proposer about several rows: at once if it can, else one after the other."""
-    if isinstance(proposer, BatchProposer):
-        return proposer.propose_batch
+    if callable(propose_batch := getattr(proposer, "propose_batch", None)):
+        return cast(Callable[[Sequence[int], int], Sequence[Proposal | None]], propose_batch)
     return lambda rows, max_nodes: [proposer.propose(row, max_nodes) for row in rows]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from lookahead.backend.protocol import OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
+from lookahead.generation.predictions import Prediction, Predictions
 from lookahead.generation.prompts import Prompt, PromptReader, Prompts, Truncation
 from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.hf.call_caches import cache_in
@@ -47,6 +49,7 @@ def generate(
     config: LookaheadConfig | None = None,
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
+    prediction: Predictions = None,
     add_special_tokens: bool = True,
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -69,6 +72,10 @@ def generate(
         config: How to draft; the defaults when None.
         generation_config: As for `model.generate`.
         seed: Seeds torch's random numbers first, for reproducible sampling.
+        prediction: What the output will largely be: a text, such as the file before an edit or yesterday's answer, or
+            token ids; or several of them, of which one may be right. For several prompts a list with an entry for each,
+            None for none. It is a source of drafts, `"prediction"` in the stats, and no part of the prompt: it costs no
+            reading, and a wrong one changes no token.
         add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
         truncate: What a prompt loses that leaves no room for `max_new_tokens` in the model's context: `"left"`, its
             beginning, or `"right"`, its end. A chat loses its oldest turns first. None refuses a prompt that is longer
@@ -83,7 +90,7 @@ def generate(
     Raises:
         ConfigError: An argument has the wrong type, or is out of its range.
         PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
-        PromptError: A prompt has no tokens, or there is no room for a new one.
+        PromptError: A prompt has no tokens, there is no room for a new one, or a prediction is no text.
         UnsupportedModelError: The generation mode cannot be served.
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
@@ -91,7 +98,7 @@ def generate(
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
-    engine = reader.plan(encoded).begin()
+    engine = reader.plan(encoded, predictions=prediction).begin()
     engine.report_prefill(on_prefill)
     token_ids, reasons = collect(engine)
     return_cache(engine, cache_in(generate_kwargs))
@@ -107,6 +114,7 @@ def stream(
     config: LookaheadConfig | None = None,
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
+    prediction: Predictions = None,
     add_special_tokens: bool = True,
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -124,6 +132,7 @@ def stream(
         config: How to draft.
         generation_config: As for `model.generate`.
         seed: Seeds torch's random numbers first.
+        prediction: What the output will largely be.
         add_special_tokens: Whether the tokenizer adds its special tokens to text.
         truncate: What a prompt loses that is too long, `"left"` or `"right"`.
         chat_template_kwargs: Further arguments of the chat template.
@@ -141,7 +150,7 @@ def stream(
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
-    engine = reader.plan(encoded).begin()
+    engine = reader.plan(encoded, predictions=prediction).begin()
     engine.report_prefill(on_prefill)
     return TextStream(engine, tokenizer, cache_in(generate_kwargs))
 
@@ -154,6 +163,7 @@ def stream_many(
     rows: int | None = None,
     config: LookaheadConfig | None = None,
     generation_config: GenerationConfig | None = None,
+    prediction: Iterable[Prediction | Sequence[Prediction] | None] | None = None,
     add_special_tokens: bool = True,
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -178,6 +188,8 @@ def stream_many(
         rows: Prompts that are decoded together, 1 to 1024. None decides: 16 on a CPU, 32 on a GPU.
         config: How to draft.
         generation_config: As for `model.generate`.
+        prediction: What the output of each prompt will largely be, one entry for each, None for none; it may come from
+            a stream, too.
         add_special_tokens: Whether the tokenizer adds its special tokens to text.
         truncate: What a prompt loses that is too long, `"left"` or `"right"`.
         chat_template_kwargs: Further arguments of the chat template.
@@ -206,19 +218,30 @@ def stream_many(
         raise PromptError(
             f"stream_many takes tokens alone, got {', '.join(reader.further)}; lookahead.generate takes them"
         )
-    return _stream(Scheduler(reader, rows, cache_tokens), separated)
+    if isinstance(prediction, str | Mapping) or not isinstance(prediction, Iterable | None):
+        raise PromptError(f"prediction must have an entry for each prompt, got {type(prediction).__name__}")
+    expected = repeat(None) if prediction is None else iter(prediction)
+    scheduler = Scheduler(reader, rows, cache_tokens, predicts=prediction is not None)
+    return _stream(scheduler, separated, expected)
 
 
-def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Completion]:
+def _stream(scheduler: Scheduler, prompts: Iterator[Prompt], predictions: Iterator[Any]) -> Iterator[Completion]:
     numbered: Iterator[tuple[int, Prompt]] = enumerate(prompts)
     error: Exception | None = None
     is_open = True
     while is_open or not scheduler.is_idle:
         while is_open and scheduler.is_free:
             try:
-                scheduler.put(*next(numbered))
+                index, prompt = next(numbered)
+                scheduler.put(index, prompt, prediction=_next_of(predictions, index))
             except Exception as raised:
                 error, is_open = raised, False
         yield from scheduler.step()
     if error is not None and not isinstance(error, StopIteration):
         raise error
+
+
+def _next_of(predictions: Iterator[Any], index: int) -> Any:
+    for prediction in predictions:
+        return prediction
+    raise PromptError(f"prediction must have an entry for each prompt, and has none for prompt {index}")

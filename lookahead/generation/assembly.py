@@ -57,6 +57,7 @@ def assemble(
     memory: OutputStore | None = None,
     keep_cache: bool = False,
     is_foreign: bool = False,
+    predicts: bool = False,
 ) -> Engine:
     """Build an engine: a backend with its cache, the proposers, and the controller with its learned state.
 
@@ -75,6 +76,7 @@ def assemble(
         memory: What `memory="request"` keeps; None for an empty one.
         keep_cache: As for `Engine`.
         is_foreign: Whether layers of others' code compute a part of the model.
+        predicts: Whether rows may have predictions.
     """
     config = _bounded(config, model, len(batch) or slots, is_foreign)
     rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
@@ -91,6 +93,7 @@ def assemble(
         warp=warp,
         inputs=None if encoded is None else encoded.tokens,
         encoded=encoded,
+        predicts=predicts,
     )
     has_encoder, packs = model.config.is_encoder_decoder, config.pack == "auto"
     proposers, controller = _drafting(

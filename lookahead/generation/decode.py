@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,8 +19,10 @@ from lookahead.generation import validation
 from lookahead.generation.beams import BeamLoop
 from lookahead.generation.hf_outputs import collect, return_cache, scores_by_step
 from lookahead.generation.plan import plan_request
+from lookahead.generation.predictions import Predictions, read_predictions
 from lookahead.hf.call_caches import cache_in
 from lookahead.hf.calls import GenerateOutput, ResolvedCall, generate_output
+from lookahead.hf.facts import decoder_vocabulary
 from lookahead.proposers.ngram import OutputStore
 
 
@@ -33,6 +36,7 @@ def decode(
     lookahead_streamer: BaseStreamer | None = None,
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
     lookahead_memory: OutputStore | None = None,
+    lookahead_prediction: Predictions = None,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateOutput:
@@ -55,6 +59,7 @@ def decode(
             own `tokenizer` to no custom method either.
         lookahead_memory: What `memory="request"` keeps, where one request makes several calls, as Whisper does for the
             segments of a sound; `lookahead.enable` passes it.
+        lookahead_prediction: What the output will largely be, as of `lookahead.generate`; text needs the tokenizer.
         inputs_tensor: What the encoder of an encoder-decoder model has read; passed by `generate`.
         **model_kwargs: What `generate` would pass to the model.
 
@@ -69,9 +74,14 @@ def decode(
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     validation.check_config("lookahead_config", lookahead_config)
-    given = (model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs)
-    call = ResolvedCall(*given)
-    engine = plan_request(call, lookahead_config, lookahead_tokenizer, memory=lookahead_memory).begin()
+    call = ResolvedCall(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
+    )
+    copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    given = (lookahead_tokenizer, lookahead_prediction, len(input_ids) // copies)
+    predictions = read_predictions(*given, decoder_vocabulary(model))
+    plan = plan_request(call, lookahead_config, lookahead_tokenizer, memory=lookahead_memory)
+    engine = replace(plan, predictions=predictions).begin()
     if lookahead_streamer is not None and not isinstance(engine, BeamLoop):
         lookahead_streamer.put(input_ids.cpu())
     if not isinstance(engine, Engine):

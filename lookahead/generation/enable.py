@@ -97,6 +97,7 @@ class Generate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `model.generate` does."""
+        prediction = kwargs.pop("lookahead_prediction", None)
         switches = self.switches[:]  # another thread may turn one off meanwhile
         # The inputs and the configuration may come by position. An assistant's drafts need its own loop.
         given = args[1] if len(args) == 2 else kwargs.get("generation_config")
@@ -117,6 +118,7 @@ class Generate:
             generation_config, served = serve_stop_strings(self.model, tokenizer, given, served)
             config = switches[-1].config
             ours = {"lookahead_config": config, "lookahead_tokenizer": tokenizer}
+            ours["lookahead_prediction"] = prediction
             if config is not None and config.memory == "request":
                 ours["lookahead_memory"] = OutputStore()
             method = partial(_decode_or_hand_over, ours=ours, streamer=streamer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -12,9 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from lookahead.backend import probes, self_check, support
-from lookahead.backend.choice import backend_for
 from lookahead.backend.layer_probes import MOST_ROWS
-from lookahead.backend.protocol import BackendReport, PathReport, Shape
+from lookahead.backend.protocol import Shape
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import IntArray
 from lookahead.engine.engine import Engine
@@ -40,7 +40,6 @@ from lookahead.hf.facts import (
     may_keep_states,
     picks_keys,
     reads_text,
-    validate_model,
     vocabulary_size,
 )
 from lookahead.hf.model_code import edits_inputs, version_of
@@ -72,6 +71,7 @@ class RequestPlan:
         reason: Why that loop serves, to be told; empty where it is told by the shape alone.
         is_refused: Whether it is an error to ask for drafts all the same, by a configuration that names proposers.
         is_foreign: Whether layers of others' code compute a part of the model.
+        predictions: What the output of every prompt will largely be; empty for none.
     """
 
     call: ResolvedCall
@@ -86,6 +86,7 @@ class RequestPlan:
     reason: str = ""
     is_refused: bool = False
     is_foreign: bool = False
+    predictions: Sequence[Sequence[IntArray]] = ()
 
     @property
     def is_sampled(self) -> bool:
@@ -119,6 +120,8 @@ class RequestPlan:
             padding = longest - length
             rule = self.stopping.within(self.context, padding)
             rows.append(Row(i, ids, chooser, rule, padding=padding, place=i, device=device))
+            if self.predictions:  # several sampled outputs of a prompt stand next to each other
+                rows[i].predictions = self.predictions[i * len(self.predictions) // batch_size]
         if self.reading is not None:
             places = np.array(placeholders_of(call.model, call.input_ids), np.int64)
             for row in rows:
@@ -183,6 +186,7 @@ class RequestPlan:
                 memory=self.memory,
                 keep_cache=self.keeps_cache or is_continued,
                 is_foreign=self.is_foreign,
+                predicts=any(self.predictions),
             )
         if is_continued and self.reading is None:
             longest = call.input_ids.shape[1]
@@ -359,39 +363,3 @@ def joins_alone(model: PreTrainedModel, config: LookaheadConfig) -> bool:
     """
     shape, _ = shape_of(model, support.support_of(model, shortest=1, max_length=1), config)
     return shape == "trees" and calls_registered_attention(model) and input_device(model).type == "cpu"
-
-
-def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None) -> BackendReport:
-    """Which path serves a prompt of a model, and why not a faster one.
-
-    The first call for a model probes it, as its first `generate` does.
-
-    Example:
-        >>> print(lookahead.backend_report(model))  # doctest: +SKIP
-        LlamaForCausalLM is served by CpuBackend
-          tree attention: yes
-          packed weights: yes, 211 of 211 linear layers
-
-    Args:
-        model: The model.
-        config: How to draft; the defaults when None.
-
-    Raises:
-        ConfigError: The model or the configuration has the wrong type.
-        UnsupportedModelError: No request to the model can be served.
-    """
-    validate_model(model)
-    validation.check_config("config", config)
-    config = config if config is not None else LookaheadConfig()
-    shape, reason = shape_of(model, support.support_of(model, shortest=1, max_length=1), config)
-    if shape == "none" or model.config.is_encoder_decoder:
-        paths = (PathReport("drafts", shape != "none", reason or f"its decoder verifies {shape}"),)
-        name = "transformers' own loop" if shape == "none" else "a backend behind its encoder"
-        return BackendReport(name, type(model).__name__, paths)
-    packs = config.pack == "auto"
-    has_kernels = self_check.kernels_agree(model, shape, packs=packs)
-    captures = config.cuda_graphs
-    options = {"rows": 1, "capacity": 1, "packs": packs, "has_kernels": has_kernels, "captures": captures}
-    backend = backend_for(model, shape=shape, **options)
-    with backend.serving():
-        return backend.report()

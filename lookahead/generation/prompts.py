@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from os import PathLike
@@ -18,11 +19,20 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
+from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.generation import validation
 from lookahead.generation.plan import RequestPlan, plan_request
+from lookahead.generation.predictions import read_prediction, read_predictions
 from lookahead.hf.calls import resolve_call
-from lookahead.hf.facts import context_limit, input_device, inputs_of, side_positions, vocabulary_size
+from lookahead.hf.facts import (
+    context_limit,
+    decoder_vocabulary,
+    input_device,
+    inputs_of,
+    side_positions,
+    vocabulary_size,
+)
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""
@@ -127,7 +137,9 @@ class PromptReader:
         """An option of the call as `model.generate` resolves it."""
         return validation.resolved(self.model, self._generation_config, self.options, name)
 
-    def plan(self, encoded: Sequence[list[int]], max_new_tokens: int | None = None) -> RequestPlan:
+    def plan(
+        self, encoded: Sequence[list[int]], max_new_tokens: int | None = None, predictions: Any = None
+    ) -> RequestPlan:
         """Pad prompts, and plan their request; `model.generate` resolves its options.
 
         They ask for no more new tokens than there is room for behind the shortest prompt.
@@ -135,7 +147,9 @@ class PromptReader:
         Args:
             encoded: Token ids of the prompts.
             max_new_tokens: Takes the place of the option of that name; None for the option.
+            predictions: What their outputs will largely be, `lookahead.generation.predictions.Predictions`.
         """
+        expected = read_predictions(self.tokenizer, predictions, len(encoded), decoder_vocabulary(self.model))
         causal_lm: Any = self.model
         device, pad = input_device(causal_lm), pad_token_of(self.tokenizer)
         has_encoder = causal_lm.config.is_encoder_decoder
@@ -161,7 +175,11 @@ class PromptReader:
             generation_config=self._generation_config,
             **{**options, **self._padded_further(device)},
         )
-        return plan_request(call, self.config, self.tokenizer, context)
+        return replace(plan_request(call, self.config, self.tokenizer, context), predictions=expected)
+
+    def read_prediction(self, given: Any, index: int) -> tuple[IntArray, ...]:
+        """What the output of one prompt will largely be, as token ids; `index` is the number of the prompt."""
+        return read_prediction(self.tokenizer, given, f"prediction {index}", decoder_vocabulary(self.model))
 
     def separate(self, prompts: object) -> Iterable[Any]:
         """One prompt or several, each of them to be read; several may come from a stream."""

@@ -55,6 +55,7 @@ class Request:
     index: int
     ids: list[int]
     max_new_tokens: int | None
+    prediction: Any = None
     row: Any = None
 
 
@@ -88,7 +89,14 @@ class Scheduler:
     processors, criteria or sources of drafts, and with models that score no trees.
     """
 
-    def __init__(self, reader: PromptReader, rows: int | None = None, cache_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        reader: PromptReader,
+        rows: int | None = None,
+        cache_tokens: int | None = None,
+        *,
+        predicts: bool = False,  # whether prompts may come with predictions
+    ) -> None:
         self._reader, self._model, self._tokenizer = reader, reader.model, reader.tokenizer
         self._config = config = reader.config or LookaheadConfig()
         processors, criteria = (reader.options.get(name) or () for name in ("logits_processor", "stopping_criteria"))
@@ -123,6 +131,7 @@ class Scheduler:
         check_whole("rows", self.rows, 1, MAX_ROWS)
         self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
+        self._predicts = predicts
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
         self._engine: Engine | None = None
         self.on_prefill: OnPrefill | None = None
@@ -141,15 +150,16 @@ class Scheduler:
         """Whether nothing is left to do."""
         return not (self._failed or self._waiting or self._running)
 
-    def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None) -> None:
+    def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None, prediction: Any = None) -> None:
         """Add a prompt as `generate` takes it; its `index` is unique among the prompts that are not done."""
         try:
             ids = self._reader.read(prompt, index)
-            row = None if self._is_apart else self._row_of(index, self._reader.plan([ids], max_new_tokens))
+            expected = self._reader.read_prediction(prediction, index)
+            row = None if self._is_apart else self._row_of(index, self._reader.plan([ids], max_new_tokens, [expected]))
         except PromptError as error:
             self._failed.append(Completion(index, error=error))
             return
-        self._waiting.append(Request(index, ids, max_new_tokens, row))
+        self._waiting.append(Request(index, ids, max_new_tokens, expected, row))
 
     def _row_of(self, index: int, plan: RequestPlan) -> Row | None:
         """A row for a prompt, if it can be decoded beside others."""
@@ -216,7 +226,8 @@ class Scheduler:
         """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
         self._running |= {request.index: request for request in group}
         try:
-            engine = self._reader.plan([request.ids for request in group], group[0].max_new_tokens).begin()
+            ids, predictions = zip(*((request.ids, request.prediction) for request in group), strict=True)
+            engine = self._reader.plan(ids, group[0].max_new_tokens, predictions).begin()
             engine.report_prefill(self.on_prefill)
             rows = engine.batch if isinstance(engine, Engine) else [None] * len(group)
             for step_outputs in engine.run():  # of which later rows are further sequences of a prompt
@@ -263,7 +274,7 @@ class Scheduler:
         if self._engine is None:
             model, config, tokenizer = self._model, self._config, self._tokenizer
             given, is_foreign = (model, config, first.stopping, tokenizer), self._is_foreign
-            self._engine = assemble(*given, slots=self.rows, is_foreign=is_foreign)
+            self._engine = assemble(*given, slots=self.rows, is_foreign=is_foreign, predicts=self._predicts)
         slots, needed = self._engine.cache.slots, max(map(self._slots_of, self._running.values()))
         is_too_large = slots.rows > rows and slots.rows * slots.capacity > self._cache_tokens
         if is_too_large or needed > slots.capacity or rows > slots.rows:

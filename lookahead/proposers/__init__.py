@@ -68,8 +68,7 @@ def make_proposers(
         least = config.min_probability
         # Beside a prediction that fares well, a match that says otherwise is worth less than without one.
         rates = learned.predicted if predicts else learned.ngram
-        given = (mixed, memory, rates, pool)
-        made.append(NgramProposer(*given, min_probability=least, predicts=predicts, **bounds))
+        made.append(NgramProposer(mixed, memory, rates, pool, min_probability=least, predicts=predicts, **bounds))
     if config.branch_size is not None:
         decided, rates = branch if config.decides_branch else None, learned.jacobi
         made.append(JacobiProposer(config.branch_size, decided, pool_from_prompt=config.pool_from_prompt, rates=rates))

@@ -19,7 +19,7 @@ from platformdirs import user_cache_path
 from lookahead.backend.calibration import measure_machine
 from lookahead.backend.cpu.product_bits import linear_layers, matrix_of
 from lookahead.generation.comparison import PROMPTS, compare
-from lookahead.generation.plan import backend_report
+from lookahead.generation.path_report import backend_report
 from lookahead.hf.block_layers import weight_count
 from lookahead.hf.loading import LoadedModel
 from lookahead.hf.model_state import state_of
