@@ -38,6 +38,9 @@ _HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an ans
 class GenerateOptions(PromptOptions, SamplingOptions, DraftingOptions, ModelOptions):
     prompt: str = option(help="A question or a text to continue, or - for stdin.", argument=True, metavar="PROMPT")
     max_new_tokens: int = new_tokens_option(128)
+    prediction: list[str] | None = option(
+        None, "File with what the output will largely be, a source of drafts; may be repeated.", metavar="FILE"
+    )
     num_beams: int | None = option(
         None, "Search with so many beams; the text comes at the end. (default: the model's own, or 1)", min=1, max=1024
     )
@@ -63,6 +66,7 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
       lookahead generate "Once upon a time" --num-beams 4
+      lookahead generate - --prediction code.py --max-new-tokens 2000 < edit.txt
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
@@ -74,6 +78,7 @@ def generate(options: GenerateOptions) -> None:
     text = read_prompt_file(STDIN) if options.prompt == STDIN else options.prompt
     if not text:
         raise PromptError("the prompt is empty")
+    predictions = [read_prompt_file(name) for name in options.prediction or ()]
     loaded = load(options)
     if options.draft_model is not None:
         draft, tokenizer = load(options, options.draft_model, measures_costs=False)
@@ -86,7 +91,7 @@ def generate(options: GenerateOptions) -> None:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
         pieces = lookahead.stream(
             *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncate,
-            max_new_tokens=options.max_new_tokens, **decoding,
+            prediction=predictions, max_new_tokens=options.max_new_tokens, **decoding,
         )  # fmt: skip
         with pieces.serving():
             try:

@@ -72,6 +72,9 @@ class JobOptions(DocumentOptions, SummaryOptions):
     inputs: list[str] | None = option(None, INPUTS, argument=True, metavar="INPUTS...", show_default=False)
     output: Path | None = option(None, "File for the summaries: a JSON line each, or .parquet.", "--output", "-o")
     id_field: str | None = option(None, "Field or column that names the document. (default: id, where there is one)")
+    prediction_field: str | None = option(
+        None, "Field or column with what the summary will largely be, such as an older one: a source of drafts."
+    )
     prompt_file: Path | None = option(
         None, "Instruction in your words; {document} in it stands for the document.", metavar="FILE"
     )
@@ -136,7 +139,8 @@ class JobOptions(DocumentOptions, SummaryOptions):
         shared = {each.name: getattr(self, each.name) for each in fields(JobSettings) if each.name in own}
         if self.dtype == FASTEST:  # workers on several machines would choose several types
             shared["dtype"] = "auto"
-        return JobSettings(**shared, request=request, config=self.config())
+        predicts = self.prediction_field is not None
+        return JobSettings(**shared, request=request, config=self.config(), predicts=predicts)
 
     def for_workers(self, settings: JobSettings) -> JobSettings:
         """These settings for processes in other folders, on this machine or others: with absolute paths."""

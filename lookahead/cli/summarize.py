@@ -98,7 +98,8 @@ def summarize(options: SummarizeOptions) -> None:
         settings = replace(settings, config=replace(options, pool=None).config())
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume, options.retry_rejects)
     rejects = [] if paths.rejects is None else [paths.rejects]  # the other files of a job are known by its manifest
-    sources, skipped = find_sources(inputs, options.field, options.id_field, rejects)
+    predicted = options.prediction_field
+    sources, skipped = find_sources(inputs, options.field, options.id_field, rejects, prediction_field=predicted)
     if not options.dry_run:
         paths.check(sources)
     limit = int(options.max_document_mb * MEGABYTE)

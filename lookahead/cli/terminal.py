@@ -65,11 +65,18 @@ def say(kind: str, message: str) -> None:
 
 
 def find_sources(
-    arguments: Sequence[str], field: str | None, id_field: str | None = None, leave_out: Collection[Path] = ()
+    arguments: Sequence[str],
+    field: str | None,
+    id_field: str | None = None,
+    leave_out: Collection[Path] = (),
+    *,
+    prediction_field: str | None = None,
 ) -> tuple[list[Input], int]:
     """The inputs of a command, which can be read, and the number of files of folders that are not; a few are named."""
     skipped: list[str] = []
-    sources = find_inputs(arguments, field, id_field, leave_out=leave_out, on_skip=skipped.append)
+    sources = find_inputs(
+        arguments, field, id_field, prediction_field=prediction_field, leave_out=leave_out, on_skip=skipped.append
+    )
     for file in skipped[:MAX_SKIPPED_FILES]:
         say("skipped", file)
     if len(skipped) > MAX_SKIPPED_FILES:

@@ -41,6 +41,7 @@ class Document:
 
     id: DocumentId
     text: str  # not empty
+    prediction: str | None = None  # what is written about it will largely be this
 
 
 @dataclass(frozen=True, slots=True)

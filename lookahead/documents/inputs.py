@@ -50,6 +50,7 @@ class Input:
     field: str | None = None  # of each line or row with the document; `None` if the whole file is one document
     format: Format = "text"
     id_field: str | None = None  # of each line or row that must hold an id; `None` if the field `id` may hold one
+    prediction_field: str | None = None  # of each line or row that may hold what will be written about the document
 
 
 def find_inputs(
@@ -57,6 +58,7 @@ def find_inputs(
     field: str | None = None,
     id_field: str | None = None,
     *,
+    prediction_field: str | None = None,
     leave_out: Collection[Path] = (),
     on_skip: Skip = lambda words: None,
 ) -> list[Input]:
@@ -69,6 +71,7 @@ def find_inputs(
         arguments: Paths, folders, URLs, patterns, or `-`.
         field: The field or column with the document; the default is `text`.
         id_field: The field or column that must hold an id; if None, the field `id` may hold one.
+        prediction_field: The field or column that may hold what will be written about the document.
         leave_out: Files of folders that are not read, since a job writes them.
         on_skip: Is called for every other file of a folder that is not taken, except hidden ones, with its path and the
             reason.
@@ -77,11 +80,11 @@ def find_inputs(
         DocumentError: A path does not exist, a folder or pattern has no file to read, no input has the fields given, or
             the reader of a format is not installed.
     """
-    if "" in (field, id_field):
+    if "" in (field, id_field, prediction_field):
         raise DocumentError("a field or column must have a name, got ''")
     without = {os.path.realpath(path) for path in leave_out}
     paths = dict.fromkeys(path for argument in arguments for path in _expand(argument, without, on_skip))
-    asked = field or id_field
+    asked = field or id_field or prediction_field
     inputs = []
     for path in paths:
         suffix = _suffix(path.split("?")[0] if is_url(path) else path)
@@ -89,7 +92,8 @@ def find_inputs(
         is_table = format not in _ONE_TEXT
         if format in PACKAGES:
             load_packages(format, path)
-        inputs.append(Input(path, field or DEFAULT_FIELD, format, id_field) if is_table else Input(path, None, format))
+        named = (field or DEFAULT_FIELD, format, id_field, prediction_field) if is_table else (None, format)
+        inputs.append(Input(path, *named))
     if asked and all(source.field is None for source in inputs):
         raise DocumentError(
             f"field {asked!r} is read from JSON lines, CSV or Parquet (.jsonl, .ndjson, .csv, .tsv, .parquet or -), "

@@ -145,7 +145,8 @@ def _read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | 
         kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
         if str(kind) not in ("string", "large_string", "string_view"):
             raise DocumentError(f"{source.path}: column {field!r} must hold strings, it holds {kind}")
-        columns = [name for name in (field, source.id_field or DEFAULT_ID_FIELD) if name in names]
+        asked = dict.fromkeys((field, source.id_field or DEFAULT_ID_FIELD, source.prediction_field))
+        columns = [name for name in asked if name in names]
         for rows, batches in _row_groups(table, columns, max(limit, _UNPACKED)):
             if batches is None:
                 number += rows
@@ -234,8 +235,9 @@ def _csv_lines(file: io.BufferedReader, path: str, limit: int, wrong: list[Docum
 
 
 def _check_names(source: Input, field: str, names: Collection[str], place: str) -> None:
-    """DocumentError if there is no field or column of the text, or of the id where one is named."""
-    for needed, option in ((field, "--text-field"), (source.id_field, "--id-field")):
+    """DocumentError if there is no field or column of the text, or of the id or the prediction where one is named."""
+    named = {"--text-field": field, "--id-field": source.id_field, "--prediction-field": source.prediction_field}
+    for option, needed in named.items():
         if needed is not None and needed not in names:
             noun, there = "field" if source.format == "jsonl" else "column", ", ".join(names) or "none"
             raise DocumentError(f"{place}: no {noun} {needed!r}; the {noun}s are {there} ({option} names one)")
@@ -261,7 +263,13 @@ def _document(place: str, source: Input, field: str, record: Any, limit: int) ->
             raise DocumentError(f"{where} must hold a string, got {type(text).__name__}")
         if len(text) > limit // 4 and len(text.encode("utf-8", "replace")) > limit:
             raise DocumentError(too_long(place, limit))
-        return Document(name, checked(text, place))
+        prediction = None if source.prediction_field is None else record[source.prediction_field]
+        if not isinstance(prediction, str | None):
+            held = f"a string or nothing, got {type(prediction).__name__}"
+            raise DocumentError(f"{place}: field {source.prediction_field!r} must hold {held}")
+        if prediction is not None:  # no character of it can change the output, so that none is refused
+            prediction = prediction.encode("utf-8", "replace").decode()
+        return Document(name, checked(text, place), prediction)
     except DocumentError as error:
         return Reject(name, str(error))
 

@@ -28,6 +28,7 @@ class JobSettings:
         compare: Whether every document is decoded plainly too.
         config: How drafts are made; `None` is the default.
         rows: Most documents decoded together, 1 to 1024; `None` is decided by the device.
+        predicts: Whether documents may come with predictions of their summaries.
     """
 
     model: str
@@ -43,6 +44,7 @@ class JobSettings:
     compare: bool = False
     config: LookaheadConfig | None = None
     rows: int | None = None
+    predicts: bool = False
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -56,4 +58,5 @@ class JobSettings:
         return Summarizer(
             *loaded, max_new_tokens=self.max_new_tokens, num_beams=self.num_beams, config=self.config,
             compare=self.compare, request=self.request, keep_parts=self.keep_parts,
+            predicts=self.predicts,
         )  # fmt: skip

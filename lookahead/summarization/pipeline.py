@@ -133,6 +133,10 @@ class SummaryPipeline:
         self._rounds = rounds(self._document, fitter, self._levels)
         self.prompts, self.limit = next(self._rounds)
 
+    def expected(self, prediction: str | None) -> str | None:
+        """What the outputs of this round will largely be, by a prediction of the summary."""
+        return prediction if len(self.prompts) == 1 else None  # several are summaries of parts
+
     def take(self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop") -> None:
         """Take the new text of each prompt and the counters of all; `finish_reason` is that of the last prompt."""
         self._stats.append(stats)

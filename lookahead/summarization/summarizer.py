@@ -42,6 +42,7 @@ class Summarizer:
         compare: Whether every document is decoded plainly too.
         request: What the model is asked for; `None` is a summary in two sentences.
         keep_parts: Whether a summary has a `tree`.
+        predicts: Whether documents may come with predictions of their summaries.
 
     Raises:
         ConfigError: A number is out of its range, no document would fit, or the model cannot follow the request.
@@ -58,11 +59,12 @@ class Summarizer:
         compare: bool = False,
         request: SummaryRequest | None = None,
         keep_parts: bool = False,
+        predicts: bool = False,
     ) -> None:
         self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
         self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
         self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._compare, self._keep_parts = compare, keep_parts
+        self._compare, self._keep_parts, self._predicts = compare, keep_parts, predicts
         self._encoding: Any = {"add_special_tokens": self.fitter.add_special_tokens}
         if num_beams is not None and num_beams < 1:
             raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
@@ -70,11 +72,14 @@ class Summarizer:
         self._num_beams: int = num_beams or own or 1
         self._is_alone = compare or self._num_beams > 1  # prompts of other documents are not decoded with those of one
 
-    def summarize(self, text: str) -> Summary:
-        """Summarize one document. DocumentError if it has no letter or digit, or the model wrote nothing about it."""
+    def summarize(self, text: str, prediction: str | None = None) -> Summary:
+        """Summarize one document; `prediction` is what its summary will largely be.
+
+        DocumentError if it has no letter or digit, or the model wrote nothing about it.
+        """
         pipeline, plain = self.begin(text), PlainFigures()
         while pipeline.summary is None:
-            done, figures = self._decode(pipeline.prompts, pipeline.limit)
+            done, figures = self._decode(pipeline.prompts, pipeline.limit, pipeline.expected(prediction))
             plain += figures
             texts = [each for result in done for each in result.texts]
             pipeline.take(texts, total_in_sequence(result.stats for result in done), done[-1].finish_reasons[-1])
@@ -99,7 +104,7 @@ class Summarizer:
     def summarize_or_reject(self, document: Document) -> Outcome:
         """Summarize one document, or tell why it cannot be."""
         try:
-            return Summarized(document, self.summarize(document.text))
+            return Summarized(document, self.summarize(document.text, document.prediction))
         except Exception as error:  # also out of memory, or a panic of a tokenizer: the other documents go on
             kind = "" if isinstance(error, LookaheadError) else f"{type(error).__name__}: "
             return Reject(document.id, f"{document.id}: {kind}{' '.join(str(error).split())}", document)
@@ -119,11 +124,13 @@ class Summarizer:
     def open_scheduler(self, rows: int | None) -> Scheduler:
         """A scheduler that decodes the prompts of several documents together."""
         reader = PromptReader(self._model, self._tokenizer, self._config, do_sample=False, **self._encoding)
-        scheduler = Scheduler(reader, rows)
+        scheduler = Scheduler(reader, rows, predicts=self._predicts)
         scheduler.on_prefill = self.on_prefill
         return scheduler
 
-    def _decode(self, prompts: Sequence[str], limit: int) -> tuple[list[GenerationResult], PlainFigures]:
+    def _decode(
+        self, prompts: Sequence[str], limit: int, prediction: str | None = None
+    ) -> tuple[list[GenerationResult], PlainFigures]:
         """Continue each prompt by at most `limit` tokens, as many together as the cache has room for."""
         ids: list[list[int]] = self._tokenizer(list(prompts), **self._encoding, verbose=False)["input_ids"]
         room = cache_tokens_of(self._model, _ROWS_TOGETHER) // (max(map(len, ids)) + limit)
@@ -132,7 +139,7 @@ class Summarizer:
         plain = PlainFigures()
         for start in range(0, len(prompts), rows):
             batch = list(prompts[start : start + rows])
-            result = self._generate(batch, limit)
+            result = self._generate(batch, limit, prediction=prediction)
             if self._compare:
                 beams = self._num_beams
                 tokens, stats = decode_plainly(
@@ -213,7 +220,8 @@ class _BatchSummarizer:
         number = next(self._numbers)
         self._running[number] = task, index
         with self._alone_after_error(task):
-            self._scheduler.put(number, task.pipeline.prompts[index], task.pipeline.limit)
+            pipeline, prediction = task.pipeline, task.pipeline.expected(task.document.prediction)
+            self._scheduler.put(number, pipeline.prompts[index], pipeline.limit, prediction)
 
     def _step(self) -> None:
         """Run one step of the scheduler. If it fails, every document in its rows is summarized alone."""
