@@ -57,8 +57,8 @@ def server():
         running.shutdown()
 
 
-def read(*arguments, field=None, id_field=None, limit=1 << 20):
-    return list(read_documents(find_inputs(arguments, field, id_field), limit=limit))
+def read(*arguments, field=None, id_field=None, limit=1 << 20, **options):
+    return list(read_documents(find_inputs(arguments, field, id_field, **options), limit=limit))
 
 
 def error_of(*arguments, **options):
@@ -131,6 +131,23 @@ def test_a_csv_file_has_a_document_a_row_quoted_line_breaks_included(folder, enc
     assert read("a.csv") == [Document("x", "One,\ntwo."), Document("a.csv:5", "Größe.")]
     (folder / "a.tsv").write_bytes("doc\tbody\n7\tOne, two.\n".encode(encoding))
     assert read("a.tsv", field="body", id_field="doc") == [Document("7", "One, two.")]
+
+
+def test_a_column_may_hold_what_is_written_about_a_document(folder):
+    (folder / "a.csv").write_text('id,text,old\nx,One.,"Uno, dos."\ny,Two.,\n')
+    (folder / "a.jsonl").write_text(
+        '{"text": "One.", "old": "Uno."}\n{"text": "Two.", "old": null}\n{"text": "Three.", "old": 3}\n'
+        '{"text": "Four."}\n{"text": "Five.", "old": "\\ud800 x"}\n'
+    )
+    write_parquet(folder / "a.parquet", text=["One.", "Two."], old=["Uno.", None])
+    assert read("a.csv", prediction_field="old") == [Document("x", "One.", "Uno, dos."), Document("y", "Two.", "")]
+    one, two, three, four, five = read("a.jsonl", prediction_field="old")
+    assert [one.prediction, two.prediction, five.prediction] == ["Uno.", None, "? x"]
+    assert three.error == "a.jsonl:3: field 'old' must hold a string or nothing, got int"
+    assert "no field 'old'" in four.error and "(--prediction-field names one)" in four.error
+    assert [each.prediction for each in read("a.parquet", prediction_field="old")] == ["Uno.", None]
+    assert read("a.csv")[0] == Document("x", "One.")
+    assert "no column 'gone'" in error_of("a.parquet", prediction_field="gone")
 
 
 def test_a_parquet_file_has_a_document_a_row(folder):

@@ -15,6 +15,8 @@ from lookahead.summarization.summarizer import Summarizer
 SENTENCE = "The cat sat on the mat. "
 LENGTHS = (2, 30, 1, 5, 100, 3, 0, 8, 2, 4)  # sentences; the second and the fifth are too long for one prompt
 
+SHORT = [Document(f"doc{i}", f"Number {i}. " + SENTENCE * (i + 1)) for i in range(3)]
+
 
 def documents():
     return [Document(f"doc{i}", (f"Number {i}. " + SENTENCE * n) if n else " ") for i, n in enumerate(LENGTHS)]
@@ -52,6 +54,16 @@ def test_summaries_of_parts_are_summarized_in_rounds(tiny_llama, tiny_tokenizer)
     tokenizer.model_max_length = 90
     summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=20)
     assert_like_one_at_a_time(list(summarizer.summarize_all(documents(), 5)), summarizer)
+
+
+def test_a_document_may_come_with_its_older_summary(tiny_llama, tiny_tokenizer):
+    plain = {each.document.id: each.summary for each in Summarizer(tiny_llama, tiny_tokenizer).summarize_all(SHORT)}
+    known = [Document(each.id, each.text, plain[each.id].text if i else None) for i, each in enumerate(SHORT)]
+    summarizer = Summarizer(tiny_llama, tiny_tokenizer, predicts=True)
+    for outcomes in (summarizer.summarize_all(known), map(summarizer.summarize_or_reject, known)):
+        for each in outcomes:
+            assert each.summary.text == plain[each.document.id].text
+            assert (each.summary.stats.accepted_by_source["prediction"] > 0) == (each.document.id != "doc0")
 
 
 def test_documents_are_taken_as_rows_come_free(tiny_llama, tiny_tokenizer):
