@@ -28,7 +28,7 @@ def ids(*tokens):
 
 def proposer_of(*predictions, sources=("prompt",), rates=None):
     """A proposer with one row, 0."""
-    made = NgramProposer(sources, OutputStore(), rates or HitRates(), predicts=True)
+    made = NgramProposer((*sources, "prediction"), OutputStore(), rates or HitRates())
     made.start(0, ids(1, 2, 3))
     if predictions:
         made.expect(0, predictions)

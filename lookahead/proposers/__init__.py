@@ -16,7 +16,7 @@ from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.corpus_file import Corpus
 from lookahead.proposers.jacobi import JacobiProposer
-from lookahead.proposers.ngram import SOURCES, NgramProposer, OutputStore
+from lookahead.proposers.ngram import PREDICTION, SOURCES, NgramProposer, OutputStore
 from lookahead.proposers.store_files import StoreFile, open_store_file
 from lookahead.proposers.validated import ValidatedProposer
 
@@ -68,7 +68,8 @@ def make_proposers(
         least = config.min_probability
         # Beside a prediction that fares well, a match that says otherwise is worth less than without one.
         rates = learned.predicted if predicts else learned.ngram
-        made.append(NgramProposer(mixed, memory, rates, pool, min_probability=least, predicts=predicts, **bounds))
+        sources = [*mixed, PREDICTION] if predicts else mixed
+        made.append(NgramProposer(sources, memory, rates, pool, min_probability=least, **bounds))
     if config.branch_size is not None:
         decided, rates = branch if config.decides_branch else None, learned.jacobi
         made.append(JacobiProposer(config.branch_size, decided, pool_from_prompt=config.pool_from_prompt, rates=rates))

@@ -40,7 +40,7 @@ class _NgramRow:
 class NgramProposer(Proposer):
     """Proposes earlier continuations of the last tokens, and the target's likeliest tokens after them.
 
-    Four sources share one tree (`lookahead.ngram.search.Search`): `"prompt"` finds earlier occurrences in the row's
+    Five sources share one tree (`lookahead.ngram.search.Search`): `"prompt"` finds earlier occurrences in the row's
     prompt and output, `"outputs"` in those of earlier requests, and in what the other rows of the call wrote so far,
     `"corpus"` in a pool; `"recycled"` has the target's likeliest tokens after the last four, three, two or one tokens,
     at every node of the tree. Hit rates of candidates are learned from every step of every row, and kept for later
@@ -51,7 +51,7 @@ class NgramProposer(Proposer):
         2024, "Token Recycling", §3; He et al. 2024, "REST: Retrieval-Based Speculative Decoding", §3 (a corpus).
 
     Args:
-        sources: Names of `SOURCES`.
+        sources: Names of `SOURCES`, and `PREDICTION` if rows may have predictions.
         memory: Texts of earlier requests and recycled tokens; empty when None.
         rates: Hit rates of candidates; the priors when None.
         pool: The corpus, of token ids that the target knows.
@@ -70,10 +70,8 @@ class NgramProposer(Proposer):
         min_ngram: int = 1,
         max_ngram: int = 16,
         min_probability: float = 0.0,
-        predicts: bool = False,
     ) -> None:
-        self.sources = tuple(name for name in SOURCES if name in sources)
-        self.sources += (PREDICTION,) if predicts else ()
+        self.sources = tuple(name for name in (*SOURCES, PREDICTION) if name in sources)
         self.needs_top = "recycled" in sources
         self._from_prompt = "prompt" in sources
         self.min_ngram = min_ngram
