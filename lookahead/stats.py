@@ -105,6 +105,19 @@ class DecodingStats:
         }
 
     @property
+    def accepted_prediction_tokens(self) -> int:
+        """Tokens of the output that were drafted from predictions of it; of OpenAI's `completion_tokens_details`."""
+        return self.accepted_by_source.get("prediction", 0)
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Tokens that were drafted from predictions of the output, and are not in it; a wrong one may count twice.
+
+        OpenAI bills tokens of the prediction that the completion lacks. Here a prediction costs what is drafted of it.
+        """
+        return self.drafted_by_source.get("prediction", 0) - self.accepted_prediction_tokens
+
+    @property
     def divergence(self) -> float:
         """Total variation distance from the target's distribution per emitted token, 0 (lossless) to 1.
 

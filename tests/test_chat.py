@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import lookahead
+from lookahead import LookaheadConfig
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.cli import generate as cli_generate
 from lookahead.cli.app import app
@@ -59,6 +60,17 @@ def test_every_answer_is_that_of_the_whole_history(tiny_llama, chat_tokenizer):
     got = ["".join(conversation.ask(question)) for question in questions]
     assert got == answers(tiny_llama, chat_tokenizer, *questions, system="so")
     assert [message["role"] for message in conversation.messages] == ["system", *["user", "assistant"] * 3]
+
+
+def test_a_prediction_of_an_answer_changes_none(tiny_llama, chat_tokenizer):
+    expected = answers(tiny_llama, chat_tokenizer, "abab", "what?")
+    conversation = Conversation(
+        tiny_llama, chat_tokenizer, config=LookaheadConfig(draft="fixed"), max_new_tokens=12, **GREEDY
+    )
+    for question, text in zip(("abab", "what?"), expected, strict=True):
+        assert "".join(conversation.ask(question, prediction=text)) == text
+        assert conversation.stream.stats.accepted_prediction_tokens > 0
+    assert "".join(conversation.ask("again")) and not conversation.stream.stats.accepted_prediction_tokens
 
 
 def test_what_was_read_is_not_read_again(tiny_llama, chat_tokenizer, monkeypatch):

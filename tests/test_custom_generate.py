@@ -51,6 +51,10 @@ expected = model.generate(ids, max_new_tokens=60, do_sample=False)
 del passes[:]
 got = model.generate(ids, max_new_tokens=60, do_sample=False, lookahead_config=fixed, **remote)
 assert torch.equal(got, expected) and len(passes) < got.shape[1] - ids.shape[1], len(passes)
+del passes[:]
+text = {"lookahead_prediction": tokenizer.decode(expected[0, ids.shape[1]:]), "tokenizer": tokenizer}
+got = model.generate(ids, max_new_tokens=60, do_sample=False, lookahead_config=fixed, **text, **remote)
+assert torch.equal(got, expected) and len(passes) < 15, len(passes)
 
 together = AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=True).eval()
 assert "generate" in vars(together)  # a model loaded with the folder generates by it, unasked

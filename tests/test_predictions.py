@@ -7,16 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, normalizers
+from transformers import PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Proposer
 from lookahead.errors import PromptError
+from lookahead.generation.predictions import read_prediction
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.predictions import Predictions
 from lookahead.proposers import ProposerState
 from lookahead.proposers.ngram import NgramProposer, OutputStore
+from tests.support.pass_recorder import counted_passes
+from tests.test_encoder_decoder import model_of
 
 NONE = np.zeros(0, np.int32)
 FILE = np.arange(100, 400, dtype=np.int32)  # no token twice
@@ -250,6 +255,9 @@ def test_model_generate_takes_a_prediction(tiny_llama, tiny_tokenizer, plain):
         given = {"lookahead_prediction": prediction, "lookahead_tokenizer": tiny_tokenizer, **LIMIT}
         out = tiny_llama.generate(**inputs, custom_generate=lookahead.decode, **given)
         assert out[0, inputs.input_ids.shape[1] :].tolist() == expected
+        got = lookahead.generate(tiny_llama, tiny_tokenizer, PROMPTS[0], prediction=prediction, num_beams=2, **LIMIT)
+        beams = tiny_llama.generate(**inputs, num_beams=2, **LIMIT)
+        assert got.token_ids[0] == beams[0, inputs.input_ids.shape[1] :].tolist()
     with lookahead.enable(tiny_llama):
         for more in ({}, {"num_beams": 2}, {"assistant_early_exit": None}):
             out = tiny_llama.generate(**inputs, lookahead_prediction=expected, **LIMIT, **more)
@@ -257,6 +265,72 @@ def test_model_generate_takes_a_prediction(tiny_llama, tiny_tokenizer, plain):
                 assert out[0, inputs.input_ids.shape[1] :].tolist() == expected
         with pytest.raises(PromptError, match="prediction is text: pass the tokenizer too"):
             tiny_llama.generate(**inputs, lookahead_prediction=text, **LIMIT)
+
+
+def test_under_the_switch_a_method_that_was_named_gets_the_prediction_itself(tiny_llama, tiny_tokenizer, plain):
+    inputs = tiny_tokenizer(PROMPTS[0], return_tensors="pt")
+    given = {"lookahead_prediction": plain(PROMPTS[0]), **LIMIT}
+    fixed = LookaheadConfig(draft="fixed", memory="request")
+    for more in ({}, {"custom_generate": lookahead.decode, "lookahead_config": fixed}):
+        with lookahead.enable(tiny_llama, fixed), counted_passes(tiny_llama) as passes:
+            tiny_llama.generate(**inputs, **given, **more)
+            assert len(passes) <= 3
+
+
+def test_the_sequences_of_a_prompt_share_its_prediction(tiny_llama, tiny_tokenizer, plain):
+    inputs = tiny_tokenizer(PROMPTS[:2], return_tensors="pt", padding=True, padding_side="left")
+    outputs = [plain(prompt) for prompt in PROMPTS[:2]]
+    several = {"max_new_tokens": 40, "do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    expected = tiny_llama.generate(**inputs, **several)
+    fixed = LookaheadConfig(draft="fixed", memory="request", proposers=("prompt",))
+    with counted_passes(tiny_llama) as passes:
+        got = tiny_llama.generate(
+            **inputs, **several, custom_generate=lookahead.decode, lookahead_config=fixed,
+            lookahead_prediction=outputs,
+        )  # fmt: skip
+        assert torch.equal(got, expected)
+        assert len(passes) <= 4
+
+
+def test_prompts_that_are_decoded_apart_keep_their_predictions(tiny_llama, tiny_tokenizer, plain):
+    config = LookaheadConfig(draft="fixed", memory="request")
+    sampled = {"do_sample": True, "top_k": 1, "max_new_tokens": 40, "config": config}
+    given = [plain(PROMPTS[0]), None, ["no", plain(PROMPTS[2])]]
+    for done in lookahead.stream_many(tiny_llama, tiny_tokenizer, PROMPTS, prediction=given, **sampled):
+        assert done.token_ids == plain(PROMPTS[done.index])
+        assert (done.stats.accepted_prediction_tokens > 30) == (done.index != 1)
+
+
+def test_tokens_of_predictions_are_counted_as_in_the_output_or_not(tiny_llama, tiny_tokenizer, plain):
+    given = {"config": LookaheadConfig(draft="fixed", memory="request"), **LIMIT}
+    output = plain(PROMPTS[0])
+    for prediction, accepted, rejected in (
+        (output, 38, 0), (None, 0, 0), ([*output[:20], *((token + 1) % 90 for token in output[20:])], 19, 1)
+    ):  # fmt: skip
+        stats = lookahead.generate(tiny_llama, tiny_tokenizer, PROMPTS[0], prediction=prediction, **given).stats
+        assert stats.accepted_prediction_tokens >= accepted
+        assert stats.rejected_prediction_tokens >= rejected
+        if prediction is not None:
+            drafted = stats.drafted_by_source["prediction"]
+            assert stats.accepted_prediction_tokens + stats.rejected_prediction_tokens == drafted
+        assert "prediction" not in stats.accepted_by_source or prediction is not None
+
+
+class Translator(PreTrainedTokenizerFast):
+    """Writes the target language in other tokens than it reads the source language in."""
+
+    def _switch_to_target_mode(self):
+        self.backend_tokenizer.normalizer = normalizers.Replace("a", "b")
+
+    def _switch_to_input_mode(self):
+        self.backend_tokenizer.normalizer = None
+
+
+def test_text_is_tokenized_as_the_model_writes_it(tiny_llama, tiny_tokenizer):
+    tokenizer = Translator(tokenizer_object=Tokenizer.from_str(tiny_tokenizer.backend_tokenizer.to_str()))
+    for model, written in ((tiny_llama, "a cat"), (model_of("Marian"), "b cbt")):
+        (got,) = read_prediction(model, tokenizer, "a cat", "prediction")
+        assert got.tolist() == tiny_tokenizer(written, add_special_tokens=False).input_ids
 
 
 @pytest.mark.parametrize(
@@ -269,6 +343,11 @@ def test_model_generate_takes_a_prediction(tiny_llama, tiny_tokenizer, plain):
         ("ab", [-1, 2], "prediction must hold token ids from 0 to 100, got -1"),
         ("ab", np.zeros((2, 2), np.int64), "prediction must be whole numbers"),
         ("ab", np.zeros(2), "prediction must be whole numbers"),
+        ("ab", np.int64(3), "prediction must be text or token ids, got int64"),
+        ("ab", np.array(3), r"prediction must be whole numbers \[tokens\], got int64 \[\]"),
+        ("ab", torch.tensor(3), r"prediction must be whole numbers \[tokens\], got int64 \[\]"),
+        ("ab", torch.zeros(2, dtype=torch.bfloat16), "prediction must be whole numbers"),
+        (["ab", "cd"], torch.tensor([1, 2]), "prediction 0 must be whole numbers"),
         ("ab", "x\ud800", "prediction must be text, got half of a surrogate pair as character 1"),
         (["ab", "cd"], "one text", "prediction must be a list with an entry for each of the 2 prompts, got str"),
         (["ab", "cd"], ["a"], "prediction must have an entry for each of the 2 prompts, got 1"),

@@ -11,6 +11,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
 from lookahead.generation.api import stream
 from lookahead.generation.hf_outputs import TextStream
+from lookahead.generation.predictions import Predictions
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
 from lookahead.generation.validation import check_pair
 from lookahead.hf.call_caches import CACHE, tokens_in
@@ -73,8 +74,11 @@ class Conversation:
         self._cache = DynamicCache(config=self._model.config)
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
 
-    def ask(self, question: str) -> Iterator[str]:
-        """The answer to a message, piece by piece. If it is closed early, the history keeps the pieces so far."""
+    def ask(self, question: str, prediction: Predictions = None) -> Iterator[str]:
+        """The answer to a message, piece by piece. If it is closed early, the history keeps the pieces so far.
+
+        `prediction` is what the answer will largely be, as of `lookahead.stream`.
+        """
         messages = [*self.messages, {"role": "user", "content": question}]
         fitting = self._reader.fit_chat(messages)
         ids = self._reader.render(fitting)
@@ -84,6 +88,8 @@ class Conversation:
         self._continue_from(ids)
         # One of states alone does not tell whose text it holds, so that every question is read with all before it.
         options = {**self._options, **({CACHE: self._cache} if counts_tokens(self._cache) else {})}
+        if prediction is not None:
+            options["prediction"] = prediction
         self.stream = stream(self._model, self._tokenizer, ids, **options)
         return self._answer(self.stream, fitting, ids)
 

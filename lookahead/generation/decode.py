@@ -22,7 +22,6 @@ from lookahead.generation.plan import plan_request
 from lookahead.generation.predictions import Predictions, read_predictions
 from lookahead.hf.call_caches import cache_in
 from lookahead.hf.calls import GenerateOutput, ResolvedCall, generate_output
-from lookahead.hf.facts import decoder_vocabulary
 from lookahead.proposers.ngram import OutputStore
 
 
@@ -60,6 +59,7 @@ def decode(
         lookahead_memory: What `memory="request"` keeps, where one request makes several calls, as Whisper does for the
             segments of a sound; `lookahead.enable` passes it.
         lookahead_prediction: What the output will largely be, as of `lookahead.generate`; text needs the tokenizer.
+            Several outputs of one prompt share it. Beams, and what is decoded plainly, do without.
         inputs_tensor: What the encoder of an encoder-decoder model has read; passed by `generate`.
         **model_kwargs: What `generate` would pass to the model.
 
@@ -71,6 +71,7 @@ def decode(
 
     Raises:
         PoolError: The pool or the memory file of the configuration cannot be opened, or is of another model.
+        PromptError: A prediction is neither text nor token ids, or is text without a tokenizer.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     validation.check_config("lookahead_config", lookahead_config)
@@ -78,8 +79,7 @@ def decode(
         model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
     )
     copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-    given = (lookahead_tokenizer, lookahead_prediction, len(input_ids) // copies)
-    predictions = read_predictions(*given, decoder_vocabulary(model))
+    predictions = read_predictions(model, lookahead_tokenizer, lookahead_prediction, len(input_ids) // copies)
     plan = plan_request(call, lookahead_config, lookahead_tokenizer, memory=lookahead_memory)
     engine = replace(plan, predictions=predictions).begin()
     if lookahead_streamer is not None and not isinstance(engine, BeamLoop):

@@ -27,7 +27,8 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
     """Decode every `generate` of this model speculatively, `pipeline` and third-party code included.
 
     The outputs stay those of `model.generate`. A streamer and stop strings are served too; a call that has no
-    exact speculative form, such as beam search, goes to transformers as before, with one warning.
+    exact speculative form, such as beam search, goes to transformers as before, with one warning. `generate` takes one
+    more argument, `lookahead_prediction`: what the output will largely be, as of `lookahead.decode`.
 
     Example:
         >>> with lookahead.enable(model):  # doctest: +SKIP
@@ -97,7 +98,8 @@ class Generate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `model.generate` does."""
-        prediction = kwargs.pop("lookahead_prediction", None)
+        # A custom method takes it itself, as `lookahead.decode` does; transformers refuses what it does not know.
+        prediction = kwargs.pop("lookahead_prediction", None) if kwargs.get("custom_generate") is None else None
         switches = self.switches[:]  # another thread may turn one off meanwhile
         # The inputs and the configuration may come by position. An assistant's drafts need its own loop.
         given = args[1] if len(args) == 2 else kwargs.get("generation_config")

@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.drafting.proposal import IntArray
 from lookahead.errors import PromptError
+from lookahead.hf.facts import decoder_vocabulary
 
 Prediction: TypeAlias = "str | Sequence[int] | Tensor | NDArray[np.integer[Any]]"
 """Text, or token ids `[tokens]`."""
@@ -21,22 +22,22 @@ Predictions: TypeAlias = "Prediction | Sequence[Prediction] | Sequence[Predictio
 
 
 def read_predictions(
-    tokenizer: PreTrainedTokenizerBase | None, given: Any, prompts: int, vocabulary: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, given: Any, prompts: int
 ) -> list[tuple[IntArray, ...]]:
     """The token ids of the predictions of every prompt, int32 `[tokens]` each; empty ones are left out.
 
     Args:
-        tokenizer: Encodes text, without special tokens, as the model writes it.
+        model: The model that will write the outputs.
+        tokenizer: Encodes text, without special tokens, as the model writes it; None if all are token ids.
         given: `Predictions`.
         prompts: How many prompts there are.
-        vocabulary: Token ids are below this.
 
     Raises:
         PromptError: There is not one entry for each prompt, or an entry is neither text nor token ids.
     """
     is_entry = isinstance(given, list | tuple) and len(given) == 1 and not _is_id(given[0])
     if prompts == 1 and not is_entry:
-        return [read_prediction(tokenizer, given, "prediction", vocabulary)]
+        return [read_prediction(model, tokenizer, given, "prediction")]
     if given is None:
         return [()] * prompts
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence | Tensor | np.ndarray):
@@ -45,21 +46,21 @@ def read_predictions(
         )
     if len(given) != prompts:
         raise PromptError(f"prediction must have an entry for each of the {prompts} prompts, got {len(given)}")
-    return [read_prediction(tokenizer, each, f"prediction {i}", vocabulary) for i, each in enumerate(given)]
+    return [read_prediction(model, tokenizer, each, f"prediction {i}") for i, each in enumerate(given)]
 
 
 def read_prediction(
-    tokenizer: PreTrainedTokenizerBase | None, given: Any, name: str, vocabulary: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, given: Any, name: str
 ) -> tuple[IntArray, ...]:
     """The token ids of the predictions of one prompt: none, one, or several; errors call them `name`."""
     if given is None:
         return ()
     is_several = isinstance(given, list | tuple) and not (given and _is_id(given[0]))
-    texts = [_ids(tokenizer, each, name, vocabulary) for each in (given if is_several else [given])]
+    texts = [_ids(model, tokenizer, each, name) for each in (given if is_several else [given])]
     return tuple(ids for ids in texts if len(ids))
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase | None, given: Any, name: str, vocabulary: int) -> IntArray:
+def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, given: Any, name: str) -> IntArray:
     if isinstance(given, str):
         if tokenizer is None:
             raise PromptError(f"{name} is text: pass the tokenizer too, or its token ids")
@@ -67,17 +68,20 @@ def _ids(tokenizer: PreTrainedTokenizerBase | None, given: Any, name: str, vocab
             given.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"{name} must be text, got half of a surrogate pair as character {error.start}") from None
-        given = tokenizer(given, add_special_tokens=False, verbose=False)["input_ids"]
+        # The outputs of a translator may have a vocabulary of their own. Tokenizers of causal models know no target.
+        name_of_text = "text_target" if model.config.is_encoder_decoder else "text"
+        given = tokenizer(**{name_of_text: given}, add_special_tokens=False, verbose=False)["input_ids"]
     if isinstance(given, Tensor):
-        given = given.detach().cpu().numpy()
+        given = np.asarray(given.tolist())
     if isinstance(given, list | tuple | range) and not all(map(_is_id, given)):
         raise PromptError(f"{name} must be text or token ids, got {_got(given)}")
     if not isinstance(given, list | tuple | range | np.ndarray):
         raise PromptError(f"{name} must be text or token ids, got {_got(given)}")
-    ids = np.asarray(given) if len(given) else np.zeros(0, np.int64)
+    ids = np.asarray(given) if np.size(given) else np.zeros(0, np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         shape = "x".join(map(str, ids.shape))
         raise PromptError(f"{name} must be whole numbers [tokens], got {ids.dtype} [{shape}]")
+    vocabulary = decoder_vocabulary(model)
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
         wrong = ids.min() if ids.min() < 0 else ids.max()
         raise PromptError(f"{name} must hold token ids from 0 to {vocabulary - 1}, got {wrong}")

@@ -27,7 +27,6 @@ from lookahead.generation.predictions import read_prediction, read_predictions
 from lookahead.hf.calls import resolve_call
 from lookahead.hf.facts import (
     context_limit,
-    decoder_vocabulary,
     input_device,
     inputs_of,
     side_positions,
@@ -149,7 +148,7 @@ class PromptReader:
             max_new_tokens: Takes the place of the option of that name; None for the option.
             predictions: What their outputs will largely be, `lookahead.generation.predictions.Predictions`.
         """
-        expected = read_predictions(self.tokenizer, predictions, len(encoded), decoder_vocabulary(self.model))
+        expected = read_predictions(self.model, self.tokenizer, predictions, len(encoded))
         causal_lm: Any = self.model
         device, pad = input_device(causal_lm), pad_token_of(self.tokenizer)
         has_encoder = causal_lm.config.is_encoder_decoder
@@ -179,7 +178,7 @@ class PromptReader:
 
     def read_prediction(self, given: Any, index: int) -> tuple[IntArray, ...]:
         """What the output of one prompt will largely be, as token ids; `index` is the number of the prompt."""
-        return read_prediction(self.tokenizer, given, f"prediction {index}", decoder_vocabulary(self.model))
+        return read_prediction(self.model, self.tokenizer, given, f"prediction {index}")
 
     def separate(self, prompts: object) -> Iterable[Any]:
         """One prompt or several, each of them to be read; several may come from a stream."""
