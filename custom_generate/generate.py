@@ -12,7 +12,8 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     Args:
         *args: As `model.generate` takes them by position: the inputs, then a generation configuration.
         model: The model that was asked.
-        **kwargs: Whatever else `model.generate` takes, and `lookahead_config`, a `lookahead.LookaheadConfig`.
+        **kwargs: Whatever else `model.generate` takes, `lookahead_config`, a `lookahead.LookaheadConfig`, and
+            `lookahead_prediction`, what the output will largely be: token ids, or text, which needs the `tokenizer`.
     """
     inputs, config = [*args, None, None][:2]
     inputs = kwargs.pop("inputs", None) if inputs is None else inputs

@@ -122,6 +122,18 @@ def test_sound_of_one_segment_has_the_tokens_of_generate(count: int, options: di
     assert_same(hear(model_of(), sounds(count), **options, **ours), expected)
 
 
+def test_what_was_recognized_before_predicts_all_segments() -> None:
+    model, options = model_of(), {**ONE, "return_timestamps": True}
+    expected = hear(model, LONG[:1], **options)
+    with lookahead.enable(model, replace(FIXED, memory="request", proposers=("prompt",))):
+        passes = []
+        for given in ({}, {"lookahead_prediction": expected[0]}):
+            with counted_passes(model) as counted:
+                assert_same(hear(model, LONG[:1], **options, **given), expected)
+            passes.append(len(counted))
+    assert passes[1] < passes[0]
+
+
 @pytest.mark.parametrize(("count", "options"), SEQUENTIAL.values(), ids=SEQUENTIAL)
 def test_sound_of_several_segments_has_the_tokens_and_times_of_generate(count: int, options: dict[str, Any]) -> None:
     own, ours = compare(LONG[:count], return_timestamps=True, **options)
