@@ -347,18 +347,6 @@ def test_generate_continues_a_prompt_as_plain_decoding_does(generate, tiny_llama
         assert (result.exit_code, result.stdout, result.stderr) == (0, expected, "")
 
 
-def test_generate_drafts_from_files_that_hold_about_its_output(generate, cli_folder):
-    plain = generate("Once upon")
-    (cli_folder / "right.txt").write_text(plain.stdout[:-1])
-    (cli_folder / "wrong.txt").write_text("The cat sat on the mat.")
-    result = generate("Once upon", "--prediction", "wrong.txt", "--prediction", "right.txt", "--stats")
-    assert result.stdout == plain.stdout
-    assert re.search(r"accepted_by_source .*prediction: [1-9]", result.stderr)
-    (cli_folder / "bytes.txt").write_bytes(b"\xff\xfe\xfd")
-    for name, message in (("gone.txt", "gone.txt: No such file"), ("bytes.txt", "bytes.txt: not UTF-16 text")):
-        assert message in only_error(generate("Once", "--prediction", name))
-
-
 def test_the_same_seed_samples_the_same_text(generate):
     texts = [generate("Once", "--temperature", "0.8", "--top-k", "40", "--seed", seed).stdout for seed in "778"]
     assert texts[0] == texts[1] != texts[2]

@@ -133,23 +133,6 @@ def test_a_csv_file_has_a_document_a_row_quoted_line_breaks_included(folder, enc
     assert read("a.tsv", field="body", id_field="doc") == [Document("7", "One, two.")]
 
 
-def test_a_column_may_hold_what_is_written_about_a_document(folder):
-    (folder / "a.csv").write_text('id,text,old\nx,One.,"Uno, dos."\ny,Two.,\n')
-    (folder / "a.jsonl").write_text(
-        '{"text": "One.", "old": "Uno."}\n{"text": "Two.", "old": null}\n{"text": "Three.", "old": 3}\n'
-        '{"text": "Four."}\n{"text": "Five.", "old": "\\ud800 x"}\n'
-    )
-    write_parquet(folder / "a.parquet", text=["One.", "Two."], old=["Uno.", None])
-    assert read("a.csv", prediction_field="old") == [Document("x", "One.", "Uno, dos."), Document("y", "Two.", "")]
-    one, two, three, four, five = read("a.jsonl", prediction_field="old")
-    assert [one.prediction, two.prediction, five.prediction] == ["Uno.", None, "? x"]
-    assert three.error == "a.jsonl:3: field 'old' must hold a string or nothing, got int"
-    assert "no field 'old'" in four.error and "(--prediction-field names one)" in four.error
-    assert [each.prediction for each in read("a.parquet", prediction_field="old")] == ["Uno.", None]
-    assert read("a.csv")[0] == Document("x", "One.")
-    assert "no column 'gone'" in error_of("a.parquet", prediction_field="gone")
-
-
 def test_a_parquet_file_has_a_document_a_row(folder):
     write_parquet(folder / "a.parquet", id=[1, None, 3], text=["One.", "Two.", None])
     one, two, reject = read("a.parquet")

@@ -67,23 +67,6 @@ def test_a_stopped_job_is_resumed_by_the_same_command(summarize, docs, monkeypat
         assert {**whole, "stats": None} == {**mine, "stats": None}
 
 
-def test_a_job_is_resumed_with_predictions_or_without(summarize, docs, cli_folder):
-    summarize(docs, "-o", "whole.jsonl")
-    whole = records("whole.jsonl")
-    older = {record["id"]: record.get("summary") for record in whole}
-    known = [json.loads(line) for line in (cli_folder / docs).read_text().splitlines() if line.endswith("}")]
-    (cli_folder / docs).write_text("".join(json.dumps({**each, "old": older[each["id"]]}) + "\n" for each in known))
-    field = ("--prediction-field", "old")
-    for first, second in (((), field), (field, ())):
-        summarize(docs, "-o", "out.jsonl", "--overwrite", "--limit", "3", *first)
-        resumed = summarize(docs, "-o", "out.jsonl", "--resume", *second)
-        assert resumed.exit_code == 0 and "3 finished before" in resumed.stderr
-        assert [{**each, "stats": None} for each in records("out.jsonl")] == [{**each, "stats": None} for each in whole]
-        accepted = [each["stats"]["accepted_by_source"].get("prediction", 0) > 0 for each in records("out.jsonl")[:5]]
-        assert accepted == [bool(first)] * 3 + [bool(second)] * 2
-    assert "no field 'gone'" in summarize(docs, "-o", "none.jsonl", "--prediction-field", "gone").stderr
-
-
 @pytest.mark.parametrize("option", ["--limit", "--sample"])
 def test_part_of_the_documents_resumed_loses_no_line_of_the_others(summarize, cli_folder, option):
     lines = "".join(json.dumps({"id": "same", "text": f"Text {i}."}) + "\n" for i in range(4))

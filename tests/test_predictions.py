@@ -14,7 +14,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Proposer
 from lookahead.errors import PromptError
-from lookahead.generation.predictions import read_prediction
+from lookahead.generation.prediction_reading import read_prediction
 from lookahead.hf.model_state import state_of
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.predictions import Predictions

@@ -72,7 +72,15 @@ def find_sources(
     *,
     prediction_field: str | None = None,
 ) -> tuple[list[Input], int]:
-    """The inputs of a command, which can be read, and the number of files of folders that are not; a few are named."""
+    """The inputs of a command, which can be read, and the number of files of folders that are not; a few are named.
+
+    Args:
+        arguments: Paths, folders, URLs, patterns, or `-`.
+        field: As of `find_inputs`.
+        id_field: As of `find_inputs`.
+        leave_out: Files of folders that are not read.
+        prediction_field: As of `find_inputs`.
+    """
     skipped: list[str] = []
     sources = find_inputs(
         arguments, field, id_field, prediction_field=prediction_field, leave_out=leave_out, on_skip=skipped.append

@@ -13,7 +13,7 @@ from lookahead.backend.protocol import OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
-from lookahead.generation.predictions import Prediction, Predictions
+from lookahead.generation.prediction_reading import Prediction, Predictions
 from lookahead.generation.prompts import Prompt, PromptReader, Prompts, Truncation
 from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.hf.call_caches import cache_in

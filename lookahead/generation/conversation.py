@@ -11,7 +11,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
 from lookahead.generation.api import stream
 from lookahead.generation.hf_outputs import TextStream
-from lookahead.generation.predictions import Predictions
+from lookahead.generation.prediction_reading import Predictions
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
 from lookahead.generation.validation import check_pair
 from lookahead.hf.call_caches import CACHE, tokens_in

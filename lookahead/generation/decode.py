@@ -19,7 +19,7 @@ from lookahead.generation import validation
 from lookahead.generation.beams import BeamLoop
 from lookahead.generation.hf_outputs import collect, return_cache, scores_by_step
 from lookahead.generation.plan import plan_request
-from lookahead.generation.predictions import Predictions, read_predictions
+from lookahead.generation.prediction_reading import Predictions, read_predictions
 from lookahead.hf.call_caches import cache_in
 from lookahead.hf.calls import GenerateOutput, ResolvedCall, generate_output
 from lookahead.proposers.ngram import OutputStore

@@ -23,7 +23,7 @@ from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.generation import validation
 from lookahead.generation.plan import RequestPlan, plan_request
-from lookahead.generation.predictions import read_prediction, read_predictions
+from lookahead.generation.prediction_reading import read_prediction, read_predictions
 from lookahead.hf.calls import resolve_call
 from lookahead.hf.facts import (
     context_limit,
@@ -146,7 +146,7 @@ class PromptReader:
         Args:
             encoded: Token ids of the prompts.
             max_new_tokens: Takes the place of the option of that name; None for the option.
-            predictions: What their outputs will largely be, `lookahead.generation.predictions.Predictions`.
+            predictions: What their outputs will largely be, `lookahead.generation.prediction_reading.Predictions`.
         """
         expected = read_predictions(self.model, self.tokenizer, predictions, len(encoded))
         causal_lm: Any = self.model
