@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from lookahead.proposers.heads import Heads as Heads
     from lookahead.stats import DecodingStats as DecodingStats
     from lookahead.summarization.summarize_text import summarize as summarize
+    from lookahead.verification.grammar import Grammar as Grammar
+    from lookahead.verification.per_row import PerRow as PerRow
 
 __version__ = "0.1.0.dev0"
 
@@ -68,6 +70,8 @@ _NAMES_BY_MODULE = {
     "proposers.heads": ["Heads"],
     "stats": ["DecodingStats"],
     "summarization.summarize_text": ["summarize"],
+    "verification.grammar": ["Grammar"],
+    "verification.per_row": ["PerRow"],
 }
 _HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 __all__ = sorted({*_HOME, *(name for name in globals() if name.endswith("Error"))})

@@ -114,6 +114,7 @@ class Call:
             empty if that is no text of its vocabulary. None for a causal target.
         encoded: What its encoder has read and gives, a `lookahead.hf.encoded_rows.Encoded`; None for a causal target.
         predicts: Rows may have predictions, which are passed to `Proposer.expect`.
+        is_constrained: Rows may follow a grammar, whose forced tokens are drafted.
     """
 
     model: Any
@@ -129,6 +130,7 @@ class Call:
     inputs: Sequence[IntArray] | None = None
     encoded: Any = None
     predicts: bool = False
+    is_constrained: bool = False
 
 
 class Proposer(Protocol):

@@ -199,7 +199,10 @@ class Engine:
         plan_costs = FREE if by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
         proposals = [ask([row.slot for row in rows], self._max_proposed) for ask in self._questions]
-        proposed: list[tuple[Proposal | None, ...]] = list(zip(*proposals, strict=True))
+        proposed: list[Sequence[Proposal | None]] = list(zip(*proposals, strict=True))
+        if self._call.is_constrained:
+            most = self._max_proposed
+            proposed = [row.constrain(offers, most, least) for row, offers in zip(rows, proposed, strict=True)]
         drafts = [
             merge(
                 row.last_token, proposals, Limits(size, tokens - 1, least, is_chain, plan.node_bonus_tokens),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.backend.protocol import BitPolicy
-from lookahead.drafting.proposal import IntArray
+from lookahead.drafting.proposal import IntArray, Proposal
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import PromptError
@@ -72,6 +72,7 @@ class Row:
     ) -> None:
         self.index, self.padding, self.place, self.device = index, padding, place, device
         self.chooser, self.stopping = chooser, stopping
+        self.grammar = chooser.grammar_of(place)
         self.length, self.last_token = len(ids), int(ids[-1])
         self.ids = np.array(ids, np.int64)  # grows as it emits: the limit may be any number
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
@@ -115,6 +116,17 @@ class Row:
                 "lower max_new_tokens or max_length"
             )
         return positions - self.tokens
+
+    def constrain(self, offers: Sequence[Proposal | None], max_nodes: int, least: float) -> list[Proposal | None]:
+        """What proposers offer under its grammar; the last one's place is taken by the tokens that it forces.
+
+        At most `max_nodes` are forced. Nodes that are reached with a probability below `least` are not looked at.
+        """
+        if self.grammar is None:
+            return list(offers)
+        ids = torch.from_numpy(self.ids[: self.length])
+        offers, forced = self.grammar.constrain(ids, offers, max_nodes, least)
+        return [*offers[:-1], forced]
 
     def verify(
         self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None, *, is_typical: bool = False

@@ -58,6 +58,7 @@ def assemble(
     keep_cache: bool = False,
     is_foreign: bool = False,
     predicts: bool = False,
+    is_constrained: bool = False,
 ) -> Engine:
     """Build an engine: a backend with its cache, the proposers, and the controller with its learned state.
 
@@ -77,9 +78,11 @@ def assemble(
         keep_cache: As for `Engine`.
         is_foreign: Whether layers of others' code compute a part of the model.
         predicts: Whether rows may have predictions.
+        is_constrained: Whether rows that join later may follow a grammar.
     """
     config = _bounded(config, model, len(batch) or slots, is_foreign)
     rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
+    by_rejection = config.acceptance == "rejection" and warp is not None
     call = Call(
         model=model,
         tokenizer=tokenizer,
@@ -89,11 +92,13 @@ def assemble(
         max_nodes=config.node_budget,
         is_chain=shape == "chains",
         is_timed=config.draft == "auto",
-        by_rejection=config.acceptance == "rejection" and warp is not None,
+        by_rejection=by_rejection,
         warp=warp,
         inputs=None if encoded is None else encoded.tokens,
         encoded=encoded,
         predicts=predicts,
+        # Tokens that were drawn can neither be cut nor added to.
+        is_constrained=not by_rejection and (is_constrained or any(row.grammar is not None for row in batch)),
     )
     has_encoder, packs = model.config.is_encoder_decoder, config.pack == "auto"
     proposers, controller = _drafting(

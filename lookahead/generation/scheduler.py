@@ -273,8 +273,16 @@ class Scheduler:
         """Grow the cache to at least so many rows, and slots for those that run, of at most `longest` tokens."""
         if self._engine is None:
             model, config, tokenizer = self._model, self._config, self._tokenizer
-            given, is_foreign = (model, config, first.stopping, tokenizer), self._is_foreign
-            self._engine = assemble(*given, slots=self.rows, is_foreign=is_foreign, predicts=self._predicts)
+            self._engine = assemble(
+                model,
+                config,
+                first.stopping,
+                tokenizer,
+                slots=self.rows,
+                is_foreign=self._is_foreign,
+                predicts=self._predicts,
+                is_constrained=first.grammar is not None,  # the options of all prompts are the same
+            )
         slots, needed = self._engine.cache.slots, max(map(self._slots_of, self._running.values()))
         is_too_large = slots.rows > rows and slots.rows * slots.capacity > self._cache_tokens
         if is_too_large or needed > slots.capacity or rows > slots.rows:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.budget import Budget
+from lookahead.drafting.constrain import ForcedTokens
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
@@ -79,6 +80,8 @@ def make_proposers(
             with contextlib.suppress(TypeError):  # that of an unhashable factory is not kept for later calls
                 budget = learned.budgets.setdefault(factory, budget)
             made.append(ValidatedProposer(factory, call, budget))
+    if made and call.is_constrained:
+        made.append(ForcedTokens())  # the last one, as its place is filled by what is behind the others
     names = [name for proposer in made for name in proposer.sources]
     for name in names:
         if names.count(name) > 1:

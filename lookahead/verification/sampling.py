@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, cast
 
@@ -15,6 +15,8 @@ from transformers.generation import logits_process as hf
 from lookahead.errors import LogitsError
 from lookahead.utils.shipped import is_shipped
 from lookahead.verification.exact import likeliest
+from lookahead.verification.grammar import GrammarProcessor
+from lookahead.verification.per_row import is_per_row
 
 
 class TokenChooser:
@@ -33,7 +35,8 @@ class TokenChooser:
     def __init__(
         self, processors: LogitsProcessorList, *, do_sample: bool, batch_size: int, keep: bool = False
     ) -> None:
-        self._processors = [_for_row(processors, row, batch_size) for row in range(batch_size)]
+        own = {i: each.objects(batch_size) for i, each in enumerate(processors) if is_per_row(each)}
+        self._processors = [_for_row(processors, own, row, batch_size) for row in range(batch_size)]
         self._do_sample = do_sample
         self._keep = keep
         self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]
@@ -43,6 +46,10 @@ class TokenChooser:
         self.is_plain_greedy = not do_sample and not keep and not processors
         self._noise: deque[Tensor] = deque()
         self._first_step = 0
+
+    def grammar_of(self, row: int) -> GrammarProcessor | None:
+        """The grammar of a row, which drafts can follow; None without one."""
+        return next((each for each in self._processors[row] if isinstance(each, GrammarProcessor)), None)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
         """Choose the token by its raw logits `[vocab]`; call it once per emitted token, in order.
@@ -152,6 +159,8 @@ def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig,
             continue  # its state is per row and of this call, and every row gets its own copy
         if kind is hf.WhisperNoSpeechDetection and is_shipped(kind.__call__) and processor.start_of_trans_offset > 1:
             continue  # it asks the model about all rows, once, and reads no scores
+        if is_per_row(processor) and not is_tentative:
+            continue  # every row gets its own object
         if kind is hf.PrefixConstrainedLogitsProcessor:
             return "prefix_allowed_tokens_fn"
         if kind not in _ROW_WISE or not is_shipped(kind.__call__):
@@ -163,15 +172,22 @@ def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig,
 _OF_PROMPTS = ("prompt_ignore_length", "encoder_input_ids", "generated_ngrams")
 
 
-def _for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
+def _for_row(
+    processors: LogitsProcessorList, own_objects: Mapping[int, Sequence[Any]], row: int, batch_size: int
+) -> LogitsProcessorList:
     """Processors for one row of a batch, called with that row alone; none of them is foreign.
 
-    Rows advance at different rates, so they never form a batch of one length.
+    Rows advance at different rates, so they never form a batch of one length. In place of a `PerRow` stands the object
+    that it made for the row; `own_objects` holds these by the places of their `PerRow`.
     """
-    if batch_size == 1:
-        return processors
     mine = LogitsProcessorList()
-    for processor in processors:
+    for at, processor in enumerate(processors):
+        if at in own_objects:
+            mine.append(own_objects[at][row])
+            continue
+        if batch_size == 1:
+            mine.append(processor)
+            continue
         if isinstance(processor, hf.WhisperNoSpeechDetection):
             if row == 0:
                 mine.append(processor)  # at its first token it asks the model about all rows, and keeps the answer

@@ -1,0 +1,213 @@
+"""Grammars that outputs follow: JSON by a schema, regular expressions, and context-free grammars, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import FloatTensor, LongTensor, Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from lookahead.drafting.constrain import Constraint, constrain
+from lookahead.drafting.proposal import Proposal
+from lookahead.errors import ConfigError, LogitsError, first_line
+from lookahead.verification.per_row import PerRow
+
+# As `json.dumps` writes it. A model that may write white space anywhere can go on with it up to its limit.
+_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # what llguidance made of tokenizers
+
+
+class Grammar(PerRow):
+    """Makes outputs follow a grammar: a logits processor that lets a row choose only among tokens that continue it.
+
+    An end-of-sequence token is allowed exactly where the grammar can end, and nothing else where it must. Tokens that
+    the grammar forces are drafted. In transformers' own loop it gives the same tokens without drafts.
+
+    Args:
+        tokenizer: The model's tokenizer, a fast one of bytes or with bytes as a fallback.
+        json_schema: A JSON schema, as a dict, as text, or as a pydantic model class. JSON is written as by
+            `json.dumps`, with one space behind commas and colons, unless the schema has other options of llguidance
+            under `"x-guidance"`, such as `{"whitespace_flexible": True}`.
+        regex: A regular expression that the whole output matches, without lookaround and references, as in Rust.
+        grammar: A context-free grammar in the dialect of Lark that llguidance reads; it begins with the rule `start`.
+        eos_token_id: The end-of-sequence tokens, as of `model.generate`; None for that of the tokenizer.
+
+    Example:
+        `model.generate(**inputs, logits_processor=[lookahead.Grammar(tokenizer, regex="yes|no")])`
+
+    Raises:
+        ConfigError: There is not exactly one grammar, it is not valid, llguidance is not installed, or does not
+            know the kind of the tokenizer.
+
+    Source: M. Moskal et al. 2025, llguidance, https://github.com/guidance-ai/llguidance.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        json_schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+    ) -> None:
+        given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+        named = [name for name, each in given.items() if each is not None]
+        if len(named) != 1:
+            raise ConfigError(f"give one of json_schema, regex and grammar, got {' and '.join(named) or 'none'}")
+        library = _library()
+        ends = _end_tokens(tokenizer, eos_token_id)
+        text = _grammar_text(library.LLMatcher, named[0], given[named[0]])
+        tokens = _tokens_of(library, tokenizer, ends)
+        is_wrong, messages = library.LLMatcher.validate_grammar_with_warnings(text, tokens)
+        if is_wrong:
+            raise ConfigError(f"{named[0]} is not valid: {' '.join(' '.join(messages).split())}")
+        self._start = library.LLMatcher(tokens, text, log_level=0)
+        super().__init__(lambda: GrammarProcessor(self._start.deep_copy(), ends, tokens.is_special_token))
+
+
+class GrammarProcessor(LogitsProcessor):
+    """The grammar of one row: called with its ids `[1, tokens]` and scores `[1, vocab]`, once for every new token.
+
+    Args:
+        matcher: An `LLMatcher` at the start of the grammar, of this object alone.
+        ends: End-of-sequence tokens.
+        is_special: Whether a token is a special one.
+    """
+
+    def __init__(self, matcher: Any, ends: Sequence[int], is_special: Callable[[int], bool]) -> None:
+        self._matcher, self._ends, self._is_special = matcher, frozenset(ends), is_special
+        self._length = 0  # ids that it has seen, the prompt included
+        self._has_ended = False
+
+    def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
+        """Forbid all tokens that the grammar does not allow here.
+
+        Raises:
+            LogitsError: The token before is not one that the grammar allows, or the grammar became too large for the
+                limits of llguidance.
+        """
+        self._follow(input_ids[0])
+        vocabulary = scores.shape[-1]
+        if self._has_ended:
+            allowed = np.zeros(vocabulary, np.uint8)
+            allowed[[token for token in self._ends if token < vocabulary]] = 1
+        else:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(bits, count=vocabulary, bitorder="little")  # 0 beyond the tokenizer's vocabulary
+            self._raise_error()
+        is_forbidden = torch.from_numpy(allowed == 0).to(scores.device)
+        return cast(FloatTensor, scores.masked_fill(is_forbidden, float("-inf")))
+
+    def constrain(
+        self, ids: Tensor, offers: Sequence[Proposal | None], max_nodes: int, least: float
+    ) -> tuple[list[Proposal | None], Proposal | None]:
+        """`lookahead.drafting.constrain.constrain` behind the ids of the row, int64 `[tokens]`."""
+        self._follow(ids)
+        if self._has_ended or not self._length:
+            return list(offers), None
+        return constrain(int(ids[-1]), offers, _Place(self._matcher, self._ends), max_nodes, least)
+
+    def _follow(self, ids: Tensor) -> None:
+        """Take in the tokens that are new since the last call; those of the first call are the prompt."""
+        new = ids[self._length :].tolist() if self._length else []
+        self._length = len(ids)
+        for token in new:
+            self._has_ended = self._has_ended or token in self._ends
+            if self._has_ended:
+                return
+            if self._matcher.validate_tokens([token]):
+                self._matcher.consume_token(token)
+            elif self._is_special(token):
+                self._has_ended = True  # padding: the row was ended by something else
+            else:
+                self._raise_error()
+                raise LogitsError(f"the grammar does not allow token {token}, which was chosen all the same")
+
+    def _raise_error(self) -> None:
+        """Raise what went wrong in the library, which is silent about it."""
+        if self._matcher.is_error():
+            raise LogitsError(f"the grammar cannot be followed: {first_line(Exception(self._matcher.get_error()))}")
+
+
+class _Place(Constraint):
+    """A place in the grammar that moves along a tree of drafts."""
+
+    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+
+    def push(self, token: int) -> bool:
+        # The choice of an end is seen in the scores before it: as a node it would give nothing.
+        if token in self._ends or not self._matcher.validate_tokens([token]):
+            return False
+        return bool(self._matcher.consume_token(token))
+
+    def pop(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+
+    def forced(self) -> list[int]:
+        return cast(list[int], self._matcher.compute_ff_tokens())
+
+
+def _library() -> Any:
+    """The module llguidance."""
+    try:
+        import llguidance
+        import llguidance.hf
+    except ImportError as error:
+        raise ConfigError(
+            "grammars need llguidance; it comes with: pip install 'lookahead-decoding[grammar]'"
+        ) from error
+    return llguidance
+
+
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, given: int | Sequence[int] | None) -> list[int]:
+    """The end-of-sequence tokens; without one an output could not end where its grammar must."""
+    ends: Any = tokenizer.eos_token_id if given is None else given
+    ends = ends.tolist() if isinstance(ends, Tensor) else ends
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    if not ends or not all(isinstance(each, int) and 0 <= each < len(tokenizer) for each in ends):
+        raise ConfigError(
+            f"eos_token_id must be one or more tokens of the tokenizer for outputs that follow a grammar, 0 to "
+            f"{len(tokenizer) - 1}, got {ends or None}"
+        )
+    return ends
+
+
+def _grammar_text(matcher: Any, kind: str, given: Any) -> str:
+    """A grammar as llguidance reads it."""
+    if kind == "json_schema":
+        schema = given.model_json_schema() if hasattr(given, "model_json_schema") else given
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"json_schema is no JSON: {error}") from error
+        if not isinstance(schema, Mapping):
+            raise ConfigError(f"json_schema must be a dict, JSON text or a pydantic model class, got {schema!r:.60}")
+        try:
+            return str(matcher.grammar_from_json_schema(json.dumps(schema), _JSON_FORM))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"json_schema is not valid: {first_line(error)}") from error
+    if not isinstance(given, str):
+        raise ConfigError(f"{kind} must be text, got {given!r:.60}")
+    return str(matcher.grammar_from_regex(given) if kind == "regex" else matcher.grammar_from_lark(given))
+
+
+def _tokens_of(library: Any, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Any:
+    """What llguidance makes of a tokenizer, kept for as long as that lives; tokens may be added to it meanwhile."""
+    if not tokenizer.is_fast:
+        raise ConfigError(f"grammars need a fast tokenizer, got {type(tokenizer).__name__}")
+    known, key = _known.setdefault(tokenizer, {}), (len(tokenizer), *ends)
+    if key not in known:
+        try:
+            known[key] = library.hf.from_tokenizer(tokenizer, eos_token=list(ends))
+        except Exception as error:
+            raise ConfigError(f"llguidance does not know this kind of tokenizer: {first_line(error)}") from error
+    return known[key]

@@ -1,0 +1,90 @@
+"""Logits processors that every row has for itself, so that rows with a state advance at different rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import FloatTensor, LongTensor, Tensor
+from transformers import LogitsProcessor
+
+from lookahead.errors import ConfigError, UnsupportedModelError
+
+Processor = Callable[[LongTensor, FloatTensor], FloatTensor]
+"""A logits processor: of ids `[1, tokens]` and scores `[1, vocab]` the processed scores, `[1, vocab]`."""
+
+
+class PerRow(LogitsProcessor):
+    """Gives every row of a call a logits processor of its own, which may keep a state.
+
+    The object of a row is called with that row alone, once for every token that the row emits, in order. So rows need
+    not advance together, and drafts stay on in batches and in `stream_many`. Every call of `generate` and every prompt
+    of `stream_many` gets new objects.
+
+    In transformers' own loop it asks the object of each row in turn, also behind the end of a row, until all rows have
+    ended. Ids that go on by one token from those it saw last belong to the same call. It follows no beams: beams are
+    copied from one row to another, and a state cannot be.
+
+    Args:
+        factory: Makes the processor of a row, a new object whenever it is called.
+
+    Example:
+        `model.generate(**inputs, logits_processor=[lookahead.PerRow(MyProcessor)], custom_generate=lookahead.decode)`
+
+    Raises:
+        ConfigError: The factory cannot be called. When a call begins, also: it gives one object twice, or one that
+            cannot be called.
+    """
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        if not callable(factory):
+            raise ConfigError(f"per_row must be a function that makes a logits processor, got {factory!r:.60}")
+        self._factory = factory
+        self._made: list[Processor] = []  # the latest, kept so that their identities stay theirs
+        self._seen: Tensor | None = None  # ids of the latest call of transformers' own loop
+        self._prompt_width = 0
+
+    def objects(self, rows: int) -> list[Processor]:
+        """New processors for the rows of a call."""
+        made: list[Processor] = []
+        for _ in range(rows):
+            processor = self._factory()
+            if not callable(processor):
+                raise ConfigError(f"per_row must make logits processors, got {processor!r:.60}")
+            if any(processor is other for other in (*made, *self._made)):
+                raise ConfigError(
+                    f"per_row must make a new logits processor whenever it is called, got one "
+                    f"{type(processor).__qualname__} twice"
+                )
+            made.append(cast(Processor, processor))
+        self._made, self._seen = made, None
+        return made
+
+    def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
+        """Process the scores `[rows, vocab]` of all rows, as transformers' own loop asks for them."""
+        if not self._goes_on(input_ids):
+            self._prompt_width = input_ids.shape[1]
+            self.objects(len(input_ids))
+        self._seen = input_ids
+        rows = [
+            processor(cast(LongTensor, ids[None]), cast(FloatTensor, row_scores[None]))
+            for processor, ids, row_scores in zip(self._made, input_ids, scores, strict=True)
+        ]
+        return cast(FloatTensor, torch.cat(cast(list[Tensor], rows)))
+
+    def _goes_on(self, ids: Tensor) -> bool:
+        """Whether ids are those seen last and one more token of each row; UnsupportedModelError if rows changed."""
+        seen = self._seen
+        if seen is None or len(ids) != len(self._made) or ids.shape != (len(seen), seen.shape[1] + 1):
+            return False
+        if torch.equal(ids[:, :-1], seen):
+            return True
+        if torch.equal(ids[:, : self._prompt_width], seen[:, : self._prompt_width]):
+            raise UnsupportedModelError("processors per row cannot follow beams, whose rows are copied to each other")
+        return False
+
+
+def is_per_row(processor: object) -> bool:
+    """Whether a processor is a `PerRow`, asked as this package has it."""
+    return isinstance(processor, PerRow) and type(processor).__call__ is PerRow.__call__
