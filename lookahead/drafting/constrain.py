@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
+from lookahead.drafting.proposal import Proposal
 
 
 class Constraint(Protocol):
@@ -21,18 +21,6 @@ class Constraint(Protocol):
 
     def forced(self) -> list[int]:
         """Tokens that must come next, each of them the only one allowed there; they do not end the output."""
-
-
-class ForcedTokens(Proposer):
-    """The source of forced tokens. It proposes nothing itself: `constrain` adds them behind all other proposals."""
-
-    sources = ("grammar",)
-
-    def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        return None
-
-    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        pass
 
 
 def constrain(

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.budget import Budget
-from lookahead.drafting.constrain import ForcedTokens
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.corpus_file import Corpus
+from lookahead.proposers.forced import ForcedTokens
 from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.ngram import PREDICTION, SOURCES, NgramProposer, OutputStore
 from lookahead.proposers.store_files import StoreFile, open_store_file
