@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -68,7 +68,7 @@ class Grammar(PerRow):
         if is_wrong:
             raise ConfigError(f"{named[0]} is not valid: {' '.join(' '.join(messages).split())}")
         self._start = library.LLMatcher(tokens, text, log_level=0)
-        super().__init__(lambda: GrammarProcessor(self._start.deep_copy(), ends, tokens.is_special_token))
+        super().__init__(lambda: GrammarProcessor(self._start.deep_copy(), tokens, ends))
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -76,12 +76,12 @@ class GrammarProcessor(LogitsProcessor):
 
     Args:
         matcher: An `LLMatcher` at the start of the grammar, of this object alone.
+        tokens: The `LLTokenizer` of that.
         ends: End-of-sequence tokens.
-        is_special: Whether a token is a special one.
     """
 
-    def __init__(self, matcher: Any, ends: Sequence[int], is_special: Callable[[int], bool]) -> None:
-        self._matcher, self._ends, self._is_special = matcher, frozenset(ends), is_special
+    def __init__(self, matcher: Any, tokens: Any, ends: Sequence[int]) -> None:
+        self._matcher, self._tokens, self._ends = matcher, tokens, frozenset(ends)
         self._length = 0  # ids that it has seen, the prompt included
         self._has_ended = False
 
@@ -111,7 +111,7 @@ class GrammarProcessor(LogitsProcessor):
         self._follow(ids)
         if self._has_ended or not self._length:
             return list(offers), None
-        return constrain(int(ids[-1]), offers, _Place(self._matcher, self._ends), max_nodes, least)
+        return constrain(int(ids[-1]), offers, _Place(self._matcher, self._tokens, self._ends), max_nodes, least)
 
     def _follow(self, ids: Tensor) -> None:
         """Take in the tokens that are new since the last call; those of the first call are the prompt."""
@@ -123,7 +123,7 @@ class GrammarProcessor(LogitsProcessor):
                 return
             if self._matcher.validate_tokens([token]):
                 self._matcher.consume_token(token)
-            elif self._is_special(token):
+            elif self._tokens.is_special_token(token):
                 self._has_ended = True  # padding: the row was ended by something else
             else:
                 self._raise_error()
@@ -138,8 +138,8 @@ class GrammarProcessor(LogitsProcessor):
 class _Place(Constraint):
     """A place in the grammar that moves along a tree of drafts."""
 
-    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+    def __init__(self, matcher: Any, tokens: Any, ends: frozenset[int]) -> None:
+        self._matcher, self._tokens, self._ends = matcher, tokens, ends
 
     def push(self, token: int) -> bool:
         # The choice of an end is seen in the scores before it: as a node it would give nothing.
@@ -153,6 +153,11 @@ class _Place(Constraint):
 
     def forced(self) -> list[int]:
         return cast(list[int], self._matcher.compute_ff_tokens())
+
+    def likely(self) -> list[int]:
+        # A quote may be merged with what it begins, but seldom is. White space mostly is.
+        beginning = self._matcher.compute_ff_bytes()
+        return self._tokens.tokenize_bytes(beginning)[:1] if beginning.strip() else []
 
 
 def _library() -> Any:
