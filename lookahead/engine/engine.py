@@ -21,6 +21,7 @@ from lookahead.hf.facts import processes_of
 from lookahead.hf.model_state import state_of
 from lookahead.hf.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
+from lookahead.proposers.forced import ForcedTokens
 from lookahead.proposers.validated import ValidatedProposer
 from lookahead.verification.exact import Scores, read_scores
 from lookahead.verification.rejection import RejectionRounds
@@ -76,6 +77,7 @@ class Engine:
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
         self._rounds: list[RejectionRounds] = []  # of every row, for acceptance by rejection
+        self._has_forced = bool(proposers) and isinstance(proposers[-1], ForcedTokens)
         self._by_typicality = config.acceptance == "typical" and call.warp is not None
         self._keep_cache, self._isolates = keep_cache, isolates
         self.kept: dict[int, RowCopy] = {}
@@ -200,7 +202,7 @@ class Engine:
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
         proposals = [ask([row.slot for row in rows], self._max_proposed) for ask in self._questions]
         proposed: list[Sequence[Proposal | None]] = list(zip(*proposals, strict=True))
-        if self._call.is_constrained:
+        if self._has_forced:
             most = self._max_proposed
             proposed = [row.constrain(offers, most, least) for row, offers in zip(rows, proposed, strict=True)]
         drafts = [

@@ -19,6 +19,7 @@ from lookahead.verification.per_row import PerRow
 
 # As `json.dumps` writes it. A model that may write white space anywhere can go on with it up to its limit.
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LEAST = 0.02  # nodes less likely to be reached are seldom verified, and cost as much to look at
 _known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # what llguidance made of tokenizers
 
 
@@ -111,7 +112,9 @@ class GrammarProcessor(LogitsProcessor):
         self._follow(ids)
         if self._has_ended or not self._length:
             return list(offers), None
-        return constrain(int(ids[-1]), offers, _Place(self._matcher, self._tokens, self._ends), max_nodes, least)
+        return constrain(
+            int(ids[-1]), offers, _Place(self._matcher, self._tokens, self._ends), max_nodes, max(_LEAST, least)
+        )
 
     def _follow(self, ids: Tensor) -> None:
         """Take in the tokens that are new since the last call; those of the first call are the prompt."""
@@ -121,12 +124,11 @@ class GrammarProcessor(LogitsProcessor):
             self._has_ended = self._has_ended or token in self._ends
             if self._has_ended:
                 return
-            if self._matcher.validate_tokens([token]):
-                self._matcher.consume_token(token)
-            elif self._tokens.is_special_token(token):
+            if _consume(self._matcher, self._tokens, token):
+                continue
+            if token < self._tokens.vocab_size and self._tokens.is_special_token(token):
                 self._has_ended = True  # padding: the row was ended by something else
             else:
-                self._raise_error()
                 raise LogitsError(f"the grammar does not allow token {token}, which was chosen all the same")
 
     def _raise_error(self) -> None:
@@ -143,9 +145,7 @@ class _Place(Constraint):
 
     def push(self, token: int) -> bool:
         # The choice of an end is seen in the scores before it: as a node it would give nothing.
-        if token in self._ends or not self._matcher.validate_tokens([token]):
-            return False
-        return bool(self._matcher.consume_token(token))
+        return token not in self._ends and _consume(self._matcher, self._tokens, token)
 
     def pop(self, count: int) -> None:
         if count:
@@ -158,6 +158,12 @@ class _Place(Constraint):
         # A quote may be merged with what it begins, but seldom is. White space mostly is.
         beginning = self._matcher.compute_ff_bytes()
         return self._tokens.tokenize_bytes(beginning)[:1] if beginning.strip() else []
+
+
+def _consume(matcher: Any, tokens: Any, token: int) -> bool:
+    """Take a token in if it is allowed. An `LLMatcher` asked about one beyond its vocabulary would fail for good."""
+    is_allowed = token < tokens.vocab_size and bool(matcher.validate_tokens([token]))
+    return is_allowed and bool(matcher.consume_token(token))
 
 
 def _library() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,8 @@ def _numbered(tokens: list[str]) -> dict[str, int]:
     return {token: i for i, token in enumerate([*SPECIAL, *tokens])}
 
 
-def byte_level() -> PreTrainedTokenizerFast:
-    """Tokens are bytes, as in GPT-2."""
+def byte_level(texts: Sequence[str] = TEXTS) -> PreTrainedTokenizerFast:
+    """Tokens are bytes, as in GPT-2, and what is frequent in texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +38,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(TEXTS * 2, trainer)
+    tokenizer.train_from_iterator([*texts] * 2, trainer)
     return _fast(tokenizer)
 
 

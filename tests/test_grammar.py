@@ -1,0 +1,371 @@
+"""Outputs follow a grammar token for token as in transformers' own loop, and what it forces is drafted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lookahead
+from lookahead import ConfigError, LookaheadConfig
+from lookahead.drafting.constrain import constrain
+from lookahead.drafting.proposal import Proposal
+from tests.support.adversarial_proposers import Scripted, chain
+from tests.support.text_tokenizers import byte_level, stripping, unigram, word_pieces
+from tests.support.token_prompts import DRAFTING
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["cat", "car", "dog"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "home": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 4},
+                "zip": {"type": "string", "pattern": "^[0-9]{3}$"},
+            },
+            "required": ["zip"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "kind", "home"],
+    "additionalProperties": False,
+}
+OPEN = {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": 3}
+ONE = "the only text that there is, 42 times over"
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "nested": {"json_schema": PERSON},
+    "open": {"json_schema": json.dumps(OPEN)},
+    "white space": {"json_schema": {**PERSON, "x-guidance": {"whitespace_flexible": True}}},
+    "words": {"regex": "(ab|abc|b+d){1,9}"},
+    "one text": {"regex": ONE},
+    "sums": {"grammar": 'start: sum "."\nsum: num | sum "+" num\nnum: /[0-9]{1,2}/ | "(" sum ")"'},
+}
+TEXTS = [
+    json.dumps({"name": "abba", "kind": "dog", "home": {"city": "rome", "zip": "123"}, "tags": [True, False]}),
+    ONE,
+]
+END, OTHER_END, PAD = 2, 1, 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_level(TEXTS)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    """A random model, whose vocabulary is larger than that of the tokenizer."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 7, **sizes, initializer_range=0.4, eos_token_id=END, pad_token_id=PAD
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return LlamaForCausalLM(config).float().eval()
+
+
+def prompts(tokenizer: Any, rows: int) -> dict[str, Any]:
+    texts = ["a person: ", "cats and dogs, ", "x"][:rows]
+    return dict(tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False))
+
+
+def both(model: Any, inputs: dict[str, Any], grammar: Any, config: LookaheadConfig = DRAFTING, **options: Any) -> Any:
+    """What transformers' own loop writes behind a prompt, and what we write from the same seed."""
+    options = {"max_new_tokens": 90, "do_sample": False, **options, "logits_processor": [grammar]}
+    torch.manual_seed(1)
+    expected = model.generate(**inputs, **options)
+    torch.manual_seed(1)
+    ours = model.generate(**inputs, **options, custom_generate=lookahead.decode, lookahead_config=config)
+    width = inputs["input_ids"].shape[1]
+    return expected[:, width:], ours[:, width:]
+
+
+def text_of(tokenizer: Any, tokens: Any) -> tuple[str, bool]:
+    """A text, and whether it ended."""
+    ids = tokens.tolist()
+    return tokenizer.decode(ids, skip_special_tokens=True), END in ids or OTHER_END in ids
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_tokens_are_those_of_transformers_own_loop_with_the_same_grammar(model, tokenizer, kind, do_sample, rows):
+    grammar = lookahead.Grammar(tokenizer, **GRAMMARS[kind])
+    expected, ours = both(model, prompts(tokenizer, rows), grammar, do_sample=do_sample)
+    assert torch.equal(ours, expected)
+    for row in ours:
+        text, has_ended = text_of(tokenizer, row)
+        if has_ended and "json_schema" in GRAMMARS[kind]:
+            assert isinstance(json.loads(text), dict)
+        if has_ended and "regex" in GRAMMARS[kind]:
+            assert re.fullmatch(GRAMMARS[kind]["regex"], text)
+    assert kind in ("white space", "open") or any(text_of(tokenizer, row)[1] for row in ours)
+
+
+def test_a_text_that_a_grammar_forces_takes_one_pass_a_draft(model, tokenizer):
+    grammar = lookahead.Grammar(tokenizer, regex=ONE)
+    inputs = prompts(tokenizer, 3)
+    done = lookahead.generate(
+        model, tokenizer, inputs, config=DRAFTING, max_new_tokens=90, do_sample=False, logits_processor=[grammar]
+    )
+    assert done.texts == [ONE] * 3 and done.finish_reasons == ["stop"] * 3
+    tokens = len(done.token_ids[0])
+    assert tokens > 10
+    for stats in done.row_stats:
+        assert stats.target_forwards == 1
+        # The first token comes from the prompt's pass, and the last one, the end, from the pass of all others.
+        assert stats.accepted_by_source["grammar"] == stats.drafted_by_source["grammar"] == tokens - 2
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 11, 12, 13, 14, 40])
+def test_a_limit_inside_of_a_forced_text_ends_it_there(model, tokenizer, limit):
+    grammar = lookahead.Grammar(tokenizer, regex=ONE)
+    expected, ours = both(model, prompts(tokenizer, 1), grammar, max_new_tokens=limit)
+    assert torch.equal(ours, expected) and ours.shape[1] <= limit
+
+
+def test_forced_tokens_are_drafted_behind_those_of_other_sources(model, tokenizer):
+    """One draft holds a guessed value, and the key that must follow it."""
+    grammar = lookahead.Grammar(tokenizer, **GRAMMARS["nested"])
+    inputs = prompts(tokenizer, 1)
+    (answer,), _ = both(model, inputs, grammar)
+    text = [*inputs["input_ids"][0].tolist(), *answer.tolist()]
+
+    def knowing_one(row: int, ids: list[int], max_nodes: int) -> Proposal | None:
+        return chain(text[len(ids) - 1 : len(ids) + 1]) if len(ids) < len(text) else None
+
+    config = LookaheadConfig(proposers=(lambda call: Scripted(knowing_one),), draft="fixed")
+    done = lookahead.generate(
+        model, tokenizer, inputs, config=config, max_new_tokens=90, do_sample=False, logits_processor=[grammar]
+    )
+    assert done.token_ids[0] == answer.tolist()
+    stats = done.stats
+    assert stats.accepted_by_source["scripted"] > 0 and stats.accepted_by_source["grammar"] > 0
+    # A step emits the guessed token, what is forced behind it, and one more.
+    assert max(stats.acceptance_histogram) > 4
+
+
+@pytest.mark.parametrize("draft", ["fixed", "auto"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_drafts_that_are_always_wrong_change_no_token(model, tokenizer, draft, do_sample):
+    rng = np.random.default_rng(0)
+
+    def wrong(row: int, ids: list[int], max_nodes: int) -> Proposal:
+        size = int(rng.integers(2, 9))
+        parents = np.array([0, *(rng.integers(0, i) for i in range(1, size))], np.int32)
+        tokens = np.array([ids[-1], *rng.permutation(len(tokenizer))[: size - 1]], np.int32)
+        return Proposal(tokens, parents, rng.uniform(0, 1, size).astype(np.float32))
+
+    config = LookaheadConfig(proposers=("prompt", lambda call: Scripted(wrong)), draft=draft, min_probability=0.0)
+    for given in GRAMMARS.values():
+        grammar = lookahead.Grammar(tokenizer, **given)
+        expected, ours = both(model, prompts(tokenizer, 3), grammar, config, do_sample=do_sample, max_new_tokens=40)
+        assert torch.equal(ours, expected)
+
+
+def allowed_by(processor: Any, ids: list[int], vocabulary: int) -> list[int]:
+    scores = processor(torch.tensor([ids]), torch.zeros(1, vocabulary))
+    return torch.isfinite(scores[0]).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_a_walk_along_drafts_leaves_a_grammar_where_it_was(tokenizer, kind):
+    """Behind random outputs: what is cut is what is forbidden there, what is forced is allowed alone."""
+    grammar, rng, size = lookahead.Grammar(tokenizer, **GRAMMARS[kind]), np.random.default_rng(7), len(tokenizer)
+
+    def fresh(ids: list[int]) -> list[int]:
+        (processor,) = grammar.objects(1)
+        tokens = [allowed_by(processor, ids[:n], size) for n in range(1, len(ids) + 1)]
+        return tokens[-1]
+
+    def offered(ids: list[int]) -> Proposal:
+        """Mostly what is allowed, so that the walk goes deep."""
+        tokens, parents, behind = [ids[-1]], [0], [ids]
+        for node in range(1, 12):
+            parent = int(rng.integers(max(0, node - 3), node))
+            after = fresh(behind[parent]) if rng.random() < 0.8 else []
+            token = int(rng.choice(after or size))
+            if token not in [tokens[i] for i in range(1, node) if parents[i] == parent]:
+                tokens.append(token)
+                parents.append(parent)
+                behind.append([*behind[parent], token] if after and token != END else ids)
+            else:
+                break
+        return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.full(len(tokens), 0.9, np.float32))
+
+    (walked,), ids = grammar.objects(1), [9]
+    while END not in ids and len(ids) < 12:
+        allowed = allowed_by(walked, ids, size)
+        assert allowed == fresh(ids)
+        offer = offered(ids)
+        (cut,), forced = walked.constrain(torch.tensor(ids), [offer], 64, 0.0)
+        for node in range(1, len(offer.tokens)):
+            if offer.parents[node] == 0 and int(offer.tokens[node]) != END:
+                assert (cut.probabilities[node] > 0) == (int(offer.tokens[node]) in allowed)
+        behind = [ids]
+        nodes = [] if forced is None else list(zip(*(each.tolist() for each in forced[:4]), strict=True))[1:]
+        for token, parent, chance, source in nodes:
+            behind.append([*behind[parent], token])
+            if source and chance == 1.0:
+                assert fresh(behind[parent]) == [token]
+        ids.append(int(rng.choice(allowed)))
+    assert allowed_by(walked, ids, size) == fresh(ids)
+
+
+def test_an_end_is_allowed_exactly_where_the_grammar_can_end(tokenizer):
+    """All prefixes of up to three tokens, against the regular expression itself; both ends where there are two."""
+    pattern = "a{1,2}(bc?)?"
+    grammar = lookahead.Grammar(tokenizer, regex=pattern, eos_token_id=[END, OTHER_END])
+    open_texts, ended = [[9]], 0
+    while open_texts:
+        ids = open_texts.pop()
+        (processor,) = grammar.objects(1)
+        for n in range(1, len(ids) + 1):
+            allowed = allowed_by(processor, ids[:n], len(tokenizer) + 3)
+        can_end = re.fullmatch(pattern, tokenizer.decode(ids[1:])) is not None
+        assert (END in allowed) == (OTHER_END in allowed) == can_end
+        ended += can_end
+        open_texts += [[*ids, token] for token in allowed if token not in (END, OTHER_END)]
+    assert ended >= 6
+
+
+def test_one_object_serves_many_calls_each_from_the_start(model, tokenizer):
+    grammar = lookahead.Grammar(tokenizer, **GRAMMARS["words"])
+    inputs = prompts(tokenizer, 1)
+    first = both(model, inputs, grammar)
+    assert all(torch.equal(again, first[0]) for again in both(model, inputs, grammar))
+    texts = ["a person: ", "cats and dogs, ", "x", "yy", "zzz"]
+    options = {"config": DRAFTING, "max_new_tokens": 30, "do_sample": False, "logits_processor": [grammar]}
+    alone = [lookahead.generate(model, tokenizer, text, **options).token_ids[0] for text in texts]
+    many = lookahead.stream_many(model, tokenizer, texts, rows=2, **options)
+    assert {each.index: each.token_ids for each in many} == dict(enumerate(alone))
+    with lookahead.enable(model, config=DRAFTING):
+        enabled = model.generate(**inputs, max_new_tokens=90, do_sample=False, logits_processor=[grammar])
+    assert torch.equal(enabled[:, inputs["input_ids"].shape[1] :], first[0])
+
+
+def test_rows_of_one_stream_join_each_other_under_a_grammar(model, tokenizer):
+    grammar = lookahead.Grammar(tokenizer, regex=ONE)
+    options = {"config": DRAFTING, "max_new_tokens": 60, "do_sample": False, "logits_processor": [grammar]}
+    done = list(lookahead.stream_many(model, tokenizer, ["a", "bc", "d"], **options))
+    assert [each.text for each in done] == [ONE] * 3
+    assert all(each.stats.accepted_by_source["grammar"] > 5 for each in done)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "one of json_schema, regex and grammar, got none"),
+        ({"regex": "a", "grammar": "b"}, "got regex and grammar"),
+        ({"regex": "("}, "regex is not valid.*unclosed group"),
+        ({"regex": 3}, "regex must be text, got 3"),
+        ({"json_schema": "{"}, "json_schema is no JSON"),
+        ({"json_schema": [1]}, "json_schema must be a dict"),
+        ({"json_schema": {"type": "objekt"}}, "json_schema is not valid: .*objekt"),
+        ({"json_schema": {"not": {"type": "string"}}}, "json_schema is not valid: Unimplemented keys"),
+        ({"json_schema": {"type": {1, 2}}}, "json_schema is not valid"),
+        ({"grammar": "start: b"}, 'grammar is not valid: .*unknown name: "b"'),
+        ({"regex": "a", "eos_token_id": []}, "eos_token_id must be one or more tokens"),
+        ({"regex": "a", "eos_token_id": [1, 9999]}, "eos_token_id must be one or more tokens.*got"),
+    ],
+)
+def test_a_bad_grammar_is_refused_with_the_reason(tokenizer, given, said):
+    with pytest.raises(ConfigError, match=said):
+        lookahead.Grammar(tokenizer, **given)
+
+
+def test_a_model_class_of_pydantic_is_a_schema(tokenizer):
+    from pydantic import BaseModel
+
+    class Point(BaseModel):
+        x: int
+        y: int
+
+    (processor,) = lookahead.Grammar(tokenizer, json_schema=Point).objects(1)
+    text = tokenizer('{"x": 3, "y": 4}')["input_ids"]
+    for n in range(len(text)):
+        assert text[n] in allowed_by(processor, [9, *text[:n]], len(tokenizer))
+    assert allowed_by(processor, [9, *text], len(tokenizer)) == [END]
+
+
+def test_tokenizers_are_known_by_their_bytes_or_refused():
+    (processor,) = lookahead.Grammar(stripping(), regex="é").objects(1)
+    assert allowed_by(processor, [5], 277) == [4 + 0xC3]
+    for other in (unigram(), word_pieces()):
+        with pytest.raises(ConfigError, match="does not know this kind of tokenizer"):
+            lookahead.Grammar(other, regex="a")
+    with pytest.raises(ConfigError, match="fast tokenizer, got ByT5Tokenizer"):
+        from transformers import ByT5Tokenizer
+
+        lookahead.Grammar(ByT5Tokenizer(extra_ids=3), regex="a")
+
+
+def test_what_is_kept_of_a_tokenizer_goes_with_it():
+    tokenizer = byte_level(TEXTS)
+    lookahead.Grammar(tokenizer, regex="a")
+    gone = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_missing_library_is_named_with_the_extra(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"lookahead-decoding\[grammar\]"):
+        lookahead.Grammar(tokenizer, regex="a")
+
+
+def test_a_token_that_the_grammar_forbids_is_an_error_if_it_is_chosen_all_the_same(model, tokenizer):
+    def meddling(ids: Any, scores: Any) -> Any:
+        return torch.where(torch.arange(scores.shape[1]) == 40, 1e9, scores)
+
+    given = [lookahead.Grammar(tokenizer, regex="[0-9]+"), meddling]
+    with pytest.raises(lookahead.LookaheadError, match="does not allow token 40"):
+        lookahead.generate(model, tokenizer, "a", max_new_tokens=9, do_sample=False, logits_processor=given)
+
+
+def test_a_proposal_is_cut_and_extended_in_place_of_its_nodes():
+    """A constraint in which letters follow each other, and z is forbidden."""
+
+    class Alphabet:
+        def __init__(self) -> None:
+            self.place = [0]
+
+        def push(self, token: int) -> bool:
+            is_allowed = token == 5 or token == self.place[-1] + 1
+            self.place += [token] * is_allowed
+            return is_allowed
+
+        def pop(self, count: int) -> None:
+            del self.place[len(self.place) - count :]
+
+        def forced(self) -> list[int]:
+            return [6, 7] if self.place[-1] == 5 else []
+
+        def likely(self) -> list[int]:
+            return []
+
+    alphabet = Alphabet()
+    offer = Proposal(
+        np.array([0, 1, 9, 5, 6, 8, 2], np.int32),
+        np.array([0, 0, 0, 1, 3, 3, 1], np.int32),
+        np.full(7, 0.5, np.float32),
+    )
+    (nothing, cut), forced = constrain(0, [None, offer], alphabet, 64)
+    assert nothing is None and alphabet.place == [0]
+    assert cut.probabilities.tolist() == [0.5, 0.5, 0.0, 0.5, 0.5, 0.0, 0.5]
+    assert offer.probabilities.tolist() == [0.5] * 7
+    assert forced.tokens.tolist() == [0, 1, 5, 6, 7] and forced.parents.tolist() == [0, 0, 1, 2, 3]
+    assert forced.probabilities.tolist() == [1.0, 0.5, 0.5, 1.0, 1.0] and forced.sources.tolist() == [0, 0, 0, 1, 1]
