@@ -42,6 +42,7 @@ from lookahead.hf.facts import attention_name, empty_cache, picks_keys, processe
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
+from lookahead.verification.per_row import is_per_row
 from lookahead.verification.stopping import FinishReason, reason_of
 
 LONG_PROMPT = 64
@@ -123,6 +124,8 @@ class BeamLoop(PlainLoop):
             call.model, call.input_ids, call.generation_config, call.model_kwargs,
         )  # fmt: skip
         validation.validate_call(model, generation_config, options, modes=BEAM_MODES)
+        if any(map(is_per_row, call.logits_processor)):
+            raise UnsupportedModelError("processors per row cannot follow beams, whose rows are copied to each other")
         past, beams = cache_in(options), generation_config.num_beams
         if is_callers(past) or tokens_in(past) > 0:
             raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
