@@ -60,6 +60,7 @@ OPTIONAL = {
     "kernels": {"triton"},
     "generation.serving": {"fastapi", "jinja2", "uvicorn"},
     "jobs.worker_pool": {"ray"},
+    "verification.grammar": {"llguidance"},
 }
 BROUGHT_ALONG = {"tokenizers", "huggingface_hub", "llvmlite", "packaging"}  # by transformers and numba
 FEW_PARAMETERS = 4  # a docstring says in a sentence what so many are; `Args:` describes more

@@ -41,6 +41,11 @@ class GenerateOptions(PromptOptions, SamplingOptions, DraftingOptions, ModelOpti
     prediction: list[str] | None = option(
         None, "File with what the output will largely be, a source of drafts; may be repeated.", metavar="FILE"
     )
+    json_schema: str | None = option(None, "File with a JSON schema that the output follows.", metavar="FILE")
+    regex: str | None = option(None, "Regular expression that the output matches.", metavar="REGEX")
+    grammar: str | None = option(
+        None, "File with a grammar, as Lark writes them, that the output follows.", metavar="FILE"
+    )
     num_beams: int | None = option(
         None, "Search with so many beams; the text comes at the end. (default: the model's own, or 1)", min=1, max=1024
     )
@@ -67,6 +72,8 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate - --max-new-tokens 64 < prompt.txt
       lookahead generate "Once upon a time" --num-beams 4
       lookahead generate - --prediction code.py --max-new-tokens 2000 < edit.txt
+      lookahead generate "Call the weather tool for Oslo." --json-schema tool.json
+      lookahead generate "Is Oslo in Norway?" --regex "yes|no"
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
@@ -79,6 +86,11 @@ def generate(options: GenerateOptions) -> None:
     if not text:
         raise PromptError("the prompt is empty")
     predictions = [read_prompt_file(name) for name in options.prediction or ()]
+    grammars = {
+        "json_schema": None if options.json_schema is None else read_prompt_file(options.json_schema),
+        "regex": options.regex,
+        "grammar": None if options.grammar is None else read_prompt_file(options.grammar),
+    }
     loaded = load(options)
     if options.draft_model is not None:
         draft, tokenizer = load(options, options.draft_model, measures_costs=False)
@@ -91,7 +103,7 @@ def generate(options: GenerateOptions) -> None:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
         pieces = lookahead.stream(
             *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncate,
-            prediction=predictions, max_new_tokens=options.max_new_tokens, **decoding,
+            prediction=predictions, max_new_tokens=options.max_new_tokens, **grammars, **decoding,
         )  # fmt: skip
         with pieces.serving():
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -15,6 +15,7 @@ from lookahead.errors import PromptError
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prediction_reading import Prediction, Predictions
 from lookahead.generation.prompts import Prompt, PromptReader, Prompts, Truncation
+from lookahead.generation.row_processors import with_row_processors
 from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.hf.call_caches import cache_in
 from lookahead.stats import DecodingStats, total
@@ -50,6 +51,10 @@ def generate(
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
     prediction: Predictions = None,
+    json_schema: Any = None,
+    regex: str | None = None,
+    grammar: str | None = None,
+    per_row: Callable[[], Any] | None = None,
     add_special_tokens: bool = True,
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -76,6 +81,12 @@ def generate(
             token ids; or several of them, of which one may be right. For several prompts a list with an entry for each,
             None for none. It is a source of drafts, `"prediction"` in the stats, and no part of the prompt: it costs no
             reading, and a wrong one changes no token.
+        json_schema: A JSON schema that every output follows, as of `lookahead.Grammar`: a dict, text, or a pydantic
+            model class. It is valid where the output ends by `"stop"`. What a grammar forces is a source of drafts,
+            `"grammar"` in the stats.
+        regex: A regular expression that every output matches, in place of a schema.
+        grammar: A context-free grammar that every output follows, in place of a schema.
+        per_row: Makes a logits processor, which may keep a state, for every row, as of `lookahead.PerRow`.
         add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
         truncate: What a prompt loses that leaves no room for `max_new_tokens` in the model's context: `"left"`, its
             beginning, or `"right"`, its end. A chat loses its oldest turns first. None refuses a prompt that is longer
@@ -94,7 +105,9 @@ def generate(
         UnsupportedModelError: The generation mode cannot be served.
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
-    reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
+    grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row=per_row, **grammars)
+    reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
@@ -115,6 +128,10 @@ def stream(
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
     prediction: Predictions = None,
+    json_schema: Any = None,
+    regex: str | None = None,
+    grammar: str | None = None,
+    per_row: Callable[[], Any] | None = None,
     add_special_tokens: bool = True,
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -133,6 +150,10 @@ def stream(
         generation_config: As for `model.generate`.
         seed: Seeds torch's random numbers first.
         prediction: What the output will largely be.
+        json_schema: A JSON schema that the output follows.
+        regex: A regular expression that the output matches.
+        grammar: A context-free grammar that the output follows.
+        per_row: Makes a logits processor for every row.
         add_special_tokens: Whether the tokenizer adds its special tokens to text.
         truncate: What a prompt loses that is too long, `"left"` or `"right"`.
         chat_template_kwargs: Further arguments of the chat template.
@@ -146,7 +167,9 @@ def stream(
         PromptError: There is not one prompt, or what `generate` says; its other errors too.
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
-    reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
+    grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row=per_row, **grammars)
+    reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
@@ -164,6 +187,10 @@ def stream_many(
     config: LookaheadConfig | None = None,
     generation_config: GenerationConfig | None = None,
     prediction: Iterable[Prediction | Sequence[Prediction] | None] | None = None,
+    json_schema: Any = None,
+    regex: str | None = None,
+    grammar: str | None = None,
+    per_row: Callable[[], Any] | None = None,
     add_special_tokens: bool = True,
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -190,6 +217,10 @@ def stream_many(
         generation_config: As for `model.generate`.
         prediction: What the output of each prompt will largely be, one entry for each, None for none; it may come from
             a stream, too.
+        json_schema: A JSON schema that the output follows.
+        regex: A regular expression that the output matches.
+        grammar: A context-free grammar that the output follows.
+        per_row: Makes a logits processor for every row.
         add_special_tokens: Whether the tokenizer adds its special tokens to text.
         truncate: What a prompt loses that is too long, `"left"` or `"right"`.
         chat_template_kwargs: Further arguments of the chat template.
@@ -198,7 +229,7 @@ def stream_many(
             is room for it, the input of an encoder included, and its output; one that needs more than all of it is
             decoded alone.
         **generate_kwargs: Options of `model.generate`; processors and criteria must be of transformers' own kinds that
-            keep no state.
+            keep no state. Processors of your own go into `per_row`.
 
     Example:
         >>> for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=128):  # doctest: +SKIP
@@ -212,7 +243,9 @@ def stream_many(
             `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
     """
     given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
-    reader = PromptReader(model, tokenizer, *given, **generate_kwargs)
+    grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row=per_row, **grammars)
+    reader = PromptReader(model, tokenizer, *given, **options)
     separated = iter(reader.separate(prompts))
     if reader.further:
         raise PromptError(

@@ -32,7 +32,7 @@ from lookahead.hf.facts import (
     side_positions,
     vocabulary_size,
 )
-from lookahead.verification.per_row import is_per_row
+from lookahead.verification.stopping import has_own
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""
@@ -115,8 +115,7 @@ class PromptReader:
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
         self.config, self.model, self.tokenizer, self._seed = config, model, tokenizer, seed
-        processors = options.get("logits_processor") or ()
-        self.has_own = bool(options.get("stopping_criteria")) or not all(map(is_per_row, processors))
+        self.has_own = has_own(options)
         self._generation_config, self.options = validation.serve_stop_strings(
             model, tokenizer, generation_config, options
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -13,6 +13,7 @@ from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from lookahead.utils.shipped import is_shipped
+from lookahead.verification.per_row import is_per_row
 from lookahead.verification.sampling import foreign_processor
 
 FinishReason = Literal["stop", "length", "criteria"]
@@ -53,6 +54,12 @@ def _is_plain(criterion: object, kinds: Collection[type] = _ROW_WISE) -> bool:
     return type(criterion) in kinds and is_shipped(type(criterion).__call__)
 
 
+def has_own(options: Mapping[str, Any]) -> bool:
+    """Whether options of `model.generate` hold a user's processors, beside those of every row, or criteria."""
+    processors = options.get("logits_processor") or ()
+    return bool(options.get("stopping_criteria")) or not all(map(is_per_row, processors))
+
+
 def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
     """The name of the first processor or criterion that may keep a state or look across rows, or an empty string."""
     others = [criterion for criterion in criteria if not _is_plain(criterion)]
@@ -78,7 +85,7 @@ def stateful_reason(
     if rows > 1 and (name := stateful_name(processors, criteria, config)):
         return (
             f"{name} may keep a state, or look at other rows, so it must see every step of the whole batch: the {rows} "
-            "rows are decoded plainly; a prompt by itself is drafted for"
+            "rows are decoded plainly; a prompt by itself is drafted for, and processors of lookahead.PerRow are"
         )
     if is_lossy and config.do_sample and (name := foreign_processor(processors, config, is_tentative=True)):
         return (
