@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import re
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig
+from lookahead.cli.app import app
 from lookahead.drafting.constrain import constrain
 from lookahead.drafting.proposal import Proposal
 from tests.support.adversarial_proposers import Scripted, chain
@@ -262,6 +265,75 @@ def test_rows_of_one_stream_join_each_other_under_a_grammar(model, tokenizer):
     done = list(lookahead.stream_many(model, tokenizer, ["a", "bc", "d"], **options))
     assert [each.text for each in done] == [ONE] * 3
     assert all(each.stats.accepted_by_source["grammar"] > 5 for each in done)
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_generate_stream_and_stream_many_take_a_grammar_by_name(model, tokenizer, kind):
+    given, text = GRAMMARS[kind], "a person: "
+    options: dict[str, Any] = {"config": DRAFTING, "max_new_tokens": 60, "do_sample": False, **given}
+    (expected,), _ = both(model, prompts(tokenizer, 1), lookahead.Grammar(tokenizer, **given), max_new_tokens=60)
+    assert lookahead.generate(model, tokenizer, text, **options).token_ids == [expected.tolist()]
+    pieces = lookahead.stream(model, tokenizer, text, **options)
+    assert "".join(pieces) == tokenizer.decode(expected, skip_special_tokens=True)
+    assert [each.token_ids for each in lookahead.stream_many(model, tokenizer, [text], **options)] == [
+        expected.tolist()
+    ]
+
+
+def test_an_output_ends_with_its_grammar_whatever_ends_the_model_has(model, tokenizer):
+    """Several ends, those of a call, and none of the model's own, where the tokenizer's serves."""
+    plain = copy.deepcopy(model)
+    plain.generation_config.eos_token_id = plain.config.eos_token_id = None
+    for used, ends in ((model, [OTHER_END, END]), (model, OTHER_END), (plain, None)):
+        options = {} if ends is None else {"eos_token_id": ends}
+        done = lookahead.generate(
+            used,
+            tokenizer,
+            ["a", "bcd"],
+            regex="[0-9]{2}",
+            config=DRAFTING,
+            max_new_tokens=20,
+            do_sample=False,
+            **options,
+        )
+        assert done.finish_reasons == ["stop"] * 2 and all(re.fullmatch("[0-9]{2}", text) for text in done.texts)
+        assert all(ids[-1] in (END, OTHER_END) and len(ids) <= 3 for ids in done.token_ids)
+
+
+def test_a_bad_grammar_is_an_error_before_anything_is_decoded(model, tokenizer):
+    for call in (lookahead.generate, lookahead.stream, lookahead.stream_many):
+        with pytest.raises(ConfigError, match="regex is not valid"):
+            call(model, tokenizer, "a", regex="(", max_new_tokens=3)
+        with pytest.raises(ConfigError, match="got json_schema and regex"):
+            call(model, tokenizer, "a", regex="a", json_schema={}, max_new_tokens=3)
+        with pytest.raises(ConfigError, match="tokenizer must be a tokenizer"):
+            call(model, None, "a", regex="a", max_new_tokens=3)
+
+
+def test_the_command_takes_a_schema_an_expression_or_a_grammar(model, tokenizer, tmp_path, workplace):
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "schema.json").write_text(json.dumps(PERSON))
+    (tmp_path / "bad.json").write_text('{"type": "objekt"}')
+    (tmp_path / "sums.lark").write_text(GRAMMARS["sums"]["grammar"])
+
+    def run(*arguments: str) -> Any:
+        options = ["--model", "model", "--dtype", "fp32", "--max-new-tokens", "80"]
+        return CliRunner().invoke(app, ["generate", "a person: ", *options, *arguments])
+
+    assert run("--json-schema", "schema.json").stdout.startswith('{"name": "')
+    assert run("--regex", ONE).stdout == ONE + "\n"
+    assert re.match(r"[0-9(+)]+\.?\n", run("--grammar", "sums.lark").stdout)
+    for arguments, said in (
+        (["--json-schema", "bad.json"], "error: json_schema is not valid: Invalid type: objekt"),
+        (["--grammar", "none.lark"], "error: none.lark: No such file"),
+        (
+            ["--regex", "a", "--grammar", "sums.lark"],
+            "error: give one of json_schema, regex and grammar, got regex and",
+        ),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,24 @@ def test_prompts_of_a_stream_join_each_other_with_an_object_each(looping_llama, 
     assert len(made) == len(prompts)
 
 
+@pytest.mark.usefixtures("no_warning")
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_factory_is_an_option_of_generate_stream_and_stream_many(looping_llama, tiny_tokenizer, do_sample):
+    options: dict[str, Any] = {"config": DRAFTING, "max_new_tokens": 20, "do_sample": do_sample}
+    torch.manual_seed(3)
+    expected = lookahead.generate(
+        looping_llama, tiny_tokenizer, "abcabcabc", **options, logits_processor=[PerRow(Counting)]
+    )
+    options["per_row"] = Counting
+    torch.manual_seed(3)
+    assert lookahead.generate(looping_llama, tiny_tokenizer, "abcabcabc", **options).token_ids == expected.token_ids
+    torch.manual_seed(3)
+    assert "".join(lookahead.stream(looping_llama, tiny_tokenizer, "abcabcabc", **options)) == expected.texts[0]
+    torch.manual_seed(3)
+    (done,) = lookahead.stream_many(looping_llama, tiny_tokenizer, ["abcabcabc"], **options)
+    assert done.token_ids == expected.token_ids[0]
+
+
 class Failing(Counting):
     """Raises at its fifth token, where the prompt has marks."""
 

@@ -86,7 +86,8 @@ def generate(options: GenerateOptions) -> None:
     if not text:
         raise PromptError("the prompt is empty")
     predictions = [read_prompt_file(name) for name in options.prediction or ()]
-    grammars = {
+    decoding: dict[str, Any] = {
+        **options.sampling,
         "json_schema": None if options.json_schema is None else read_prompt_file(options.json_schema),
         "regex": options.regex,
         "grammar": None if options.grammar is None else read_prompt_file(options.grammar),
@@ -98,12 +99,13 @@ def generate(options: GenerateOptions) -> None:
         config = replace(config, proposers=(*config.proposers, lookahead.DraftModel(draft, tokenizer=tokenizer)))
     from lookahead.generation.prompts import as_chat
 
-    decoding = options.sampling if options.num_beams is None else {**options.sampling, "num_beams": options.num_beams}
+    if options.num_beams is not None:
+        decoding["num_beams"] = options.num_beams
     with memory_file_saved_at_exit(options, loaded.model), reading() as on_prefill:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
         pieces = lookahead.stream(
             *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncate,
-            prediction=predictions, max_new_tokens=options.max_new_tokens, **grammars, **decoding,
+            prediction=predictions, max_new_tokens=options.max_new_tokens, **decoding,
         )  # fmt: skip
         with pieces.serving():
             try:

@@ -12,13 +12,15 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from lookahead.backend.protocol import OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
+from lookahead.generation import validation
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prediction_reading import Prediction, Predictions
 from lookahead.generation.prompts import Prompt, PromptReader, Prompts, Truncation
-from lookahead.generation.row_processors import with_row_processors
 from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.hf.call_caches import cache_in
 from lookahead.stats import DecodingStats, total
+from lookahead.verification.grammar import Grammar
+from lookahead.verification.per_row import PerRow
 from lookahead.verification.stopping import FinishReason
 
 
@@ -106,7 +108,7 @@ def generate(
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row=per_row, **grammars)
+    options = _with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
@@ -168,7 +170,7 @@ def stream(
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row=per_row, **grammars)
+    options = _with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
@@ -244,7 +246,7 @@ def stream_many(
     """
     given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row=per_row, **grammars)
+    options = _with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     separated = iter(reader.separate(prompts))
     if reader.further:
@@ -256,6 +258,28 @@ def stream_many(
     expected = repeat(None) if prediction is None else iter(prediction)
     scheduler = Scheduler(reader, rows, cache_tokens, predicts=prediction is not None)
     return _stream(scheduler, separated, expected)
+
+
+def _with_row_processors(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
+    per_row: Callable[[], Any] | None,
+    grammars: dict[str, Any],
+) -> dict[str, Any]:
+    """The options of `model.generate` with the grammar and the processor of every row behind processors given there."""
+    added: list[PerRow] = []
+    if any(each is not None for each in grammars.values()):
+        validation.check_pair(model, tokenizer)
+        ends = validation.resolved(model, generation_config, options, "eos_token_id")
+        if ends is None:
+            ends = tokenizer.eos_token_id  # without one an output could not end where its grammar must
+            options = {**options, "eos_token_id": ends}
+        added.append(Grammar(tokenizer, **grammars, eos_token_id=ends))
+    if per_row is not None:
+        added.append(PerRow(per_row))
+    return {**options, "logits_processor": [*(options.get("logits_processor") or ()), *added]} if added else options
 
 
 def _stream(scheduler: Scheduler, prompts: Iterator[Prompt], predictions: Iterator[Any]) -> Iterator[Completion]:

@@ -13,8 +13,14 @@ class ForcedTokens(Proposer):
 
     sources = ("grammar",)
 
+    def start(self, row: int, prompt: IntArray) -> None:
+        pass
+
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         return None
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        pass
+
+    def finish(self, row: int) -> None:
         pass

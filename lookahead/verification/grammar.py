@@ -157,7 +157,7 @@ class _Place(Constraint):
     def likely(self) -> list[int]:
         # A quote may be merged with what it begins, but seldom is. White space mostly is.
         beginning = self._matcher.compute_ff_bytes()
-        return self._tokens.tokenize_bytes(beginning)[:1] if beginning.strip() else []
+        return cast(list[int], self._tokens.tokenize_bytes(beginning)[:1]) if beginning.strip() else []
 
 
 def _consume(matcher: Any, tokens: Any, token: int) -> bool:
@@ -188,7 +188,7 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, given: int | Sequence[int] |
             f"eos_token_id must be one or more tokens of the tokenizer for outputs that follow a grammar, 0 to "
             f"{len(tokenizer) - 1}, got {ends or None}"
         )
-    return ends
+    return cast(list[int], ends)
 
 
 def _grammar_text(matcher: Any, kind: str, given: Any) -> str:
