@@ -58,7 +58,7 @@ NOT_RUN = {
     ("docs/front-ends.md", "pip install 'lookahead-decoding[serve]'"),
     ("docs/grammars.md", "pip install 'lookahead-decoding[grammar]'"),
     ("docs/grammars.md", "schema = {"),
-    ("docs/grammars.md", "lookahead generate \"What"),
+    ("docs/grammars.md", 'lookahead generate "What'),
     ("docs/grammars.md", "grammar = lookahead.Grammar(tokenizer,"),
     ("docs/front-ends.md", "from openai import"),
     ("docs/front-ends.md", "from langchain_huggingface import"),

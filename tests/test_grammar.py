@@ -2,97 +2,43 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import json
 import re
-import sys
-import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
+from transformers import StopStringCriteria
 
 import lookahead
-from lookahead import ConfigError, LookaheadConfig
-from lookahead.cli.app import app
+from lookahead import LookaheadConfig
 from lookahead.drafting.constrain import constrain
 from lookahead.drafting.proposal import Proposal
 from tests.support.adversarial_proposers import Scripted, chain
-from tests.support.text_tokenizers import byte_level, stripping, unigram, word_pieces
+from tests.support.grammars import (
+    END,
+    GRAMMARS,
+    ONE,
+    OTHER_END,
+    PAD,
+    allowed_by,
+    both,
+    json_model,
+    json_tokenizer,
+    prompts,
+)
 from tests.support.token_prompts import DRAFTING
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "kind": {"enum": ["cat", "car", "dog"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-        "home": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "maxLength": 4},
-                "zip": {"type": "string", "pattern": "^[0-9]{3}$"},
-            },
-            "required": ["zip"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["name", "kind", "home"],
-    "additionalProperties": False,
-}
-OPEN = {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": 3}
-ONE = "the only text that there is, 42 times over"
-GRAMMARS: dict[str, dict[str, Any]] = {
-    "nested": {"json_schema": PERSON},
-    "open": {"json_schema": json.dumps(OPEN)},
-    "white space": {"json_schema": {**PERSON, "x-guidance": {"whitespace_flexible": True}}},
-    "words": {"regex": "(ab|abc|b+d){1,9}"},
-    "one text": {"regex": ONE},
-    "sums": {"grammar": 'start: sum "."\nsum: num | sum "+" num\nnum: /[0-9]{1,2}/ | "(" sum ")"'},
-}
-TEXTS = [
-    json.dumps({"name": "abba", "kind": "dog", "home": {"city": "rome", "zip": "123"}, "tags": [True, False]}),
-    ONE,
-]
-END, OTHER_END, PAD = 2, 1, 0
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer() -> Any:
-    return byte_level(TEXTS)
+    return json_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def model(tokenizer: Any) -> Any:
-    """A random model, whose vocabulary is larger than that of the tokenizer."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer) + 7, **sizes, initializer_range=0.4, eos_token_id=END, pad_token_id=PAD
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return LlamaForCausalLM(config).float().eval()
-
-
-def prompts(tokenizer: Any, rows: int) -> dict[str, Any]:
-    texts = ["a person: ", "cats and dogs, ", "x"][:rows]
-    return dict(tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False))
-
-
-def both(model: Any, inputs: dict[str, Any], grammar: Any, config: LookaheadConfig = DRAFTING, **options: Any) -> Any:
-    """What transformers' own loop writes behind a prompt, and what we write from the same seed."""
-    options = {"max_new_tokens": 90, "do_sample": False, **options, "logits_processor": [grammar]}
-    torch.manual_seed(1)
-    expected = model.generate(**inputs, **options)
-    torch.manual_seed(1)
-    ours = model.generate(**inputs, **options, custom_generate=lookahead.decode, lookahead_config=config)
-    width = inputs["input_ids"].shape[1]
-    return expected[:, width:], ours[:, width:]
+@pytest.fixture
+def model() -> Any:
+    return json_model()
 
 
 def text_of(tokenizer: Any, tokens: Any) -> tuple[str, bool]:
@@ -176,11 +122,6 @@ def test_drafts_that_are_always_wrong_change_no_token(model, tokenizer, draft, d
         grammar = lookahead.Grammar(tokenizer, **given)
         expected, ours = both(model, prompts(tokenizer, 3), grammar, config, do_sample=do_sample, max_new_tokens=40)
         assert torch.equal(ours, expected)
-
-
-def allowed_by(processor: Any, ids: list[int], vocabulary: int) -> list[int]:
-    scores = processor(torch.tensor([ids]), torch.zeros(1, vocabulary))
-    return torch.isfinite(scores[0]).nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
@@ -267,138 +208,6 @@ def test_rows_of_one_stream_join_each_other_under_a_grammar(model, tokenizer):
     assert all(each.stats.accepted_by_source["grammar"] > 5 for each in done)
 
 
-@pytest.mark.parametrize("kind", GRAMMARS)
-def test_generate_stream_and_stream_many_take_a_grammar_by_name(model, tokenizer, kind):
-    given, text = GRAMMARS[kind], "a person: "
-    options: dict[str, Any] = {"config": DRAFTING, "max_new_tokens": 60, "do_sample": False, **given}
-    (expected,), _ = both(model, prompts(tokenizer, 1), lookahead.Grammar(tokenizer, **given), max_new_tokens=60)
-    assert lookahead.generate(model, tokenizer, text, **options).token_ids == [expected.tolist()]
-    pieces = lookahead.stream(model, tokenizer, text, **options)
-    assert "".join(pieces) == tokenizer.decode(expected, skip_special_tokens=True)
-    assert [each.token_ids for each in lookahead.stream_many(model, tokenizer, [text], **options)] == [
-        expected.tolist()
-    ]
-
-
-def test_an_output_ends_with_its_grammar_whatever_ends_the_model_has(model, tokenizer):
-    """Several ends, those of a call, and none of the model's own, where the tokenizer's serves."""
-    plain = copy.deepcopy(model)
-    plain.generation_config.eos_token_id = plain.config.eos_token_id = None
-    for used, ends in ((model, [OTHER_END, END]), (model, OTHER_END), (plain, None)):
-        options = {} if ends is None else {"eos_token_id": ends}
-        done = lookahead.generate(
-            used,
-            tokenizer,
-            ["a", "bcd"],
-            regex="[0-9]{2}",
-            config=DRAFTING,
-            max_new_tokens=20,
-            do_sample=False,
-            **options,
-        )
-        assert done.finish_reasons == ["stop"] * 2 and all(re.fullmatch("[0-9]{2}", text) for text in done.texts)
-        assert all(ids[-1] in (END, OTHER_END) and len(ids) <= 3 for ids in done.token_ids)
-
-
-def test_a_bad_grammar_is_an_error_before_anything_is_decoded(model, tokenizer):
-    for call in (lookahead.generate, lookahead.stream, lookahead.stream_many):
-        with pytest.raises(ConfigError, match="regex is not valid"):
-            call(model, tokenizer, "a", regex="(", max_new_tokens=3)
-        with pytest.raises(ConfigError, match="got json_schema and regex"):
-            call(model, tokenizer, "a", regex="a", json_schema={}, max_new_tokens=3)
-        with pytest.raises(ConfigError, match="tokenizer must be a tokenizer"):
-            call(model, None, "a", regex="a", max_new_tokens=3)
-
-
-def test_the_command_takes_a_schema_an_expression_or_a_grammar(model, tokenizer, tmp_path, workplace):
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "schema.json").write_text(json.dumps(PERSON))
-    (tmp_path / "bad.json").write_text('{"type": "objekt"}')
-    (tmp_path / "sums.lark").write_text(GRAMMARS["sums"]["grammar"])
-
-    def run(*arguments: str) -> Any:
-        options = ["--model", "model", "--dtype", "fp32", "--max-new-tokens", "80"]
-        return CliRunner().invoke(app, ["generate", "a person: ", *options, *arguments])
-
-    assert run("--json-schema", "schema.json").stdout.startswith('{"name": "')
-    assert run("--regex", ONE).stdout == ONE + "\n"
-    assert re.match(r"[0-9(+)]+\.?\n", run("--grammar", "sums.lark").stdout)
-    for arguments, said in (
-        (["--json-schema", "bad.json"], "error: json_schema is not valid: Invalid type: objekt"),
-        (["--grammar", "none.lark"], "error: none.lark: No such file"),
-        (
-            ["--regex", "a", "--grammar", "sums.lark"],
-            "error: give one of json_schema, regex and grammar, got regex and",
-        ),
-    ):
-        result = run(*arguments)
-        assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, "one of json_schema, regex and grammar, got none"),
-        ({"regex": "a", "grammar": "b"}, "got regex and grammar"),
-        ({"regex": "("}, "regex is not valid.*unclosed group"),
-        ({"regex": 3}, "regex must be text, got 3"),
-        ({"json_schema": "{"}, "json_schema is no JSON"),
-        ({"json_schema": [1]}, "json_schema must be a dict"),
-        ({"json_schema": {"type": "objekt"}}, "json_schema is not valid: .*objekt"),
-        ({"json_schema": {"not": {"type": "string"}}}, "json_schema is not valid: Unimplemented keys"),
-        ({"json_schema": {"type": {1, 2}}}, "json_schema is not valid"),
-        ({"grammar": "start: b"}, 'grammar is not valid: .*unknown name: "b"'),
-        ({"regex": "a", "eos_token_id": []}, "eos_token_id must be one or more tokens"),
-        ({"regex": "a", "eos_token_id": [1, 9999]}, "eos_token_id must be one or more tokens.*got"),
-    ],
-)
-def test_a_bad_grammar_is_refused_with_the_reason(tokenizer, given, said):
-    with pytest.raises(ConfigError, match=said):
-        lookahead.Grammar(tokenizer, **given)
-
-
-def test_a_model_class_of_pydantic_is_a_schema(tokenizer):
-    from pydantic import BaseModel
-
-    class Point(BaseModel):
-        x: int
-        y: int
-
-    (processor,) = lookahead.Grammar(tokenizer, json_schema=Point).objects(1)
-    text = tokenizer('{"x": 3, "y": 4}')["input_ids"]
-    for n in range(len(text)):
-        assert text[n] in allowed_by(processor, [9, *text[:n]], len(tokenizer))
-    assert allowed_by(processor, [9, *text], len(tokenizer)) == [END]
-
-
-def test_tokenizers_are_known_by_their_bytes_or_refused():
-    (processor,) = lookahead.Grammar(stripping(), regex="é").objects(1)
-    assert allowed_by(processor, [5], 277) == [4 + 0xC3]
-    for other in (unigram(), word_pieces()):
-        with pytest.raises(ConfigError, match="does not know this kind of tokenizer"):
-            lookahead.Grammar(other, regex="a")
-    with pytest.raises(ConfigError, match="fast tokenizer, got ByT5Tokenizer"):
-        from transformers import ByT5Tokenizer
-
-        lookahead.Grammar(ByT5Tokenizer(extra_ids=3), regex="a")
-
-
-def test_what_is_kept_of_a_tokenizer_goes_with_it():
-    tokenizer = byte_level(TEXTS)
-    lookahead.Grammar(tokenizer, regex="a")
-    gone = weakref.ref(tokenizer)
-    del tokenizer
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_missing_library_is_named_with_the_extra(tokenizer, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"lookahead-decoding\[grammar\]"):
-        lookahead.Grammar(tokenizer, regex="a")
-
-
 def test_a_token_that_the_grammar_forbids_is_an_error_if_it_is_chosen_all_the_same(model, tokenizer):
     def meddling(ids: Any, scores: Any) -> Any:
         return torch.where(torch.arange(scores.shape[1]) == 40, 1e9, scores)
@@ -406,6 +215,28 @@ def test_a_token_that_the_grammar_forbids_is_an_error_if_it_is_chosen_all_the_sa
     given = [lookahead.Grammar(tokenizer, regex="[0-9]+"), meddling]
     with pytest.raises(lookahead.LookaheadError, match="does not allow token 40"):
         lookahead.generate(model, tokenizer, "a", max_new_tokens=9, do_sample=False, logits_processor=given)
+
+
+def test_a_grammar_that_other_processors_leave_no_token_is_an_error(model, tokenizer):
+    """Greedy decoding would take token 0, which is special, for an end."""
+
+    def forty_alone(ids: Any, scores: Any) -> Any:
+        return torch.where(torch.arange(scores.shape[1]) == 40, scores, -torch.inf)
+
+    given = [forty_alone, lookahead.Grammar(tokenizer, regex="[0-9]+")]
+    options = {**prompts(tokenizer, 1), "max_new_tokens": 9, "do_sample": False, "logits_processor": given}
+    for ours in ({}, {"custom_generate": lookahead.decode}):
+        with pytest.raises(lookahead.LookaheadError, match="other processors forbid all that the grammar allows"):
+            model.generate(**options, **ours)
+
+
+def test_rows_that_something_else_ends_are_padded_as_in_transformers_own_loop(model, tokenizer):
+    stopping = [StopStringCriteria(tokenizer, ["bd", "ca"])]
+    given = {"logits_processor": [lookahead.Grammar(tokenizer, **GRAMMARS["words"])], "stopping_criteria": stopping}
+    options = {**prompts(tokenizer, 3), **given, "max_new_tokens": 30, "do_sample": False}
+    expected = model.generate(**options)
+    ours = model.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+    assert torch.equal(ours, expected) and (ours[:, -1] == PAD).any()
 
 
 def test_a_proposal_is_cut_and_extended_in_place_of_its_nodes():

@@ -90,8 +90,8 @@ class GrammarProcessor(LogitsProcessor):
         """Forbid all tokens that the grammar does not allow here.
 
         Raises:
-            LogitsError: The token before is not one that the grammar allows, or the grammar became too large for the
-                limits of llguidance.
+            LogitsError: The grammar does not allow the token before, no token is left that it allows, or it became
+                too large for the limits of llguidance.
         """
         self._follow(input_ids[0])
         vocabulary = scores.shape[-1]
@@ -103,14 +103,17 @@ class GrammarProcessor(LogitsProcessor):
             allowed = np.unpackbits(bits, count=vocabulary, bitorder="little")  # 0 beyond the tokenizer's vocabulary
             self._raise_error()
         is_forbidden = torch.from_numpy(allowed == 0).to(scores.device)
-        return cast(FloatTensor, scores.masked_fill(is_forbidden, float("-inf")))
+        scores = cast(FloatTensor, scores.masked_fill(is_forbidden, float("-inf")))
+        if not self._has_ended and bool(scores.max() == float("-inf")):
+            raise LogitsError("other processors forbid all that the grammar allows")
+        return scores
 
     def constrain(
         self, ids: Tensor, offers: Sequence[Proposal | None], max_nodes: int, least: float
     ) -> tuple[list[Proposal | None], Proposal | None]:
         """`lookahead.drafting.constrain.constrain` behind the ids of the row, int64 `[tokens]`."""
         self._follow(ids)
-        if self._has_ended or not self._length:
+        if self._has_ended:
             return list(offers), None
         return constrain(
             int(ids[-1]), offers, _Place(self._matcher, self._tokens, self._ends), max_nodes, max(_LEAST, least)
