@@ -156,8 +156,9 @@ def test_a_walk_along_drafts_leaves_a_grammar_where_it_was(tokenizer, kind):
         offer = offered(ids)
         (cut,), forced = walked.constrain(torch.tensor(ids), [offer], 64, 0.0)
         for node in range(1, len(offer.tokens)):
-            if offer.parents[node] == 0 and int(offer.tokens[node]) != END:
-                assert (cut.probabilities[node] > 0) == (int(offer.tokens[node]) in allowed)
+            token = int(offer.tokens[node])
+            if offer.parents[node] == 0:  # an end is chosen by the scores before it, and needs no node
+                assert (cut.probabilities[node] > 0) == (token in allowed and token != END)
         behind = [ids]
         nodes = [] if forced is None else list(zip(*(each.tolist() for each in forced[:4]), strict=True))[1:]
         for token, parent, chance, source in nodes:
@@ -228,6 +229,15 @@ def test_a_grammar_that_other_processors_leave_no_token_is_an_error(model, token
     for ours in ({}, {"custom_generate": lookahead.decode}):
         with pytest.raises(lookahead.LookaheadError, match="other processors forbid all that the grammar allows"):
             model.generate(**options, **ours)
+
+
+def test_a_token_of_text_may_be_the_end(model, tokenizer):
+    end = tokenizer.convert_tokens_to_ids("z")
+    grammar = lookahead.Grammar(tokenizer, regex="[0-9]{2,5}", eos_token_id=end)
+    expected, ours = both(model, prompts(tokenizer, 3), grammar, eos_token_id=end)
+    assert torch.equal(ours, expected)
+    assert all(re.fullmatch("[0-9]{2,5}z", tokenizer.decode(row, skip_special_tokens=True)) for row in ours)
+    assert (ours[:, -1] == PAD).any()
 
 
 def test_rows_that_something_else_ends_are_padded_as_in_transformers_own_loop(model, tokenizer):

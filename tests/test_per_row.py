@@ -212,9 +212,10 @@ def test_a_factory_must_make_a_new_processor_for_every_row(looping_llama):
 
 
 @pytest.mark.parametrize("ours", [{}, {"custom_generate": lookahead.decode}], ids=["transformers", "lookahead"])
-def test_beams_are_refused(looping_llama, make, ours):
+def test_beams_are_refused(looping_llama, made, make, ours):
     with pytest.raises(UnsupportedModelError, match="cannot follow beams"):
         looping_llama.generate(**RAGGED, **OPTIONS, num_beams=4, logits_processor=[PerRow(make)], **ours)
+    assert not ours or not made  # before anything is decoded
 
 
 def test_typical_acceptance_does_not_ask_them_about_tokens_that_may_not_be_emitted(looping_llama, make):
@@ -241,3 +242,12 @@ def test_a_call_with_other_ids_of_the_same_width_begins_anew_in_transformers_own
     processor(torch.tensor([[1, 2, 3, 4]]), scores)
     processor(torch.tensor([[5, 6, 7, 8, 9]]), scores)
     assert seen_by(made) == [[[1, 2, 3], [1, 2, 3, 4]], [[5, 6, 7, 8, 9]]]
+
+
+def test_a_call_with_drafts_between_two_of_transformers_own_loop_is_no_part_of_them(looping_llama, make, made):
+    processor, scores = PerRow(make), torch.zeros(1, 101)
+    processor(IDS[:, :3], scores)
+    options = {**OPTIONS, "logits_processor": [processor], "custom_generate": lookahead.decode}
+    looping_llama.generate(IDS, **options)
+    processor(IDS[:, :4], scores)
+    assert len(made) == 3 and [len(each.calls) for each in made[::2]] == [1, 1]
