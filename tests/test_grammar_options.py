@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -173,3 +174,14 @@ def test_a_missing_library_is_named_with_the_extra(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"lookahead-decoding\[grammar\]"):
         lookahead.Grammar(tokenizer, regex="a")
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_other_ways_of_acceptance_follow_grammars_too(model, tokenizer, acceptance):
+    drafting = lookahead.DraftModel(model) if acceptance == "rejection" else "prompt"
+    config = lookahead.LookaheadConfig(proposers=(drafting,), acceptance=acceptance, draft="fixed")
+    options: dict[str, Any] = {"config": config, "do_sample": True, "seed": 4, "max_new_tokens": 60}
+    with pytest.warns(UserWarning, match="decoded plainly") if acceptance == "typical" else nullcontext():
+        done = lookahead.generate(model, tokenizer, ["a", "bcd"], regex="([ab]{2}|[0-9]{3}){3,9}", **options)
+    assert done.finish_reasons == ["stop"] * 2
+    assert all(re.fullmatch("([ab]{2}|[0-9]{3}){3,9}", text) for text in done.texts)
