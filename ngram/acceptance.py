@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.features import COPY_OF, KIND_OF, NO_COPY, OWN_COPY, PRIOR
+from lookahead.ngram.features import COPY_OF, FIRST_GUESS, KIND_OF, NO_COPY, OWN_COPY, PRIOR
 from lookahead.ngram.inlining import jit_inline
 from lookahead.utils.addresses import array_at
 from lookahead.utils.jit import njit
@@ -35,10 +35,11 @@ _MIN_ODDS, _MAX_ODDS = 0.1, 16.0
 _COUNTED = 64  # tokens whose frequency is counted
 _MAX_COUNT = 4096
 _FIRST_KIND = len(KIND_OF)  # rows of the table after those of the features: the odds of the kinds
-_FIRST_DEPTH = _FIRST_KIND + KIND_OF.max() + 1  # and those of depths 1, 2 and beyond, of copies and of all others
+_FIRST_DEPTH = _FIRST_KIND + KIND_OF.max() + 1  # and those of depths 1, 2, on: of predictions, copies, others
 _DEPTHS = 3
-_ROWS = _FIRST_DEPTH + 2 * _DEPTHS
-_DEPTH_ROW_OF = _FIRST_DEPTH + _DEPTHS * (COPY_OF != NO_COPY) - 1  # that of a feature's candidates, before their depth
+_ROWS = _FIRST_DEPTH + 3 * _DEPTHS
+_GROUP_OF = np.where(np.arange(_FIRST_KIND) >= FIRST_GUESS, 2, COPY_OF != NO_COPY)
+_DEPTH_ROW_OF = _FIRST_DEPTH + _DEPTHS * _GROUP_OF - 1  # that of a feature's candidates, before their depth
 
 
 @njit()

@@ -6,19 +6,17 @@ import numpy as np
 
 from lookahead.ngram.acceptance import hit_rate
 from lookahead.ngram.features import (
-    ALIGNED,
     CEILING,
     COPY,
     FREQUENT,
     RANKS,
-    agreed_of,
-    alignment_of,
     bucket_of,
     feature_of_both,
     feature_of_frequent,
+    feature_of_guess,
     feature_of_match,
     feature_of_memory,
-    feature_of_prediction,
+    feature_of_opposed,
     feature_of_standing,
     is_own,
     standing_of,
@@ -33,17 +31,17 @@ _FOLLOWED = 6  # occurrences followed further of those that agree on a token
 _LONG = 2  # tokens; a match of this length replaces the recycled context
 _SHORT = 5  # tokens; no frequent tokens are offered beside a match of this length
 
-PREDICTED = 4  # the text that holds the predictions
-
-# Where the end of the context was found: the position of the next token, the length of the match, and in a prediction
-# the bucket of its shift.
-OCCURRENCE = np.dtype([(name, np.int64) for name in ("text", "position", "length", "shift")])
+# Where the end of the context was found: the position of the next token, and the length of the match.
+# Of a prediction it is found beside a cursor, at a place from `place_of`, the best by their worth.
+OCCURRENCE = np.dtype([(name, np.int64) for name in ("text", "position", "length", "place", "worth")])
+PREDICTED = 4  # the number of the text of predictions
 # An option after a node, then a node itself. Its occurrences are those from `first` up to `stop`; `members` were there,
-# of which `agreeing` in the first text, and `length` and `own_length` are the longest matches of both. `aligned` is the
-# likeliest place in a prediction, its cell counted from 1, or 0, and `places` are how many of these there were.
+# of which `agreeing` in the first text, and `length` and `own_length` are the longest matches of both. Those in a
+# prediction are counted apart, `guesses`, of which the best has a place, tokens that agree, and a rank.
 NODE = np.dtype(
     [(name, np.int64) for name in ("token", "parent", "depth", "feature", "sources", "first", "stop")]
-    + [(name, np.int64) for name in ("members", "agreeing", "length", "own_length", "support", "aligned", "places")]
+    + [(name, np.int64) for name in ("members", "agreeing", "length", "own_length", "support")]
+    + [(name, np.int64) for name in ("guesses", "place", "agreed", "guess_rank")]
     + [(name, np.float64) for name in ("weight", "prob", "path_prob")]
 )
 
@@ -56,7 +54,7 @@ def split(texts, own, matches, node, options):
     occurrence, so that a loop is continued as a loop.
 
     Args:
-        texts: The chains of all texts, `PREDICTED` the last, each as from `lookahead.ngram.chains.chains_at`.
+        texts: The chains of three texts, each as from `lookahead.ngram.chains.chains_at`.
         own: Whether the first text is the row's own.
         matches: Occurrences, `OCCURRENCE` `[n]`, and int64 `[3, n]`; its first row lists those of the node, longest
             match first, and is sorted by option. The others are scratch memory.
@@ -64,10 +62,10 @@ def split(texts, own, matches, node, options):
         options: `NODE` `[MAX_OPTIONS]`, filled; weights, by which options are ranked, included.
 
     Returns:
-        The number of options, and the tokens of the longest match.
+        The number of options, the tokens of the longest match, and how many options a prediction has.
     """
     occurrences, orders = matches
-    count, foreign, end, of_first_text, own_length, placed = 0, 0, 0, 0, 0, 0
+    count, foreign, end, of_first_text, own_length, predicted, guessed = 0, 0, 0, 0, 0, 0, 0
     first, stop, depth = node["first"], node["stop"], node["depth"]
     for at in range(first, stop):
         each = orders[0, at]
@@ -79,7 +77,7 @@ def split(texts, own, matches, node, options):
         token = arena[token_at]
         if token < 0:
             continue
-        matched, is_foreign = occurrences[each]["length"] + depth, 0 < text < PREDICTED
+        matched = occurrences[each]["length"] + depth
         if text == 0:
             of_first_text += 1
             own_length = max(own_length, matched)
@@ -88,27 +86,28 @@ def split(texts, own, matches, node, options):
             at_option += 1
         option = options[at_option]
         if at_option == count:
-            if count == RANKS or (is_foreign and foreign == _MAX_FOREIGN_OPTIONS):
+            if count == RANKS or (text > 0 and text != PREDICTED and foreign == _MAX_FOREIGN_OPTIONS):
                 continue
-            foreign += is_foreign
+            foreign += text > 0 and text != PREDICTED
             option["token"], option["sources"], option["members"], option["length"] = token, 0, 0, 0
-            option["agreeing"], option["own_length"], option["aligned"], option["places"] = 0, 0, 0, 0
+            option["agreeing"], option["own_length"], option["guesses"], option["agreed"] = 0, 0, 0, 0
             count += 1
-        if text == PREDICTED:
-            cell = 1 + alignment_of(matched, occurrences[each]["shift"])
-            if option["aligned"] == 0 or ALIGNED[cell - 1] > ALIGNED[option["aligned"] - 1]:
-                option["aligned"] = cell
-            option["places"] += 1
-            placed += 1
-        else:
-            option["members"] += 1
-            option["length"] = max(option["length"], matched)
-        if text == 0:
-            option["agreeing"] += 1
-            option["own_length"] = max(option["own_length"], matched)
         option["sources"] |= 1 << text
         orders[1, end], orders[2, end] = each, at_option
         end += 1
+        if text == PREDICTED:
+            predicted += 1
+            if option["guesses"] == 0:
+                guessed += 1
+                option["place"], option["guess_rank"] = occurrences[each]["place"], guessed
+            option["guesses"] += 1
+            option["agreed"] = max(option["agreed"], matched)
+            continue
+        option["members"] += 1
+        option["length"] = max(option["length"], matched)
+        if text == 0:
+            option["agreeing"] += 1
+            option["own_length"] = max(option["own_length"], matched)
     longest, begin = 0, first
     for at in range(count):
         option = options[at]
@@ -119,20 +118,20 @@ def split(texts, own, matches, node, options):
             option["length"] = option["own_length"]
         else:
             kind = 1 if of_first_text == 0 else (3 if own_length >= option["length"] else 2)
-            option["support"] = support_of(kind, option["members"], end - of_first_text - placed)
+            option["support"] = support_of(kind, option["members"], end - of_first_text - predicted)
             option["weight"] = option["length"] + 0.5 * option["members"]
         option["first"] = option["stop"] = begin
-        begin += min(option["members"] + option["places"], _FOLLOWED)
+        begin += min(option["members"] + option["guesses"], _FOLLOWED)
     for at in range(end):
         option = options[orders[2, at]]
         if option["stop"] < option["first"] + _FOLLOWED:
             orders[0, option["stop"]] = orders[1, at]
             option["stop"] += 1
-    return count, longest
+    return count, longest, guessed
 
 
 @jit_inline
-def score(least, depth, options, matches, longest, memory, hashes, orders, rates):
+def score(least, depth, options, matches, longest, guessed, memory, hashes, orders, rates):
     """Rank the options of matches, and add recycled tokens, or frequent ones if no recycled context is known.
 
     Sets the probability of each option once the node was chosen.
@@ -143,6 +142,7 @@ def score(least, depth, options, matches, longest, memory, hashes, orders, rates
         options: `NODE` `[MAX_OPTIONS]`, as `split` filled it; changed.
         matches: How many options `split` found.
         longest: Tokens of the longest match, 0 if there is none.
+        guessed: How many options a prediction has.
         memory: Entries of a `SuccessorTable`, the bit of its source, and the time up to which they are foreign.
         hashes: uint64 `[ORDERS]`, the keys of the contexts that end at the node.
         orders: How many keys there are; 0 without a recycled table.
@@ -157,29 +157,40 @@ def score(least, depth, options, matches, longest, memory, hashes, orders, rates
     known = entries[group, way]
     _rank(options, matches)
 
-    own, foreign, predicted, own_view = 0, 0, 0, 0
-    for at in range(matches):
-        predicted += options[at]["aligned"] > 0
-        own_view = 2 if options[at]["agreeing"] > 0 else own_view
+    own, foreign, agreed = 0, 0, 0
+    if guessed > 0:
+        for at in range(matches):
+            if options[at]["agreed"] > agreed:
+                agreed = options[at]["agreed"]
+    matched = longest
+    if agreed >= COPY:
+        longest = max(longest, agreed)
     for at in range(matches):
         option = options[at]
         # Options of the first text are ranked separately: other texts are weak evidence for them.
+        rank = 0
         if is_own(option["support"]):
             rank, own = own, own + 1
-        else:
+        elif option["members"] > 0:
             rank, foreign = foreign, foreign + 1
-        bucket, standing = 0, standing_of(-1, 0.0)  # of the token among the successors of the recycled context
+        # Of the token among the successors of the recycled context.
+        bucket, standing, known_place = 0, standing_of(-1, 0.0), -1
         for place in range(TOP if order > 0 else 0):
             if known["tokens"][place] == option["token"]:
                 bucket = bucket_of(place, known["probs"][place] / UNIT)
                 standing = standing_of(place, known["probs"][place] / UNIT)
                 option["sources"] |= 1 << source
+                known_place = place
                 break
-        if option["aligned"] > 0:
-            view = 1 if option["agreeing"] > 0 else own_view
-            recycled_view = 0 if order == 0 else max(1, standing)
-            rank = _rank_of_place(options, matches, at)
-            option["feature"] = feature_of_prediction(option["aligned"] - 1, rank, view, recycled_view)
+        if option["guesses"] > 0 and option["agreed"] >= option["length"]:
+            verdict = 0 if matched == 0 else 3
+            if option["members"] > 0:
+                verdict = 1 if option["length"] >= matched else 2
+            guess_rank = 0 if guessed == 1 else min(option["guess_rank"], 2)
+            has = 0 if order == 0 else 1 if known_place == 0 else 2
+            option["feature"] = feature_of_guess(option["agreed"], option["place"], guess_rank, verdict, has)
+        elif option["guesses"] == 0 and agreed >= COPY and agreed >= option["length"]:
+            option["feature"] = feature_of_opposed(option["length"], agreed)
         elif order == 0:
             option["feature"] = feature_of_match(option["length"], rank, option["support"])
         elif option["length"] >= _LONG:
@@ -187,9 +198,9 @@ def score(least, depth, options, matches, longest, memory, hashes, orders, rates
         else:
             option["feature"] = feature_of_both(rank, option["support"], order, is_foreign, bucket)
         option["prob"] = hit_rate(table, option["feature"], depth)
-    if predicted > 0:
-        longest = max(longest, _lead(options, matches))
     is_long = longest >= _LONG
+    if guessed > 0:
+        _put_likeliest_first(options, matches)
     left = CEILING
     if longest >= COPY:
         # Short matches for other tokens do not reduce the probability of a copy.
@@ -213,33 +224,6 @@ def score(least, depth, options, matches, longest, memory, hashes, orders, rates
 
 
 @jit_inline
-def _rank_of_place(options, count, at):
-    """How many other options have likelier places in predictions than option `at`."""
-    rank, prior = 0, ALIGNED[options[at]["aligned"] - 1]
-    for other in range(count):
-        place = options[other]["aligned"]
-        if place > 0 and (ALIGNED[place - 1] > prior or (ALIGNED[place - 1] == prior and other < at)):
-            rank += 1
-    return rank
-
-
-@jit_inline
-def _lead(options, count):
-    """Put the likeliest option first if a prediction has it; returns the tokens that agree before its place, else 0."""
-    best = 0
-    for at in range(1, count):
-        if options[at]["prob"] > options[best]["prob"]:
-            best = at
-    if options[best]["aligned"] == 0:
-        return 0
-    if best > 0:
-        options[count] = options[best]
-        options[best] = options[0]
-        options[0] = options[count]
-    return agreed_of(options[0]["aligned"] - 1)
-
-
-@jit_inline
 def _rank(options, count):
     """Sort options by falling weight; there is room for one behind them."""
     for at in range(count):
@@ -251,6 +235,18 @@ def _rank(options, count):
             options[count] = options[at]
             options[at] = options[best]
             options[best] = options[count]
+
+
+@jit_inline
+def _put_likeliest_first(options, count):
+    """Exchange the first option and the likeliest; there is room for one behind them."""
+    best = 0
+    for at in range(1, count):
+        if options[at]["prob"] > options[best]["prob"]:
+            best = at
+    options[count] = options[0]
+    options[0] = options[best]
+    options[best] = options[count]
 
 
 @jit_inline

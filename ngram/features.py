@@ -62,35 +62,31 @@ FREQUENT = 8
 _FREQUENT_PRIOR = 0.06 * 0.88 ** np.arange(FREQUENT)
 _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 
-# A token of a prediction: by the tokens that agree before its place, the shift of that from where the cursor is, its
-# rank among such tokens, whether the row's own text says so, and what the recycled context does.
-_ALIGNED_STARTS = np.array([0, 1, 2, 3, 4, 6, 9, 14, 20, 32, 64, 128, 256])
-# As measured on edits of Python files, and falling with the distance from the cursor.
-_ALIGNED_PRIOR = np.array(
-    [
-        (0.08, 0.08, 0.07, 0.07, 0.06, 0.05, 0.06, 0.05, 0.05, 0.04, 0.50),
-        (0.66, 0.45, 0.40, 0.30, 0.18, 0.14, 0.24, 0.18, 0.05, 0.05, 0.80),
-        (0.90, 0.82, 0.78, 0.70, 0.52, 0.36, 0.50, 0.45, 0.30, 0.15, 0.90),
-        (0.91, 0.86, 0.84, 0.80, 0.70, 0.55, 0.62, 0.60, 0.55, 0.50, 0.93),
-        (0.92, 0.90, 0.89, 0.87, 0.81, 0.67, 0.75, 0.74, 0.70, 0.62, 0.95),
-        (0.94, 0.93, 0.92, 0.91, 0.87, 0.79, 0.85, 0.82, 0.81, 0.78, 0.96),
-        (0.97, 0.96, 0.96, 0.95, 0.92, 0.89, 0.92, 0.91, 0.90, 0.87, 0.97),
-        (0.98, 0.97, 0.97, 0.97, 0.96, 0.95, 0.96, 0.95, 0.94, 0.93, 0.98),
-        *(np.full((5, 11), 1.0) * np.array([[0.990], [0.995], [0.997], [0.998], [0.9985]])).tolist(),
-    ]
-)
-_SHIFTS = _ALIGNED_PRIOR.shape[1]
-START = 1 << 40  # the shift of the first entry of a prediction
-_SHIFT_STARTS = np.array([0, 1, 2, 5, 17, 65])
-_ALIGNED_RANKS, _OWN_VIEWS, _RECYCLED_VIEWS = 3, 3, 4
-_OWN_ODDS, _RECYCLED_ODDS = np.array([1.0, 2.0, 0.5]), np.array([1.0, 3.0, 0.8, 0.3])
-_ALIGNED_LATER = 0.4
+# A token of a prediction: by the tokens that agree before it, its place beside the cursor (at it, or after an edit: an
+# insertion, a replacement, a deletion, a longer one, one longer still, and behind the cursor) and how the prediction
+# fared so far (unknown, badly, partly, well), its rank among the tokens of the prediction (alone, first, later), and
+# what a match and the recycled table say of it.
+_GUESS_STARTS = (0, 1, 2, 3, 4, 6, 9, 14, 24, 48, 96)
+_GUESS_LENGTHS, PLACES, FARES, _GUESS_RANKS = len(_GUESS_STARTS), 10, 4, 3
+_GUESS_OF = np.searchsorted(_GUESS_STARTS, np.arange(129), side="right") - 1
+VERDICTS = 4  # of a match: none, first, later, against it
+KNOWN_VERDICTS = 3  # of the recycled table: none, first, not first
+# A match for another token than a prediction has after an agreement as long: by its length and that of the agreement.
+_OPPOSED_STARTS = (COPY, 9, 24)
+_OPPOSED = len(_OPPOSED_STARTS)
+_GUESS_PRIOR = (0.05, 0.5, 0.75, 0.83, 0.92, 0.945, 0.97, 0.98, 0.99, 0.995, 0.999)
+_PLACE_ODDS = (4.0, 2.0, 2.0, 1.0, 0.4, 0.2, 0.6, 0.2, 0.4, 0.8)
+_FARE_ODDS = (1.0, 0.25, 0.6, 1.0)
+_GUESS_RANK_ODDS = (1.0, 0.5, 0.25)
+_VERDICT_ODDS = (1.0, 1.0, 0.3, 0.6)
+_KNOWN_ODDS = (1.0, 2.0, 0.5)
 
 _FIRST_BOTH = _LENGTHS * RANKS * _SUPPORTS
 _FIRST_STANDING = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_CONTEXTS * _BUCKETS
 _FIRST_MEMORY = _FIRST_STANDING + _LENGTHS * _BOTH_RANKS * _SUPPORTS * 2 * STANDINGS
 _FIRST_FREQUENT = _FIRST_MEMORY + 2 * ORDERS * (_BUCKETS - 1) * _COMPETING_BUCKETS
-_FIRST_ALIGNED = _FIRST_FREQUENT + FREQUENT * _COMPETING_BUCKETS
+FIRST_GUESS = _FIRST_FREQUENT + FREQUENT * _COMPETING_BUCKETS
+_FIRST_OPPOSED = FIRST_GUESS + _GUESS_LENGTHS * PLACES * FARES * _GUESS_RANKS * VERDICTS * KNOWN_VERDICTS
 
 
 def _tables() -> tuple[IntArray, FloatArray, IntArray]:
@@ -133,13 +129,6 @@ def _tables() -> tuple[IntArray, FloatArray, IntArray]:
     memory = np.outer(_FOREIGN_SHARE, _ORDER_SHARE)[..., None, None] * _BUCKET_PRIOR[:, None] * _COMPETING_SHARE
     memory_kind = 4 + 2 * _BUCKETS + np.arange(2 * (_BUCKETS - 1)).reshape(2, 1, -1, 1)
     frequent = _FREQUENT_PRIOR[:, None] * _FREQUENT_SHARE
-    ranks = _ALIGNED_LATER ** np.arange(_ALIGNED_RANKS)[:, None, None]
-    likely = (_ALIGNED_PRIOR[..., None, None, None] * ranks).clip(max=0.9995)
-    aligned = _prob(likely / (1.0 - likely) * _OWN_ODDS[:, None] * _RECYCLED_ODDS)
-    views = np.arange(_OWN_VIEWS * _RECYCLED_VIEWS).reshape(_OWN_VIEWS, _RECYCLED_VIEWS)
-    classes = np.searchsorted((1, 3, 9), _ALIGNED_STARTS, side="right")
-    aligned_kind = standing_kind.max() + 1 + classes[:, None, None, None, None] * views.size + views
-    is_copied = np.where(_ALIGNED_STARTS >= COPY, OWN_COPY, NO_COPY)[:, None, None, None, None]
     copy = np.where(match_kind < 2, NO_COPY, np.where(foreign, FOREIGN_COPY, OWN_COPY))
     blocks = (
         (match_kind, match, copy),
@@ -147,10 +136,27 @@ def _tables() -> tuple[IntArray, FloatArray, IntArray]:
         (standing_kind, standing, copy[..., None, None]),
         (memory_kind, memory, NO_COPY),
         (2 + 4 * _BUCKETS, frequent, NO_COPY),
-        (aligned_kind, aligned, is_copied),
+        *_guess_tables(int(standing_kind.max()) + 1),
     )
     kinds, priors, copies = zip(*(map(np.ravel, np.broadcast_arrays(*block)) for block in blocks), strict=True)
     return np.concatenate(kinds).astype(np.int32), np.concatenate(priors), np.concatenate(copies).astype(np.int32)
+
+
+def _guess_tables(kind: int) -> tuple[Any, ...]:
+    """Kinds, priors and copies of the tokens of predictions, and of the matches that they oppose; `kind` is the first.
+
+    Kinds of the tokens are: how the prediction fared, short and long agreements, and what others say.
+    """
+    likely = np.array(_GUESS_PRIOR)
+    odds = (likely / (1.0 - likely))[:, None, None, None, None, None]
+    for axis, factors in enumerate((_PLACE_ODDS, _FARE_ODDS, _GUESS_RANK_ODDS, _VERDICT_ODDS, _KNOWN_ODDS)):
+        odds = odds * np.array(factors).reshape(-1, *(1,) * (4 - axis))
+    is_long = (np.arange(_GUESS_LENGTHS) >= _GUESS_OF[COPY]).astype(np.int32)[:, None, None, None, None, None]
+    others = np.arange(VERDICTS * KNOWN_VERDICTS).reshape(VERDICTS, KNOWN_VERDICTS)
+    fares = np.arange(FARES).reshape(-1, 1, 1, 1)
+    kinds = kind + (2 * fares + is_long) * VERDICTS * KNOWN_VERDICTS + others
+    opposed = np.full((_LENGTHS, _OPPOSED), 0.05), kind + 2 * FARES * VERDICTS * KNOWN_VERDICTS
+    return (kinds, _prob(odds), np.where(is_long, OWN_COPY, NO_COPY)), (opposed[1], opposed[0], NO_COPY)
 
 
 def _prob(odds: Any) -> Any:
@@ -158,7 +164,6 @@ def _prob(odds: Any) -> Any:
 
 
 KIND_OF, PRIOR, COPY_OF = _tables()
-ALIGNED = _ALIGNED_PRIOR.ravel()  # of every cell of `alignment_of`
 
 
 @jit_inline
@@ -240,40 +245,28 @@ def feature_of_frequent(rank, competing_match_len):
 
 
 @jit_inline
-def shift_of(entries):
-    """The bucket of how far a place in a prediction is from where the cursor is."""
-    if entries == START:
-        return _SHIFTS - 1
-    bucket = 0
-    while bucket + 1 < _SHIFT_STARTS.size and abs(entries) >= _SHIFT_STARTS[bucket + 1]:
-        bucket += 1
-    return bucket if entries >= 0 else 4 + max(2, bucket)
+def place_of(place, fared):
+    """Where a token of a prediction stands beside the cursor, and how the prediction fared."""
+    return place * FARES + fared
 
 
 @jit_inline
-def alignment_of(agreed, shift):
-    """The cell of a place in a prediction, by the tokens that agree before it and the bucket of its shift."""
-    bucket = 0
-    while bucket + 1 < _ALIGNED_STARTS.size and agreed >= _ALIGNED_STARTS[bucket + 1]:
-        bucket += 1
-    return bucket * _SHIFTS + shift
-
-
-@jit_inline
-def feature_of_prediction(cell, rank, own_view, recycled_view):
+def feature_of_guess(length, place, rank, verdict, known):
     """The row for a token of a prediction.
 
     Args:
-        cell: Of its likeliest place, from `alignment_of`.
-        rank: Among the tokens of predictions, from 0.
-        own_view: 0 where the row's own text has no match, 1 where it has this token, 2 where only others.
-        recycled_view: 0 without a known context, 1 for its first token, 2 for a later one, 3 for another.
+        length: Tokens that agree before it.
+        place: From `place_of`.
+        rank: Among the tokens of the prediction: 0 for the only one, 1 for the first, 2 for later ones.
+        verdict: Of a match: 0 if there is none, 1 or 2 if its first token or a later one is this, 3 if none is.
+        known: 0 without a recycled context, 1 if its likeliest token is this, else 2.
     """
-    row = (cell * _ALIGNED_RANKS + min(rank, _ALIGNED_RANKS - 1)) * _OWN_VIEWS + own_view
-    return _FIRST_ALIGNED + row * _RECYCLED_VIEWS + recycled_view
+    row = _GUESS_OF[min(length, _GUESS_OF.size - 1)] * PLACES * FARES + place
+    return FIRST_GUESS + ((row * _GUESS_RANKS + rank) * VERDICTS + verdict) * KNOWN_VERDICTS + known
 
 
 @jit_inline
-def agreed_of(cell):
-    """The least tokens that agree before a place of a cell."""
-    return _ALIGNED_STARTS[cell // _SHIFTS]
+def feature_of_opposed(length, agreed):
+    """The row for a match of `length` tokens where a prediction has another token after `agreed` tokens."""
+    bucket = (agreed >= _OPPOSED_STARTS[1]) + (agreed >= _OPPOSED_STARTS[2])
+    return _FIRST_OPPOSED + _LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * _OPPOSED + bucket

@@ -9,25 +9,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
+from lookahead.ngram.alignment import CURSOR_SIZE, MOST_ALIGNED, find_aligned, follow
 from lookahead.ngram.candidates import MAX_OPTIONS, NODE, OCCURRENCE, PREDICTED, score, split
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, add, chains_at, find_matches
 from lookahead.ngram.inlining import jit_inline
-from lookahead.ngram.predictions import MAX_ALIGNED, Predictions, find_aligned, texts_of
 from lookahead.ngram.successors import ENTRY, ORDERS, TOP, WAYS, SuccessorTable, hash_context, store_tree
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
 from lookahead.utils.jit import njit
 
 _NAMED_TEXTS = 3
 _LIVE = _NAMED_TEXTS  # the text of the rows beside this one
-_MAX_TEXTS = _NAMED_TEXTS + 1
-_RECYCLED_BIT = PREDICTED + 1
+_MAX_TEXTS = _NAMED_TEXTS + 2  # the last one is that of predictions
+_RECYCLED_BIT = _MAX_TEXTS
+_NEVER = 2.0  # a probability that no candidate has
 FLOOR = 0.0001  # least probability of a node to be reached
 # The record of a search, int64: where the records of its texts, its hit rates and its memory lie; the sets of the
 # memory, its time at the start, and the bounds; the bits of the memory and of the live text in the sources of a node;
-# the positions of the live text that are the row's own; and where the record of the predictions lies, 0 for none, and
-# their bit.
-TEXT, RATES, _ENTRIES, _GROUPS, _SINCE, _SHORTEST, _LONGEST, _WALKED = 0, 4, 7, 8, 9, 10, 11, 12
-_SOURCE, _LIVE_SOURCE, _OWN_BEGIN, _OWN_END, _PREDICTIONS, _PREDICTED_SOURCE, SIZE = 13, 14, 15, 16, 17, 18, 19
+# and the positions of the live text that are the row's own.
+TEXT, RATES, _ENTRIES, _CURSOR, _GROUPS, _SINCE, _SHORTEST, _LONGEST, _WALKED = 0, 5, 8, 9, 10, 11, 12, 13, 14
+_SOURCE, _LIVE_SOURCE, _OWN_BEGIN, _OWN_END, _PREDICTED_SOURCE, SIZE = 15, 16, 17, 18, 19, 20
 _SHORTEST_FOREIGN = 3  # tokens of a match in another text than the row's own, beside recycled tokens
 
 _NO_TEXT = ChainIndex()
@@ -77,7 +77,7 @@ class Search(KeepsAddresses):
         [6, 7, 8, 5]
     """
 
-    __slots__ = ("_learned", "_predictions", "_texts", "record")
+    __slots__ = ("_cursor", "_learned", "_texts", "record")
 
     def __init__(
         self,
@@ -87,24 +87,28 @@ class Search(KeepsAddresses):
         bounds: tuple[int, int, int],
         live: tuple[Chains, int] = (_NO_TEXT, 0),
     ) -> None:
-        self._texts = *texts, *(_NO_TEXT,) * (_NAMED_TEXTS - len(texts)), live[0]
+        self._texts = *texts, *(_NO_TEXT,) * (_NAMED_TEXTS - len(texts)), live[0], _NO_TEXT
+        self._cursor = np.zeros(CURSOR_SIZE, np.int64)
         memory = memory if memory is not None else _NO_MEMORY
         self._learned = rates.table, rates.prior, rates.frequent, memory.entries, memory.now
         # What the memory learned before is foreign.
         known, bits = (len(memory.entries), memory.now[0]), (len(texts), live[1])
         # As the compiled functions take it.
-        self._predictions: Predictions | None = None
-        self.record = np.array([*(0,) * _GROUPS, *known, *bounds, *bits, 0, 0, 0, 0], np.int64)
+        self.record = np.array([*(0,) * _GROUPS, *known, *bounds, *bits, 0, 0, 0], np.int64)
         self._readdress()
 
     def _readdress(self) -> None:
-        self.record[:_GROUPS] = addresses_of([*(text.record for text in self._texts), *self._learned[:4]])
-        self.record[_PREDICTIONS] = 0 if self._predictions is None else addresses_of([self._predictions.record])[0]
+        learned = *self._learned[:4], self._cursor
+        self.record[:_GROUPS] = addresses_of([*(text.record for text in self._texts), *learned])
 
-    def expect(self, predictions: Predictions, source: int) -> None:
-        """Search predictions too; `source` is the bit of the nodes that they offer."""
-        self._predictions = predictions if len(predictions) else None
-        self.record[_PREDICTED_SOURCE] = source
+    def expect(self, predictions: Sequence[IntArray], source: int) -> None:
+        """Set what the output will largely be, int32 `[n]` each, before its first token, and the bit of that source."""
+        text = ChainIndex()
+        for each in predictions:
+            text.append_documents(each)
+        self._texts = *self._texts[:PREDICTED], text
+        self._cursor[:], self.record[_PREDICTED_SOURCE] = 0, source
+        self._cursor[0] = int(len(text) > 1)
         self._readdress()
 
     def leave_out(self, begin: int, end: int) -> None:
@@ -139,8 +143,8 @@ class Search(KeepsAddresses):
         offered = trie.parents, trie.tokens, trie.features
         if not _learn(text.record, self._learned, offered, emitted, verified, placed):
             text.append(emitted)
-        if self._predictions is not None:
-            self._predictions.advance(text, len(emitted))
+        if self._cursor[0]:
+            follow(self._cursor, self._texts[PREDICTED].record, text.record, len(emitted))
 
 
 @njit(error_model="numpy")
@@ -176,10 +180,8 @@ def grow(record, context, options, max_nodes, found, probs):
     Returns:
         How many nodes there are, the root counted.
     """
-    predicted = record[_PREDICTIONS]
-    first, live = _chains_of(record, 0), _chains_of(record, _LIVE)
-    expected = first if predicted == 0 else texts_of(predicted)
-    texts = first, _chains_of(record, 1), _chains_of(record, 2), live, expected
+    predicted = _chains_of(record, PREDICTED)
+    texts = _chains_of(record, 0), _chains_of(record, 1), _chains_of(record, 2), _chains_of(record, _LIVE), predicted
     entries = array_at(record[_ENTRIES], (record[_GROUPS], WAYS), ENTRY)
     memory, own, walked = (entries, _RECYCLED_BIT, record[_SINCE]), options[0], record[_WALKED]
     shortest, longest = record[_SHORTEST], record[_LONGEST]
@@ -187,19 +189,21 @@ def grow(record, context, options, max_nodes, found, probs):
     table, _, frequent = rates_at(record[RATES:])
     rates = table, frequent
     tail = texts[0][0][: texts[0][3]] if own else context
-    most = _MAX_TEXTS * walked + MAX_ALIGNED
+    most = _MAX_TEXTS * walked + MOST_ALIGNED + 1
     matches = np.empty(most, OCCURRENCE), np.empty((3, most), np.int64)
     nodes, size = np.zeros(max_nodes + 1, NODE), 1
     nodes[0]["prob"] = nodes[0]["path_prob"] = 1.0
     if tail.size > 0 and tail[-1] >= 0:
-        count = 0 if predicted == 0 else find_aligned(predicted, PREDICTED, tail, matches)
-        for text in range(_MAX_TEXTS):
+        count = 0
+        for text in range(PREDICTED):
             left_out = (record[_OWN_BEGIN], record[_OWN_END]) if text == _LIVE else (0, 0)
             count = _find(texts[text], text, tail, bounds, left_out, matches, count)
             if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches elsewhere
                 bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
+        count = _find_aligned(predicted, array_at(record[_CURSOR], (CURSOR_SIZE,), np.int64), tail, matches, count)
         nodes[0]["token"], nodes[0]["stop"] = tail[-1], count
-        size = _add_nodes(texts, memory, rates, tail, options, matches, nodes)
+        others = record[_SOURCE] > 0 or memory[0].shape[0] > 1  # else predictions are the only source
+        size = _add_nodes(texts, memory, rates, tail, (*options, others), matches, nodes)
     for at in range(size):
         node = nodes[at]
         found[0, at], found[1, at], probs[at] = node["token"], node["parent"], node["prob"]
@@ -234,7 +238,7 @@ def _find(chains, text, tail, bounds, left_out, matches, count):
         new = occurrences[count]
         new["text"], new["position"], new["length"] = text, positions[each], lengths[each]
         at = count
-        while text > 0 and at > 0 and _is_shorter(occurrences[orders[0, at - 1]], new["length"]):
+        while text > 0 and at > 0 and occurrences[orders[0, at - 1]]["length"] < new["length"]:
             orders[0, at] = orders[0, at - 1]
             at -= 1
         orders[0, at] = count
@@ -243,9 +247,18 @@ def _find(chains, text, tail, bounds, left_out, matches, count):
 
 
 @jit_inline
-def _is_shorter(occurrence, length):
-    """Whether a match is shorter than one of a length; those in predictions come before all others."""
-    return occurrence["text"] != PREDICTED and occurrence["length"] < length
+def _find_aligned(chains, cursor, tail, matches, count):
+    """Put how predictions go on before the other occurrences; returns how many occurrences there are then."""
+    if cursor[0] == 0:
+        return count
+    occurrences, orders = matches
+    found = occurrences[count:]
+    size = find_aligned(chains, PREDICTED, cursor, tail, tail.size, found, orders[1:])
+    for at in range(count - 1, -1, -1):
+        orders[0, at + size] = orders[0, at]
+    for at in range(size):
+        orders[0, at] = count + at
+    return count + size
 
 
 @jit_inline
@@ -256,21 +269,20 @@ def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
     no likelier than the least likely of as many tips, so that one is found once for all of them. Of a chain only the
     likeliest candidate after each node is kept.
     """
-    own, floor, is_chain = begin
+    own, floor, is_chain, others = begin
     max_nodes = len(nodes) - 1
     recalls, orders, hashes = memory[0].shape[0] > 1, 0, np.empty(ORDERS, np.uint64)
     tips, tip_probs, options = np.empty(max_nodes, NODE), np.empty(max_nodes), np.empty(MAX_OPTIONS, NODE)
     live = 0
     for at_node in range(max_nodes):
         node = nodes[at_node]
-        matched, longest = 0, 0
+        matched, longest, guessed = 0, 0, 0
         if node["stop"] > node["first"]:
-            matched, longest = split(texts, own, matches, node, options)
+            matched, longest, guessed = split(texts, own, matches, node, options)
         if recalls:
             orders = hash_context(tail, tail.size, nodes["token"], nodes["parent"], at_node, hashes)
-        offered = score(
-            floor / node["path_prob"], node["depth"] + 1, options, matched, longest, memory, hashes, orders, rates
-        )
+        least, depth = floor / node["path_prob"] if others else _NEVER, node["depth"] + 1
+        offered = score(least, depth, options, matched, longest, guessed, memory, hashes, orders, rates)
         if is_chain and offered > 0:
             best = 0
             for at_option in range(1, offered):

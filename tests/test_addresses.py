@@ -19,7 +19,6 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chain_proposer import ChainProposer, ChainRequest
 from lookahead.ngram.chains import ChainIndex, Chains
 from lookahead.ngram.corpus_file import Corpus, write_corpus
-from lookahead.ngram.predictions import Predictions
 from lookahead.ngram.search import Search
 from lookahead.ngram.successors import SuccessorTable
 from lookahead.proposers.ngram import NgramProposer
@@ -71,10 +70,6 @@ def request() -> tuple[ChainProposer, ChainRequest]:
 
 def continuations(state: Any) -> list[int]:
     """What is found behind the newest tokens of a text."""
-    if isinstance(state, Predictions):
-        made = Search([], HitRates(), None, (1, 16, 32))
-        made.expect(state, 0)
-        return made.grow(8, context=TEXT[-1:]).tokens.tolist()
     if isinstance(state, Chains):
         state = Search([state], HitRates(), None, (1, 16, 32))
     if isinstance(state, Search):
@@ -91,12 +86,6 @@ def change(state: Any) -> None:
             proposer.observe(known, tokens)
             proposer.finish(known)
         return
-    if isinstance(state, Predictions):
-        written = ChainIndex()
-        written.append(OTHER)
-        written.append(TEXT[:5])
-        state.advance(written, 5)
-        return
     if isinstance(state, Search):
         state = state._texts[0]
     if isinstance(state, ChainIndex):
@@ -106,17 +95,7 @@ def change(state: Any) -> None:
         state.tokens[:] = 3  # a view of memory that it owns
 
 
-def predictions() -> Predictions:
-    return Predictions([TEXT, OTHER])
-
-
-MADE: dict[type, Callable[[], Any]] = {
-    Chains: chains,
-    ChainIndex: index,
-    Search: search,
-    ChainRequest: request,
-    Predictions: predictions,
-}
+MADE: dict[type, Callable[[], Any]] = {Chains: chains, ChainIndex: index, Search: search, ChainRequest: request}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -149,7 +149,8 @@ class PromptReader:
             max_new_tokens: Takes the place of the option of that name; None for the option.
             predictions: What their outputs will largely be, `lookahead.generation.prediction_reading.Predictions`.
         """
-        expected = read_predictions(self.model, self.tokenizer, predictions, len(encoded))
+        given = self.model, self.tokenizer, predictions, len(encoded)
+        expected = () if predictions is None else read_predictions(*given)
         causal_lm: Any = self.model
         device, pad = input_device(causal_lm), pad_token_of(self.tokenizer)
         has_encoder = causal_lm.config.is_encoder_decoder

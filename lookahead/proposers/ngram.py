@@ -11,7 +11,6 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex, Chains
 from lookahead.ngram.corpus_file import Corpus
 from lookahead.ngram.live_outputs import LiveOutputs
-from lookahead.ngram.predictions import Predictions
 from lookahead.ngram.search import NO_CANDIDATES, NOT_VERIFIED, Search, Trie
 from lookahead.ngram.successors import SuccessorTable
 
@@ -40,11 +39,11 @@ class _NgramRow:
 class NgramProposer(Proposer):
     """Proposes earlier continuations of the last tokens, and the target's likeliest tokens after them.
 
-    Five sources share one tree (`lookahead.ngram.search.Search`): `"prompt"` finds earlier occurrences in the row's
+    Its sources share one tree (`lookahead.ngram.search.Search`): `"prompt"` finds earlier occurrences in the row's
     prompt and output, `"outputs"` in those of earlier requests, and in what the other rows of the call wrote so far,
     `"corpus"` in a pool; `"recycled"` has the target's likeliest tokens after the last four, three, two or one tokens,
-    at every node of the tree. Hit rates of candidates are learned from every step of every row, and kept for later
-    rows; so is what the memory gets.
+    at every node of the tree; `"prediction"` follows the texts that `expect` is told. Hit rates of candidates are
+    learned from every step of every row, and kept for later rows; so is what the memory gets.
 
     Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with Reference: Lossless
         Acceleration of Large Language Models", §3 (copying from a reference, verified by the target); Luo et al.
@@ -100,8 +99,9 @@ class NgramProposer(Proposer):
         self._rows[row] = _NgramRow(text, Search(texts, self._rates, self._recycled, bounds, live), shared)
 
     def expect(self, row: int, predictions: Sequence[IntArray]) -> None:
-        """Follow what the output of a row will largely be."""
-        self._rows[row].search.expect(Predictions(predictions), self.sources.index(PREDICTION))
+        """Take in what the output of a row will largely be, if predictions are a source."""
+        if PREDICTION in self.sources:
+            self._rows[row].search.expect(predictions, self.sources.index(PREDICTION))
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """Propose continuations of the row's last tokens, at most `max_nodes` nodes besides the root."""
