@@ -10,7 +10,7 @@ import numpy as np
 
 from lookahead.ngram.candidates import OCCURRENCE
 from lookahead.ngram.chains import MAX_CONTEXT, chains_at, find_matches, match_length
-from lookahead.ngram.features import place_of
+from lookahead.ngram.features import BADLY, place_of
 from lookahead.ngram.inlining import jit_inline
 from lookahead.utils.jit import njit
 
@@ -24,6 +24,7 @@ _BEHIND, _AHEAD = 64, 1024  # tokens of the cursor that are compared first
 _NEAR, _NEAR_RUN, _FAR_RUN = 128, 5, 12  # tokens that agree before the cursor moves, so many or more tokens away
 _BRIEF = 2  # tokens of a change behind which the text may well go on
 _SURE_RUN = 8  # tokens that agree; then no other place is looked for
+_JUDGED = 8  # tokens of the output from which on it is known how the text fared
 _COUNTED = 512  # tokens; at so many their counts are halved, so that old text counts less
 
 
@@ -45,22 +46,22 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
     """
     arena, heads, links, length = chains
     at, gap, run = cursor[_AT], cursor[_GAP], cursor[_RUN]
-    fared = 0
-    if cursor[_SEEN] >= 8:
-        fared = 1 + (5 * cursor[_HITS] >= cursor[_SEEN]) + (5 * cursor[_HITS] >= 4 * cursor[_SEEN])
+    hits, seen, fared = cursor[_HITS], cursor[_SEEN], 0
+    if seen >= _JUDGED:
+        fared = BADLY + (5 * hits >= seen) + (5 * hits >= 4 * seen)
     count = 0
     if gap == 0:
         if at < length:
             count = _insert(found, count, number, at, run, place_of(0, fared), 1 << 20)
         if run >= _SURE_RUN:
             return count
-        if cursor[_SEEN] == 0:  # any of several texts may begin
+        if seen == 0:  # any of several texts may begin
             for each in range(1, length):
                 if arena[each - 1] < 0 and each != at and count < MOST_ALIGNED:
                     count = _insert(found, count, number, each, 0, place_of(1, fared), -each)
             return count
-    elif fared != 1:  # what was inserted ends, or as much was replaced
-        long = 7 if gap > _BRIEF else 0
+    elif fared != BADLY:  # what was inserted ends, or as much was replaced
+        long = 7 if gap > _BRIEF else 0  # such places have numbers of their own
         count = _insert(found, count, number, at, 0, place_of(1 + long, fared), 1)
         if at + gap < length:
             count = _insert(found, count, number, at + gap, 0, place_of(2 + long, fared), 0)

@@ -62,13 +62,14 @@ FREQUENT = 8
 _FREQUENT_PRIOR = 0.06 * 0.88 ** np.arange(FREQUENT)
 _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 
-# A token of a prediction: by the tokens that agree before it, its place beside the cursor (at it, or after an edit: an
-# insertion, a replacement, a deletion, a longer one, one longer still, and behind the cursor) and how the prediction
-# fared so far (unknown, badly, partly, well), its rank among the tokens of the prediction (alone, first, later), and
-# what a match and the recycled table say of it.
+# A token of a prediction: by the tokens that agree before it, its place (at the cursor; behind a brief insertion, or a
+# replacement; ahead of the cursor, near, far and very far; before it, near and far; behind a long insertion, or a
+# replacement), how the prediction fared so far (unknown, badly, partly, well), its rank among the tokens of the
+# prediction (alone, first, later), and what a match and the recycled table say of it.
 _GUESS_STARTS = (0, 1, 2, 3, 4, 6, 9, 14, 24, 48, 96)
 _GUESS_LENGTHS, PLACES, FARES, _GUESS_RANKS = len(_GUESS_STARTS), 10, 4, 3
 _GUESS_OF = np.searchsorted(_GUESS_STARTS, np.arange(129), side="right") - 1
+BADLY = 1  # how a prediction fared, of `FARES`
 VERDICTS = 4  # of a match: none, first, later, against it
 KNOWN_VERDICTS = 3  # of the recycled table: none, first, not first
 # A match for another token than a prediction has after an agreement as long: by its length and that of the agreement.
