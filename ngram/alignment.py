@@ -25,6 +25,7 @@ _NEAR, _NEAR_RUN, _FAR_RUN = 128, 5, 12  # tokens that agree before the cursor m
 _BRIEF = 2  # tokens of a change behind which the text may well go on
 _SURE_RUN = 8  # tokens that agree; then no other place is looked for
 _JUDGED = 8  # tokens of the output from which on it is known how the text fared
+_CONVINCING = 4  # tokens that agree at least where a text fared badly
 _COUNTED = 512  # tokens; at so many their counts are halved, so that old text counts less
 
 
@@ -82,7 +83,12 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
 
 @jit_inline
 def _offer(found, count, number, position, agreed, at, gap, fared):
-    """Add a place where some tokens agree, the better the longer they are and the fewer of the text are left out."""
+    """Add a place where some tokens agree, the better the longer they are and the fewer of the text are left out.
+
+    In a text that fared badly few tokens agree by chance.
+    """
+    if fared == BADLY and agreed < _CONVINCING:
+        return count
     skipped = position - min(agreed, gap) - at
     distance, place = skipped, 3
     if skipped < 0:

@@ -7,12 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LogitsProcessorList
 
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.ngram.prune import Limits
+from lookahead.verification.sampling import TokenChooser
 
 ROOT = 9
 
@@ -137,7 +139,8 @@ def test_a_chain_is_the_likeliest_child_of_the_likeliest_child(offers, budget, m
 def test_nodes_count_for_every_source_that_offered_them() -> None:
     draft = merge(ROOT, [chain(1, 2), chain(1, 3, p=0.25)], Limits(9, 9), sources=[1, 1])
     assert draft.tree.tokens.tolist() == [ROOT, 1, 2, 3] and draft.tree.sources.tolist() == [0, 3, 1, 2]
-    row = Row(0, [ROOT], None, None, device=torch.device("cpu"))
+    chooser = TokenChooser(LogitsProcessorList(), do_sample=False, batch_size=1)
+    row = Row(0, [ROOT], chooser, None, device=torch.device("cpu"))
     row.count(draft, StepOutput(0, np.array([1, 3, 9]), None, draft, np.array([0, 1, 3])), ["first", "second"])
     assert row.stats.drafted_by_source == {"first": 2, "second": 2}
     assert row.stats.accepted_by_source == {"first": 1, "second": 2}

@@ -36,6 +36,7 @@ Facts = dict[str, Any]
 EXTRAS = {
     "documents": "PDF and Word files",
     "gguf": "GGUF files, the default model's too",
+    "grammar": "outputs that follow a grammar",
     "html": "the main text of web pages",
     "ray": "lookahead summarize --ray",
     "remote": "documents behind https and s3 URLs",

@@ -1,0 +1,237 @@
+"""JSON by schemas of growing strictness: what drafts of forced tokens are worth.
+
+    python -m bench.grammar --dtype bf16
+    python -m bench.grammar --batch 8 --limit 2 --threads 2
+
+Every schema has a few prompts. They are decoded under the schema's grammar, greedily, one at a time and then as a
+batch: by transformers (`plain`), by ours with the grammar as a processor for each row and no more (`no forced drafts`),
+and by ours as it is (`forced drafts`). A run counts only if its tokens are those of `plain`; in a padded batch in half
+precision, which rounds, it is told how many are. Measured are seconds of whole calls, over those of `plain` and over
+those without forced drafts, and passes. Outputs that ended are checked against the schema. Nothing is kept from call to
+call but hit rates and costs.
+
+Needs the extra `grammar` and the package jsonschema.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import lookahead
+from bench.command import clock_of, parser_of, publish, setting_of, stay_on_cores
+from lookahead import LookaheadConfig
+
+_CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """The schema of an object with these keys and no others."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+_TEXT = {"type": "string", "maxLength": 60}
+_INGREDIENT = _object(ingredient_name=_TEXT, quantity={"type": "number"}, unit={"enum": ["gram", "cup", "piece"]})
+
+SCHEMAS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "contact": (
+        _object(name=_TEXT, age={"type": "integer", "minimum": 0, "maximum": 120}, city=_TEXT, email=_TEXT),
+        [
+            "Extract as JSON: Ana Silva, 41, lives in Porto, ana.silva@example.com",
+            "Extract as JSON: Peter Novak is 29, from Brno; write to novak@example.org",
+            "Extract as JSON: my aunt Rosa, 67 years old, lives in Turin and uses rosa@example.net",
+            "Extract as JSON: Captain James Hook, 55, Neverland, hook@example.com",
+            "Extract as JSON: Li Wei, 33 years, from Chengdu, li.wei@example.com",
+            "Extract as JSON: Omar lives in Cairo, is 48, and his address is omar@example.org",
+            "Extract as JSON: our neighbour Greta, 72, Malmo, greta@example.net",
+            "Extract as JSON: Noah Brown, 19, a student in Leeds, noah@example.com",
+        ],
+    ),
+    "bug report": (
+        _object(
+            severity={"enum": ["low", "medium", "high", "critical"]},
+            component={"enum": ["parser", "network", "storage", "interface"]},
+            reproducible={"type": "boolean"},
+            summary=_TEXT,
+        ),
+        [
+            "File as a JSON bug report: The window goes blank whenever I resize it.",
+            "File as a JSON bug report: Saving to a full disk loses the old file.",
+            "File as a JSON bug report: The site is slow in the evening.",
+            "File as a JSON bug report: A comma at the end of a list is not understood.",
+            "File as a JSON bug report: The download stops at 99 percent, every time.",
+            "File as a JSON bug report: Letters overlap on a small screen.",
+            "File as a JSON bug report: Once in a month the index is empty after a restart.",
+            "File as a JSON bug report: A file without a newline at its end is refused.",
+        ],
+    ),
+    "recipe": (
+        _object(
+            title=_TEXT,
+            servings={"type": "integer", "minimum": 1, "maximum": 12},
+            ingredients={"type": "array", "minItems": 2, "maxItems": 4, "items": _INGREDIENT},
+            preparation_minutes={"type": "integer", "minimum": 1, "maximum": 600},
+        ),
+        [
+            "Write a recipe for lemonade as JSON.",
+            "Write a recipe for an omelette as JSON.",
+            "Write a recipe for rice pudding as JSON.",
+            "Write a recipe for a green salad as JSON.",
+            "Write a recipe for hot chocolate as JSON.",
+            "Write a recipe for garlic bread as JSON.",
+            "Write a recipe for apple sauce as JSON.",
+            "Write a recipe for lentil soup as JSON.",
+        ],
+    ),
+    "tool call": (
+        _object(
+            tool_name={"const": "get_weather_forecast"},
+            arguments=_object(
+                location=_object(city=_TEXT, country_code={"enum": ["US", "GB", "DE", "FR"]}),
+                temperature_unit={"enum": ["celsius", "fahrenheit"]},
+                include_hourly_forecast={"type": "boolean"},
+                number_of_days={"type": "integer", "minimum": 1, "maximum": 14},
+            ),
+        ),
+        [
+            "Call the weather tool: will it rain in Hamburg this week?",
+            "Call the weather tool for Lyon, two days, in celsius.",
+            "Call the weather tool: how hot does Dallas get tomorrow, hour by hour?",
+            "Call the weather tool for a weekend in Leeds.",
+            "Call the weather tool: do I need a coat in Chicago today?",
+            "Call the weather tool for Munich, ten days.",
+            "Call the weather tool: sun in Nice at the weekend?",
+            "Call the weather tool for Glasgow, hourly, in fahrenheit.",
+        ],
+    ),
+}
+"""Schemas by name, the freest first, with prompts."""
+
+
+class Outputs(NamedTuple):
+    """What a call gave."""
+
+    tokens: list[list[int]]
+    seconds: float
+    passes: int
+    has_ended: list[bool]
+
+
+Way = Callable[[Sequence[str]], Outputs]
+
+
+def _ways(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, schema: Any, new: int, clock: str
+) -> dict[str, Way]:
+    grammar, now = lookahead.Grammar(tokenizer, json_schema=schema), _CLOCKS[clock]
+
+    def hidden() -> Any:
+        (own,) = grammar.objects(1)
+        return lambda ids, scores: own(ids, scores)
+
+    def plainly(prompts: Sequence[str]) -> Outputs:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        inputs: Any = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, padding=True, padding_side="left", return_dict=True, return_tensors="pt"
+        )
+        begin, given = now(), {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        rows = model.generate(**inputs, logits_processor=[grammar], **given)[:, inputs["input_ids"].shape[1] :].tolist()
+        seconds, end = now() - begin, tokenizer.eos_token_id
+        tokens = [row[: row.index(end) + 1] if end in row else row for row in rows]
+        return Outputs(tokens, seconds, len(rows[0]), [end in row for row in rows])
+
+    def ours(processor: Any) -> Way:
+        def run(prompts: Sequence[str]) -> Outputs:
+            chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            given = {"config": LookaheadConfig(memory="request"), "max_new_tokens": new, "do_sample": False}
+            begin = now()
+            result = lookahead.generate(model, tokenizer, chats, logits_processor=[processor], **given)
+            seconds, passes = now() - begin, max(row.target_forwards for row in result.row_stats)
+            return Outputs(result.token_ids, seconds, passes, [each == "stop" for each in result.finish_reasons])
+
+        return run
+
+    return {"plain": plainly, "no forced drafts": ours(lookahead.PerRow(hidden)), "forced drafts": ours(grammar)}
+
+
+def _is_valid(text: str, schema: Any) -> bool:
+    import jsonschema
+
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (json.JSONDecodeError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def _figures(seconds: Mapping[str, float], tokens: int, passes: Mapping[str, int]) -> dict[str, Any]:
+    forced = seconds["forced drafts"]
+    return {
+        "tokens": tokens,
+        "ms_per_token": {name: round(1e3 * each / tokens, 2) for name, each in seconds.items()},
+        "over_plain": round(seconds["plain"] / forced, 3),
+        "over_no_forced_drafts": round(seconds["no forced drafts"] / forced, 3),
+        "passes": dict(passes),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__, model="smollm2", dtype="fp32", core=True, threads=True)
+    parser.add_argument("--batch", type=int, default=8, help="prompts of a batch, at most 8")
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each schema one at a time (default 4)")
+    parser.add_argument("--max-new-tokens", type=int, default=160)
+    options = parser.parse_args(argv)
+    lacking = [name for name in ("llguidance", "jsonschema") if importlib.util.find_spec(name) is None]
+    if lacking:
+        sys.exit(f"bench.grammar needs {' and '.join(lacking)}: pip install {' '.join(lacking)}")
+    stay_on_cores(options.core, options.threads)
+    model, tokenizer = lookahead.load(options.model, dtype=options.dtype, device="cpu")
+    clock = clock_of(options.threads)
+    kinds = {"one prompt": 1, f"batch of {options.batch}": options.batch}
+    report: dict[str, Any] = {"setting": setting_of(options, "max_new_tokens"), "clock": clock}
+    ended = valid = 0
+    for kind, rows in kinds.items():
+        found, totals, all_passes, all_tokens = {}, Counter[str](), Counter[str](), 0
+        for name, (schema, prompts) in SCHEMAS.items():
+            prompts = prompts[: options.limit]
+            calls = (
+                [[prompt] for prompt in prompts] if rows == 1 else [[prompts[i % len(prompts)] for i in range(rows)]]
+            )
+            ways = _ways(model, tokenizer, schema, options.max_new_tokens, clock)
+            for way in list(ways.values())[1:]:
+                way(["Warm up with a few words, please."] * rows)
+            seconds, passes, identical, tokens = Counter[str](), Counter[str](), Counter[str](), 0
+            for at, call in enumerate(calls):
+                order = list(ways)[at % len(ways) :] + list(ways)[: at % len(ways)]
+                outputs = {each: ways[each](call) for each in order}
+                for each, given in outputs.items():
+                    same = [*map(list.__eq__, given.tokens, outputs["plain"].tokens)]
+                    if not all(same) and (rows == 1 or options.dtype == "fp32"):
+                        sys.exit(f"not lossless: {each} differs from plain for {call!r}; nothing is reported")
+                    identical[each] += sum(same)
+                    seconds[each] += given.seconds
+                    passes[each] += given.passes
+                tokens += sum(map(len, outputs["plain"].tokens))
+                for ids, has_ended in zip(*outputs["forced drafts"][::3], strict=True):
+                    ended += has_ended
+                    valid += has_ended and _is_valid(str(tokenizer.decode(ids, skip_special_tokens=True)), schema)
+            found[name] = _figures(seconds, tokens, passes)
+            if identical["forced drafts"] < identical["plain"]:  # a padded batch rounds in half precision
+                found[name]["identical"] = f"{identical['forced drafts']} of {identical['plain']}"
+            print(f"{kind}, {name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+            totals.update(seconds)
+            all_passes.update(passes)
+            all_tokens += tokens
+        report[kind] = {**found, "all": _figures(totals, all_tokens, all_passes)}
+    publish({**report, "ended": ended, "valid": valid}, options.output)
+
+
+if __name__ == "__main__":
+    main()
