@@ -35,7 +35,8 @@ from lookahead.drafting.proposal import Feedback, Proposer
 from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.ngram import NgramProposer, OutputStore
 
-Pair = tuple[IntArray, IntArray]
+Pair = tuple[IntArray, ...]
+"""A prompt and an output; what follows them is what the output was expected to be (`Proposer.expect`)."""
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -70,9 +71,11 @@ def replay_batches(make: Callable[[], Proposer], batches: Sequence[Sequence[Pair
     tally = Counter[str]()
     for pairs in batches:
         proposer, at = make(), [0] * len(pairs)
-        for row, (prompt, _) in enumerate(pairs):
+        for row, (prompt, _, *predictions) in enumerate(pairs):
             proposer.start(row, prompt)
-        while rows := [row for row, (_, output) in enumerate(pairs) if at[row] < len(output)]:
+            if predictions:
+                proposer.expect(row, predictions)
+        while rows := [row for row, pair in enumerate(pairs) if at[row] < len(pair[1])]:
             proposals = [proposer.propose(row, budget) for row in rows]
             for row, proposal in zip(rows, proposals, strict=True):
                 output = pairs[row][1][at[row] :]
