@@ -49,6 +49,7 @@ NOT_RUN = {
     ("docs/measurements.md", "python -m bench.never_slower"),
     ("docs/measurements.md", "python -m bench.ablation"),
     ("docs/measurements.md", "python -m bench.traces"),
+    ("docs/measurements.md", "python -m bench.edits"),
     ("docs/pools.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
