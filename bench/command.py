@@ -8,8 +8,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import transformers
 
 from lookahead import LookaheadConfig
+from lookahead.drafting.proposal import IntArray
 from lookahead.engine.engine import Engine
 from lookahead.generation.plan import plan_request
 from lookahead.hf.calls import resolve_call
@@ -78,10 +80,20 @@ def clock_of(threads: int) -> str:
     return "cpu" if threads == 1 else "wall"
 
 
-def make_engine(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **options: Any) -> Engine:
-    """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy unless told otherwise."""
+def make_engine(
+    model: Any,
+    ids: torch.Tensor,
+    config: LookaheadConfig | None,
+    predictions: Sequence[Sequence[IntArray]] = (),
+    **options: Any,
+) -> Engine:
+    """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy unless told otherwise.
+
+    `predictions` are what the outputs will largely be, by row.
+    """
     shared = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
-    engine = plan_request(resolve_call(model, ids, **shared), config).begin()
+    plan = plan_request(resolve_call(model, ids, **shared), config)
+    engine = replace(plan, predictions=predictions).begin()
     assert isinstance(engine, Engine)
     return engine
 

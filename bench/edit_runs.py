@@ -1,7 +1,7 @@
 """Edited files that a real model is made to write: CPU seconds of every way to know the original.
 
-Part of `bench.edits`. The given text is dictated as in `bench.never_slower`: a hook raises the logit of the next token,
-so that the model does all of its work and drafts must be right.
+Part of `bench.edits`. A logits processor dictates the text, to transformers and to ours alike: the model does all of
+its work, what it would have said itself is what ours learns of it, and drafts must be right.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +17,16 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.baselines import IntArray
+from bench.command import make_engine
 from bench.llm import of_transformers
-from bench.llm_figures import CLOCKS, Run, ratio, summarize
+from bench.llm_figures import CLOCKS, GREEDY, Run, ratio, summarize
 from bench.llm_peers import timed
-from bench.never_slower import ENDLESS, Case, dictating
+from bench.never_slower import ENDLESS
 from lookahead import LookaheadConfig
-from lookahead.generation.plan import plan_request
-from lookahead.hf.calls import resolve_call
 from lookahead.hf.model_state import LearnedState, use_learned
 
-GREEDY, GREEDY_WITH_FILE, NO_DRAFTS = "greedy", "greedy, file in the prompt", "no drafts"
+GREEDY_WITH_FILE, NO_DRAFTS = "greedy, file in the prompt", "no drafts"
+_RAISE = 1e4  # logits stay finite, and nothing a model says comes near it
 
 
 class Given(NamedTuple):
@@ -37,39 +36,41 @@ class Given(NamedTuple):
     output: IntArray
     predictions: Sequence[IntArray] = ()
 
-    def case(self) -> Case:
-        return Case(
-            torch.from_numpy(np.concatenate((self.prompt, self.output)).astype(np.int64))[None], len(self.prompt)
-        )
+    @property
+    def ids(self) -> torch.Tensor:
+        return torch.from_numpy(self.prompt.astype(np.int64))[None]
+
+    def options(self) -> dict[str, Any]:
+        """Of `model.generate`."""
+        return {"max_new_tokens": len(self.output), "logits_processor": [self._dictate], **ENDLESS}
+
+    def _dictate(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, int(self.output[ids.shape[1] - len(self.prompt)])] = _RAISE
+        return scores
 
 
 Way = Callable[[Given], Run]
 
 
-def by_transformers(model: PreTrainedModel, dtype: str) -> Way:
+def by_transformers(model: PreTrainedModel) -> Way:
     """Greedy decoding of transformers."""
 
     def run(given: Given) -> Run:
-        case = given.case()
-        decode = of_transformers(model, Namespace(max_new_tokens=case.new, temperature=0.0, dtype=dtype), **ENDLESS)
-        with dictating(model, case, lambda: [0]):
-            return decode(case.prompts)
+        options = given.options()
+        limit = Namespace(max_new_tokens=options.pop("max_new_tokens"), temperature=0.0)
+        return of_transformers(model, limit, **options)(given.ids)
 
     return run
 
 
-def by_ours(model: PreTrainedModel, *, drafts: bool) -> Way:
-    """Ours as it is, with hit rates and costs that are kept from edit to edit, and nothing else."""
-    learned, kinds = LearnedState(), {} if drafts else {"proposers": ()}
-    config = LookaheadConfig(memory="request", **kinds)
+def by_ours(model: PreTrainedModel, **options: Any) -> Way:
+    """Ours, with hit rates and costs that are kept from edit to edit, and nothing else; `options` of its config."""
+    learned, config = LearnedState(), LookaheadConfig(memory="request", **options)
 
     def blocks(given: Given) -> Iterator[list[int]]:
-        case = given.case()
-        options = {"max_new_tokens": case.new, "do_sample": False, **ENDLESS}
         with use_learned(model, learned):
-            call = resolve_call(model, case.prompts, attention_mask=torch.ones_like(case.prompts), **options)
-            engine: Any = replace(plan_request(call, config), predictions=[given.predictions]).begin()
-            with engine.serving(), dictating(model, case, lambda: [0]):
+            engine = make_engine(model, given.ids, config, [given.predictions], **given.options())
+            with engine.serving():  # as `lookahead.decode` does
                 for step in engine.run():
                     yield step[0].tokens.tolist()
 
@@ -118,21 +119,17 @@ def measure(
 
 def figures(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
     """The figures of every way, over greedy decoding of the same prompt; also what useless predictions cost."""
-    everywhere = range(len(runs[GREEDY]))
-    found = {}
+    everywhere, found = range(len(runs[GREEDY])), {}
     for name, each in runs.items():
         base = GREEDY_WITH_FILE if name in (GREEDY_WITH_FILE, "prompt", "both") else GREEDY
         found[name] = {**summarize(each, runs[base], everywhere), "over": base}
         found[name]["prefill_ms"] = round(1e3 * statistics.mean(run.prefill["cpu"] for run in each), 1)
-        if name == "prediction":  # a model that is to edit a file would have to read it
-            whole = summarize(each, runs[GREEDY_WITH_FILE], everywhere)["end_to_end"]
-            found[name]["end_to_end_over_file_in_prompt"] = whole
-    pairs = list(zip(runs["none"], runs["useless"], strict=True))
-    shares = {"decode": [a.decode("cpu") / b.decode("cpu") for a, b in pairs]}
-    shares["end to end"] = [a.total["cpu"] / b.total["cpu"] for a, b in pairs]
-    for what, each in shares.items():
-        found["useless"][f"of_none, {what}"] = round(statistics.geometric_mean(each), 4)
-    found["useless"]["of_none, all"] = ratio(
-        *(sum(run.total["cpu"] for run in runs[name]) for name in ("none", "useless"))
-    )
+    # A model that is to edit a file would have to read it.
+    whole = summarize(runs["prediction"], runs[GREEDY_WITH_FILE], everywhere)["end_to_end"]
+    found["prediction"]["end_to_end_over_file_in_prompt"] = whole
+    without, beside = runs["none"], runs["useless"]
+    for what, seconds in (("decode", Run.decode), ("end to end", lambda run, clock: run.total[clock])):
+        found["useless"][f"of_none, {what}"] = ratio(
+            *(sum(seconds(run, "cpu") for run in each) for each in (without, beside))
+        )
     return found

@@ -23,6 +23,7 @@ draft chains as long. Memory is fresh for each edit and hit rates are learned fr
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,10 +38,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench import baselines
 from bench.baselines import ChainRule, IntArray
 from bench.command import parser_of, publish, setting_of, stay_on_cores
-from bench.edit_runs import GREEDY, GREEDY_WITH_FILE, NO_DRAFTS, Given, by_ours, by_transformers, measure, sampled
+from bench.edit_runs import GREEDY_WITH_FILE, NO_DRAFTS, Given, by_ours, by_transformers, measure, sampled
 from bench.edit_runs import figures as figures_of_runs
 from bench.history import HALVES, Edit, read_edits
 from bench.llm import as_chat
+from bench.llm_figures import GREEDY
 from bench.replay import Pair, ours, replay
 from lookahead.drafting.proposal import Proposer
 from lookahead.hf.loading import DEFAULT_MODEL, load
@@ -112,22 +114,22 @@ def figures(tally: Counter[str]) -> dict[str, float]:
     return {**per_step, "promised": round(tally["promised"], 1), "accepted": tally["accepted"]}
 
 
-def dictated(tasks: Sequence[Task], model: PreTrainedModel, arguments: Namespace) -> dict[str, Any]:
-    """Figures of every way on a real model; the last task warms up."""
+def dictated(tasks: Sequence[Task], warming: Task, model: PreTrainedModel, arguments: Namespace) -> dict[str, Any]:
+    """Figures of every way on a real model; the beginning of another task warms up."""
     plain, few = (partial(sampled, tokens=arguments.plain_tokens), arguments.useless_tokens)
-    greedy = plain(by_transformers(model, arguments.dtype))
-    ways = {GREEDY: greedy, GREEDY_WITH_FILE: greedy, NO_DRAFTS: plain(by_ours(model, drafts=False))}
-    ways |= {way: by_ours(model, drafts=True) for way in WAYS}
+    greedy = plain(by_transformers(model))
+    ways = {GREEDY: greedy, GREEDY_WITH_FILE: greedy, NO_DRAFTS: plain(by_ours(model, proposers=()))}
+    ways |= {way: by_ours(model) for way in WAYS}
 
-    def given(task: Task) -> dict[str, Given]:
+    def given(task: Task, most: int | None = None) -> dict[str, Given]:
+        task = task._replace(after=task.after[:most])
         each = {name: Given(task.long if name == GREEDY_WITH_FILE else task.short, task.after) for name in ways}
         for way in WAYS:
             prompt, output, *predictions = task.pair(way)
             each[way] = Given(prompt, output[:few] if way in ("none", "useless") else output, predictions)
         return each
 
-    *edits, warming = map(given, tasks)
-    found = figures_of_runs(measure(ways, edits, [warming]))
+    found = figures_of_runs(measure(ways, [given(task) for task in tasks], [given(warming, few)]))
     for name, each in found.items():
         print(name, each)
     return {**setting_of(arguments, "plain_tokens", "useless_tokens"), "ways": found}
@@ -146,14 +148,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     stay_on_cores(arguments.core)
     edits = read_edits(arguments.repository, arguments.half, arguments.revision)
+    if len(edits) < 2:
+        sys.exit(f"{arguments.repository.absolute()}: {len(edits)} edits in the half {arguments.half!r}, 2 are needed")
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
-    limit = arguments.limit if arguments.replay else (arguments.limit or 5) + 1
-    tasks = read_tasks(edits, tokenizer, limit)
-    result: dict[str, Any] = {"half": arguments.half, "edits": len(tasks), "tokens": sum(len(t.after) for t in tasks)}
     if arguments.replay:
-        result["nodes"] = {nodes: replayed(tasks, nodes) for nodes in map(int, arguments.nodes.split(","))}
+        tasks = read_tasks(edits, tokenizer, arguments.limit)
+        found = {"nodes": {nodes: replayed(tasks, nodes) for nodes in map(int, arguments.nodes.split(","))}}
     else:
-        result |= dictated(tasks, model, arguments)
+        *tasks, warming = read_tasks(edits, tokenizer, (arguments.limit or 5) + 1)
+        found = dictated(tasks, warming, model, arguments)
+    result: dict[str, Any] = {"half": arguments.half, "edits": len(tasks), "tokens": sum(len(t.after) for t in tasks)}
+    result |= found
     publish(result, arguments.output)
 
 

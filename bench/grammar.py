@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import lookahead
 from bench.command import clock_of, parser_of, publish, setting_of, stay_on_cores
 from lookahead import LookaheadConfig
+from lookahead.hf.loading import DEFAULT_MODEL
 
 _CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
@@ -41,6 +43,19 @@ _TEXT = {"type": "string", "maxLength": 60}
 _INGREDIENT = _object(ingredient_name=_TEXT, quantity={"type": "number"}, unit={"enum": ["gram", "cup", "piece"]})
 
 SCHEMAS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "any object": (
+        {"type": "object"},
+        [
+            "Describe the planet Mars as a short JSON object.",
+            "Describe a bicycle as a short JSON object.",
+            "Describe the city of Lisbon as a short JSON object.",
+            "Describe a piano as a short JSON object.",
+            "Describe the month of May as a short JSON object.",
+            "Describe a cup of tea as a short JSON object.",
+            "Describe an oak tree as a short JSON object.",
+            "Describe a library as a short JSON object.",
+        ],
+    ),
     "contact": (
         _object(name=_TEXT, age={"type": "integer", "minimum": 0, "maximum": 120}, city=_TEXT, email=_TEXT),
         [
@@ -161,31 +176,72 @@ def _ways(
     return {"plain": plainly, "no forced drafts": ours(lookahead.PerRow(hidden)), "forced drafts": ours(grammar)}
 
 
-def _is_valid(text: str, schema: Any) -> bool:
+def _is_valid(tokenizer: PreTrainedTokenizerBase, schema: Any, ids: list[int]) -> bool:
     import jsonschema
 
     try:
-        jsonschema.validate(json.loads(text), schema)
+        jsonschema.validate(json.loads(str(tokenizer.decode(ids, skip_special_tokens=True))), schema)
     except (json.JSONDecodeError, jsonschema.ValidationError):
         return False
     return True
 
 
-def _figures(seconds: Mapping[str, float], tokens: int, passes: Mapping[str, int]) -> dict[str, Any]:
-    forced = seconds["forced drafts"]
-    return {
-        "tokens": tokens,
-        "ms_per_token": {name: round(1e3 * each / tokens, 2) for name, each in seconds.items()},
-        "over_plain": round(seconds["plain"] / forced, 3),
-        "over_no_forced_drafts": round(seconds["no forced drafts"] / forced, 3),
-        "passes": dict(passes),
-    }
+class _Sum:
+    """What the calls of some prompts gave, by way."""
+
+    def __init__(self) -> None:
+        self.seconds, self.passes, self.identical = Counter[str](), Counter[str](), Counter[str]()
+        self.tokens = self.ended = self.valid = 0
+
+    def add(self, other: _Sum) -> None:
+        for mine, its in zip(vars(self).values(), vars(other).values(), strict=True):
+            if isinstance(mine, Counter):
+                mine.update(its)
+        self.tokens, self.ended = self.tokens + other.tokens, self.ended + other.ended
+        self.valid += other.valid
+
+    def figures(self) -> dict[str, Any]:
+        forced, rows = self.seconds["forced drafts"], self.identical["plain"]
+        return {
+            "tokens": self.tokens,
+            "ms_per_token": {name: round(1e3 * each / self.tokens, 2) for name, each in self.seconds.items()},
+            "over_plain": round(self.seconds["plain"] / forced, 3),
+            "over_no_forced_drafts": round(self.seconds["no forced drafts"] / forced, 3),
+            "passes": dict(self.passes),
+            "identical": f"{self.identical['forced drafts']} of {rows}",
+            "valid": f"{self.valid} of {self.ended} that ended",
+        }
+
+
+def _measure(
+    ways: Mapping[str, Way], calls: Sequence[Sequence[str]], rounds: bool, is_valid: Callable[[Any], bool]
+) -> _Sum:
+    """Every way on every call, in turn; the run ends where tokens differ, unless a padded batch `rounds`."""
+    found, names = _Sum(), list(ways)
+    for way in names[1:]:
+        ways[way](["Warm up with a few words, please."] * len(calls[0]))
+    for at, call in enumerate(calls):
+        turn = at % len(names)
+        outputs = {name: ways[name](call) for name in names[turn:] + names[:turn]}
+        plain = outputs["plain"].tokens
+        for name, given in outputs.items():
+            same = [*map(list.__eq__, given.tokens, plain)]
+            if not all(same) and not rounds:
+                sys.exit(f"not lossless: {name} differs from plain for {call!r}; nothing is reported")
+            found.identical[name] += sum(same)
+            found.seconds[name] += given.seconds
+            found.passes[name] += given.passes
+        found.tokens += sum(map(len, plain))
+        ended = [ids for ids, has_ended in zip(*outputs["forced drafts"][::3], strict=True) if has_ended]
+        found.ended += len(ended)
+        found.valid += sum(map(is_valid, ended))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__, model="smollm2", dtype="fp32", core=True, threads=True)
-    parser.add_argument("--batch", type=int, default=8, help="prompts of a batch, at most 8")
-    parser.add_argument("--limit", type=int, default=4, help="prompts of each schema one at a time (default 4)")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True, threads=True)
+    parser.add_argument("--batch", type=int, default=8, help="prompts of a batch (default 8)")
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each schema, at most 8 (default 4)")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     options = parser.parse_args(argv)
     lacking = [name for name in ("llguidance", "jsonschema") if importlib.util.find_spec(name) is None]
@@ -194,43 +250,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     stay_on_cores(options.core, options.threads)
     model, tokenizer = lookahead.load(options.model, dtype=options.dtype, device="cpu")
     clock = clock_of(options.threads)
-    kinds = {"one prompt": 1, f"batch of {options.batch}": options.batch}
-    report: dict[str, Any] = {"setting": setting_of(options, "max_new_tokens"), "clock": clock}
-    ended = valid = 0
-    for kind, rows in kinds.items():
-        found, totals, all_passes, all_tokens = {}, Counter[str](), Counter[str](), 0
+    report: dict[str, Any] = {**setting_of(options, "max_new_tokens"), "clock": clock}
+    for kind, rows in {"one prompt": 1, f"batch of {options.batch}": options.batch}.items():
+        found, all_of = {}, _Sum()
         for name, (schema, prompts) in SCHEMAS.items():
             prompts = prompts[: options.limit]
-            calls = (
-                [[prompt] for prompt in prompts] if rows == 1 else [[prompts[i % len(prompts)] for i in range(rows)]]
-            )
+            in_turn = [[prompts[i % len(prompts)] for i in range(rows)]]
+            calls = [[prompt] for prompt in prompts] if rows == 1 else in_turn
             ways = _ways(model, tokenizer, schema, options.max_new_tokens, clock)
-            for way in list(ways.values())[1:]:
-                way(["Warm up with a few words, please."] * rows)
-            seconds, passes, identical, tokens = Counter[str](), Counter[str](), Counter[str](), 0
-            for at, call in enumerate(calls):
-                order = list(ways)[at % len(ways) :] + list(ways)[: at % len(ways)]
-                outputs = {each: ways[each](call) for each in order}
-                for each, given in outputs.items():
-                    same = [*map(list.__eq__, given.tokens, outputs["plain"].tokens)]
-                    if not all(same) and (rows == 1 or options.dtype == "fp32"):
-                        sys.exit(f"not lossless: {each} differs from plain for {call!r}; nothing is reported")
-                    identical[each] += sum(same)
-                    seconds[each] += given.seconds
-                    passes[each] += given.passes
-                tokens += sum(map(len, outputs["plain"].tokens))
-                for ids, has_ended in zip(*outputs["forced drafts"][::3], strict=True):
-                    ended += has_ended
-                    valid += has_ended and _is_valid(str(tokenizer.decode(ids, skip_special_tokens=True)), schema)
-            found[name] = _figures(seconds, tokens, passes)
-            if identical["forced drafts"] < identical["plain"]:  # a padded batch rounds in half precision
-                found[name]["identical"] = f"{identical['forced drafts']} of {identical['plain']}"
+            rounds = rows > 1 and options.dtype != "fp32"
+            each = _measure(ways, calls, rounds, partial(_is_valid, tokenizer, schema))
+            all_of.add(each)
+            found[name] = each.figures()
             print(f"{kind}, {name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
-            totals.update(seconds)
-            all_passes.update(passes)
-            all_tokens += tokens
-        report[kind] = {**found, "all": _figures(totals, all_tokens, all_passes)}
-    publish({**report, "ended": ended, "valid": valid}, options.output)
+        report[kind] = {**found, "all": all_of.figures()}
+    publish(report, options.output)
 
 
 if __name__ == "__main__":

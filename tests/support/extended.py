@@ -15,6 +15,8 @@ from pathlib import Path
 EXTENDED = {
     "tests/test_docs.py": ("README.md", "docs/*.md", "examples/*", "lookahead/__init__.py", "lookahead/cli/*"),
     # Benchmarks
+    "tests/test_bench_edits.py": ("bench/*", "ngram/*"),
+    "tests/test_bench_grammar.py": ("bench/*", "lookahead/*/grammar.py", "lookahead/*/constrain.py"),
     "tests/test_bench_kernel.py": ("bench/*", "kernels/*"),
     "tests/test_gpu_decode.py": ("bench/*", "lookahead/*/cuda_graphs.py"),
     "tests/test_llm_bench.py": ("bench/*",),
