@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import lookahead
 from bench.command import clock_of, parser_of, publish, setting_of, stay_on_cores
 from lookahead import LookaheadConfig
+from lookahead.generation.prompts import pad_prompts
 from lookahead.hf.loading import DEFAULT_MODEL
 
 _CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
@@ -153,9 +154,9 @@ def _ways(
 
     def plainly(prompts: Sequence[str]) -> Outputs:
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        inputs: Any = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, padding_side="left", return_dict=True, return_tensors="pt"
-        )
+        encoded: Any = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+        ids, mask = pad_prompts(encoded, 0, on_the_right=False)
+        inputs: Any = {"input_ids": ids, "attention_mask": mask}
         begin, given = now(), {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
         rows = model.generate(**inputs, logits_processor=[grammar], **given)[:, inputs["input_ids"].shape[1] :].tolist()
         seconds, end = now() - begin, tokenizer.eos_token_id
