@@ -105,7 +105,8 @@ def test_a_factory_alone_is_joined_by_predictions_and_may_take_them_itself(tiny_
 def test_the_rows_of_a_batch_have_predictions_of_their_own(tiny_llama, tiny_tokenizer, plain):
     outputs = [plain(prompt) for prompt in PROMPTS]
     given = [outputs[0], None, [[5, 6], outputs[2]]]
-    result = lookahead.generate(tiny_llama, tiny_tokenizer, PROMPTS, prediction=given, **LIMIT)
+    options = {"config": LookaheadConfig(draft="fixed"), **LIMIT}
+    result = lookahead.generate(tiny_llama, tiny_tokenizer, PROMPTS, prediction=given, **options)
     assert result.token_ids == outputs
     assert [row.accepted_by_source["prediction"] > 0 for row in result.row_stats] == [True, False, True]
     done = list(lookahead.stream_many(tiny_llama, tiny_tokenizer, PROMPTS, prediction=iter(given), **LIMIT))

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from lookahead import ConfigError
+from lookahead import ConfigError, LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.generation.scheduler import Scheduler
 from lookahead.summarization.prompting import PromptFitter
@@ -59,7 +59,8 @@ def test_summaries_of_parts_are_summarized_in_rounds(tiny_llama, tiny_tokenizer)
 def test_a_document_may_come_with_its_older_summary(tiny_llama, tiny_tokenizer):
     plain = {each.document.id: each.summary for each in Summarizer(tiny_llama, tiny_tokenizer).summarize_all(SHORT)}
     known = [Document(each.id, each.text, plain[each.id].text if i else None) for i, each in enumerate(SHORT)]
-    summarizer = Summarizer(tiny_llama, tiny_tokenizer, predicts=True)
+    config = LookaheadConfig(draft="fixed")
+    summarizer = Summarizer(tiny_llama, tiny_tokenizer, config=config, predicts=True)
     for outcomes in (summarizer.summarize_all(known), map(summarizer.summarize_or_reject, known)):
         for each in outcomes:
             assert each.summary.text == plain[each.document.id].text
