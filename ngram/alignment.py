@@ -10,7 +10,7 @@ import numpy as np
 
 from lookahead.ngram.candidates import OCCURRENCE
 from lookahead.ngram.chains import MAX_CONTEXT, chains_at, find_matches, match_length
-from lookahead.ngram.features import BADLY, place_of
+from lookahead.ngram.features import BADLY, UNKNOWN, place_of
 from lookahead.ngram.inlining import jit_inline
 from lookahead.utils.jit import njit
 
@@ -47,7 +47,7 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
     """
     arena, heads, links, length = chains
     at, gap, run = cursor[_AT], cursor[_GAP], cursor[_RUN]
-    hits, seen, fared = cursor[_HITS], cursor[_SEEN], 0
+    hits, seen, fared = cursor[_HITS], cursor[_SEEN], UNKNOWN
     if seen >= _JUDGED:
         fared = BADLY + (5 * hits >= seen) + (5 * hits >= 4 * seen)
     count = 0

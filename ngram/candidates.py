@@ -8,8 +8,10 @@ from lookahead.ngram.acceptance import hit_rate
 from lookahead.ngram.features import (
     CEILING,
     COPY,
+    FARES,
     FREQUENT,
     RANKS,
+    UNKNOWN,
     bucket_of,
     feature_of_both,
     feature_of_frequent,
@@ -29,6 +31,7 @@ MAX_OPTIONS = RANKS + max(TOP, FREQUENT)
 _MAX_FOREIGN_OPTIONS = RANKS // 2  # options found first in other texts; the rest is for the row's own text
 _FOLLOWED = 6  # occurrences followed further of those that agree on a token
 _LONG = 2  # tokens; a match of this length replaces the recycled context
+_UNTRIED = 16  # tokens; a longer draft of a prediction that nothing is known of would stake too much at once
 _SHORT = 5  # tokens; no frequent tokens are offered beside a match of this length
 
 # Where the end of the context was found: the position of the next token, and the length of the match.
@@ -75,7 +78,7 @@ def split(texts, own, matches, node, options):
         if token_at >= length:  # entry 0 is a separator
             token_at = position + depth % (length - position) if own and text == 0 else 0
         token = arena[token_at]
-        if token < 0:
+        if token < 0 or (text == PREDICTED and depth >= _UNTRIED and occurrences[each]["place"] % FARES == UNKNOWN):
             continue
         matched = occurrences[each]["length"] + depth
         if text == 0:

@@ -69,7 +69,7 @@ _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 _GUESS_STARTS = (0, 1, 2, 3, 4, 6, 9, 14, 24, 48, 96)
 _GUESS_LENGTHS, PLACES, FARES, _GUESS_RANKS = len(_GUESS_STARTS), 10, 4, 3
 _GUESS_OF = np.searchsorted(_GUESS_STARTS, np.arange(129), side="right") - 1
-BADLY = 1  # how a prediction fared, of `FARES`
+UNKNOWN, BADLY = 0, 1  # how a prediction fared, of `FARES`
 VERDICTS = 4  # of a match: none, first, later, against it
 KNOWN_VERDICTS = 3  # of the recycled table: none, first, not first
 # A match for another token than a prediction has after an agreement as long: by its length and that of the agreement.

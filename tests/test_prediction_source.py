@@ -101,6 +101,17 @@ def test_empty_predictions_are_none(sources: Sequence[str]) -> None:
     assert accepted(started([NOTHING, ids(1, 2)], sources).propose(0, 8), ids(1, 2)) == 2
 
 
+@pytest.mark.parametrize("begun", [0, 1, 3])
+def test_a_prediction_that_nothing_is_known_of_stakes_a_few_tokens_and_then_all(begun: int) -> None:
+    output = text(400)
+    proposer = started([output])
+    if begun:
+        proposer.observe(0, Feedback(output[:begun], NOTHING, NOTHING), NOTHING)
+    assert accepted(proposer.propose(0, 64), output[begun:]) == 16
+    proposer.observe(0, Feedback(output[begun : begun + 17], NOTHING, NOTHING), NOTHING)
+    assert accepted(proposer.propose(0, 64), output[begun + 17 :]) == 64
+
+
 def test_long_chains_reach_the_end_of_the_room_once_a_prediction_has_been_right() -> None:
     output = text(1500)
     proposer = started([output])

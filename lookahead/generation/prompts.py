@@ -25,13 +25,7 @@ from lookahead.generation import validation
 from lookahead.generation.plan import RequestPlan, plan_request
 from lookahead.generation.prediction_reading import read_prediction, read_predictions
 from lookahead.hf.calls import resolve_call
-from lookahead.hf.facts import (
-    context_limit,
-    input_device,
-    inputs_of,
-    side_positions,
-    vocabulary_size,
-)
+from lookahead.hf.facts import context_limit, input_device, inputs_of, side_positions, vocabulary_size
 from lookahead.verification.stopping import has_own
 
 Message: TypeAlias = Mapping[str, Any]
