@@ -26,6 +26,7 @@ from lookahead.utils.jit import _CacheFile, compiled_files
 from lookahead.utils.shipped import source_files
 
 ROOT = Path(__file__).resolve().parent.parent
+NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 NOWHERE = f"{os.devnull}/none"  # no user can make a folder there, root neither
 SCRIPT = """
 import json, tempfile, sys
@@ -99,6 +100,64 @@ for dtype in (np.int32, np.int64):
         told.append(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr)
     line = "compiling what drafts and attends, once after an install: about 20 s"
     assert [each.splitlines() for each in told] == [["another package", line], ["another package"]]
+
+
+CLOSURES = """
+from lookahead.kernels.scalars import jit_part
+from lookahead.utils.jit import njit
+
+def adding(number):
+    @jit_part
+    def part(x):
+{lines}
+        return x + number
+
+    @njit()
+    def add(x):
+        return part(x) + part(x + 1)
+
+    return add
+"""
+ADD = """
+import sys
+from closures import adding
+print(*(adding(int(number))(1e9) for number in sys.argv[1:]))
+"""
+FORK = """
+import os, sys
+from closures import adding
+for number in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        adding(int(number))(1e9)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def written(folder: Path, script: str, *numbers: int) -> list[float]:
+    """What a process prints that compiles closures of `folder`, or finds them compiled."""
+    command = [sys.executable, "-c", script, *map(str, numbers)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return list(map(float, done.stdout.split()))
+
+
+@pytest.mark.parametrize("process", ["spawned", pytest.param("forked", marks=NEEDS_FORK)])
+def test_code_of_closures_that_two_processes_compiled_is_not_confused_where_a_third_loads_both(
+    process: str, tmp_path: Path
+) -> None:
+    # So long that it is called, and not copied into the function that calls it.
+    lines = "\n".join(f"        x = abs(x * number) + {i} if x < {i}.5 else x - {i} / (x + number)" for i in range(60))
+    (tmp_path / "closures.py").write_text(CLOSURES.format(lines=lines))
+    if process == "spawned":
+        alone = [written(tmp_path, ADD, number)[0] for number in (1, 2)]
+    else:
+        written(tmp_path, FORK, 1, 2)
+    together = written(tmp_path, ADD, 1, 2), written(tmp_path, ADD, 2, 1)[::-1]
+    assert len(list(tmp_path.glob("__pycache__/*.nbc"))) == 2  # nothing was compiled again
+    assert together[0] == together[1] and together[0][0] < together[0][1]
+    assert process == "forked" or together[0] == alone
 
 
 def index_in(folder: Path, stamp: object = 1) -> _CacheFile:

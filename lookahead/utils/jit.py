@@ -4,15 +4,22 @@ Numba numbers the files of a function, and writes its index of them without a lo
 at once, for different types or with different parts, one can load the code of the other for its own. Here a file has a
 name that no other has, and an index is changed under its lock. The code of parts in other files is compiled in, so that
 an edit of any file with such code, or another release, makes all functions be compiled again.
+
+Numba also numbers what it compiles, from 1 in every process, and the numbers are all that tells the machine code of
+two closures of one name apart. Where code of two processes is loaded, one function then calls the part of another. So
+here every process numbers from a place of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import glob
+import itertools
 import logging
+import os
 import pickle
 import re
+import secrets
 import time
 import uuid
 import warnings
@@ -23,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import caching, event, sigutils
+from numba.core import bytecode, caching, event, sigutils
 from numba.core.ccallback import CFunc
 
 from lookahead.utils.cache_folders import temporary_folder
@@ -36,9 +43,20 @@ _UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeE
 # Numba has few types.
 _NumbasCache: Any = caching.FunctionCache
 _NumbasFile: Any = caching.IndexDataCacheFile
+_NumbasIdentity: Any = bytecode.FunctionIdentity
 _log = logging.getLogger(__name__)
 _SILENT_S = 1.0  # compilation that takes less is not told
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
+
+
+def _number_apart() -> None:
+    """Let Numba number what it compiles from a place that no other process has."""
+    _NumbasIdentity._unique_ids = itertools.count(secrets.randbits(63))
+
+
+_number_apart()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_number_apart)
 
 
 @functools.cache
