@@ -106,38 +106,44 @@ CLOSURES = """
 from lookahead.kernels.scalars import jit_part
 from lookahead.utils.jit import njit
 
-def adding(number):
+def part_of(number):
     @jit_part
     def part(x):
 {lines}
         return x + number
 
-    @njit()
-    def add(x):
-        return part(x) + part(x + 1)
+    return part
 
-    return add
+ONE, TWO = map(part_of, (1, 2))
+
+@njit()
+def add_one(x):
+    return ONE(x) + ONE(x + 1)
+
+@njit()
+def add_two(x):
+    return TWO(x) + TWO(x + 1)
 """
 ADD = """
 import sys
-from closures import adding
-print(*(adding(int(number))(1e9) for number in sys.argv[1:]))
+import closures
+print(*(getattr(closures, name)(1e9) for name in sys.argv[1:]))
 """
 FORK = """
 import os, sys
-from closures import adding
-for number in sys.argv[1:]:
+import closures
+for name in sys.argv[1:]:
     child = os.fork()
     if not child:
-        adding(int(number))(1e9)
+        getattr(closures, name)(1e9)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def written(folder: Path, script: str, *numbers: int) -> list[float]:
-    """What a process prints that compiles closures of `folder`, or finds them compiled."""
-    command = [sys.executable, "-c", script, *map(str, numbers)]
+def written(folder: Path, script: str, *functions: str) -> list[float]:
+    """What a process prints that compiles functions of `folder`, or finds them compiled."""
+    command = [sys.executable, "-c", script, *functions]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return list(map(float, done.stdout.split()))
@@ -151,10 +157,10 @@ def test_code_of_closures_that_two_processes_compiled_is_not_confused_where_a_th
     lines = "\n".join(f"        x = abs(x * number) + {i} if x < {i}.5 else x - {i} / (x + number)" for i in range(60))
     (tmp_path / "closures.py").write_text(CLOSURES.format(lines=lines))
     if process == "spawned":
-        alone = [written(tmp_path, ADD, number)[0] for number in (1, 2)]
+        alone = [written(tmp_path, ADD, name)[0] for name in ("add_one", "add_two")]
     else:
-        written(tmp_path, FORK, 1, 2)
-    together = written(tmp_path, ADD, 1, 2), written(tmp_path, ADD, 2, 1)[::-1]
+        written(tmp_path, FORK, "add_one", "add_two")
+    together = written(tmp_path, ADD, "add_one", "add_two"), written(tmp_path, ADD, "add_two", "add_one")[::-1]
     assert len(list(tmp_path.glob("__pycache__/*.nbc"))) == 2  # nothing was compiled again
     assert together[0] == together[1] and together[0][0] < together[0][1]
     assert process == "forked" or together[0] == alone
