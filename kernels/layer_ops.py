@@ -1,4 +1,4 @@
-"""What stands between the products of a decoder layer, as one job each: RMSNorm, rotary embedding, gated SiLU.
+"""What stands between the products of a decoder layer, as one job each: RMSNorm, rotary embedding, gated SiLU, copies.
 
 For few tokens on a CPU the operators of torch that each of them takes cost more to call than to compute. In bfloat16
 the results have the bits of those operators: each rounds, and the mean sums in the order of torch's `mean`.
@@ -26,7 +26,7 @@ _WIDTH = _PARTIALS * _LANES
 
 _F = np.float32
 _MAX_EXP_INPUT = _F(80.0)  # from here on SiLU is the number itself
-_NORM, _ROTATION, _GATING = range(3)  # kinds of jobs
+_NORM, _ROTATION, _GATING, _STORING = range(4)  # kinds of jobs
 
 
 def norm(
@@ -75,6 +75,21 @@ def rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Job:
 def gating(gate: Tensor, up: Tensor) -> Job:
     """A job that writes `silu(gate) * up` over the gate; bfloat16 or float32 of one shape, contiguous."""
     return _ENTRIES[gate.dtype], 1, (_GATING, gate.data_ptr(), up.data_ptr(), gate.numel()), (gate, up)
+
+
+def storing(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> Job:
+    """A job that copies keys and values of tokens into the slots of a cache.
+
+    Args:
+        key: `[..., width]`, of some tokens, contiguous; bfloat16 or float32, as all are.
+        value: Likewise.
+        keys: Slots of so many numbers, contiguous.
+        values: Likewise.
+        places: int64 `[tokens]`, contiguous: the slot of each token.
+    """
+    tensors, width = (key, value, keys, values, places), key.shape[-1]
+    sizes = key.numel() // width, width, key.element_size()
+    return _ENTRIES[key.dtype], 1, (_STORING, *(each.data_ptr() for each in tensors), *sizes), tensors
 
 
 def _numbers_at(address: Any, size: Any, kind: Any) -> Any:
@@ -201,6 +216,21 @@ def _gate(address, kind):
 
 
 @jit_part
+def _store(address, kind):
+    """Copy keys and values of tokens to their slots."""
+    key_at, value_at, keys_at, values_at, places_at, tokens, width, size = array_at(address, (8,), np.int64)
+    places, step = array_at(places_at, (tokens,), np.int64), width * size
+    for token in range(tokens):
+        for source, slots in ((key_at, keys_at), (value_at, values_at)):
+            line, to = (
+                _numbers_at(source + token * step, width, kind),
+                _numbers_at(slots + places[token] * step, width, kind),
+            )
+            for i in range(width):
+                to[i] = line[i]
+
+
+@jit_part
 def _work(address, kind):
     """One thread does the whole of a job: it takes less time than waking the others."""
     if claim_part(address) > 0:
@@ -210,8 +240,10 @@ def _work(address, kind):
         _norm(numbers, kind)
     elif job == _ROTATION:
         _rotate(numbers, kind)
-    else:
+    elif job == _GATING:
         _gate(numbers, kind)
+    else:
+        _store(numbers, kind)
 
 
 def _work_on_halves(address: Any) -> None:

@@ -56,26 +56,26 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
     """
     query = query.contiguous()
     out = torch.empty_like(query) if len(query) == 1 else torch.zeros_like(query)
-    run(attention(query, keys, values, out, nodes=nodes, trees=trees, scale=scale))
+    places = torch.arange(len(query), device="cpu")[:, None] * query.shape[1]
+    run(attention(query, keys, values, out, nodes=nodes, trees=torch.cat([trees, places], 1), scale=scale))
     return out
 
 
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, nodes: Tensor, trees: Tensor, scale: float
 ) -> Job:
-    """`row_attention` as a job.
+    """`row_attention` as a job, whose rows may have queries of any number.
 
     Args:
-        query: As of `row_attention`, contiguous.
+        query: `[any, width, heads, dim]`, contiguous; no row has more than `width` queries.
         keys: As of `row_attention`.
         values: As of `row_attention`.
         out: As `query`; the job writes it, but for padding.
         nodes: As of `row_attention`, contiguous.
-        trees: As of `row_attention`, contiguous.
+        trees: int64 `[rows, 4]`, contiguous: as of `row_attention`, and the place of each first query among all.
         scale: Factor on the scores.
     """
-    rows, width, heads, dim = query.shape
-    slots, kv_heads = keys.shape[1:3]
+    rows, (_, width, heads, dim), (_, slots, kv_heads, _) = len(trees), query.shape, keys.shape
     tensors = query, keys, values, nodes, trees, out
     sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2]
     places = [each.data_ptr() for each in tensors]
@@ -132,7 +132,7 @@ def _attend(address, number, word, size):
     parts, query_at, keys_at, values_at, nodes_at, trees_at, out_at = numbers[1:8]
     rows, width, heads, dim, slots, kv_heads, step, most, bits = numbers[8:]
     scale, groups = np.int32(bits).view(np.float32), heads // kv_heads
-    trees = array_at(trees_at, (rows, 3), np.int64)
+    trees = array_at(trees_at, (rows, 4), np.int64)
     most_rows = _padded(width * groups)
     queries, sums = np.zeros((most_rows, dim), np.float32), np.empty((most_rows, dim), np.float32)
     scores = np.zeros((most_rows, BLOCK), np.float32)
@@ -142,9 +142,10 @@ def _attend(address, number, word, size):
     part = claim_part(address)
     while part < parts:
         row, head = part // kv_heads, part % kv_heads
+        start, count, scored, first = trees[row]
         query, out = (
-            array_at(query_at + size * row * width * heads * dim, (width, heads, dim), number),
-            array_at(out_at + size * row * width * heads * dim, (width, heads, dim), number),
+            array_at(query_at + size * first * heads * dim, (width, heads, dim), number),
+            array_at(out_at + size * first * heads * dim, (width, heads, dim), number),
         )
         keys, values = (
             array_at(keys_at + size * row * step, (slots, kv_heads, dim), number),
@@ -152,7 +153,6 @@ def _attend(address, number, word, size):
         )
         words = array_at(keys_at + size * row * step, (slots, kv_heads, dim * size // 4), word)
         nodes = array_at(nodes_at + 16 * row * most, (2, most), np.int64)
-        start, count, scored = trees[row]
         padded = _padded((count - scored) * groups)
         _attend_tree(
             query, keys, values, words, nodes[0], nodes[1], start, count, scored, head, groups, scale,

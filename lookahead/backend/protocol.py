@@ -71,6 +71,8 @@ class Backend(Protocol):
         is_aligned: Whether rows must accept equally many tokens, so that they keep one length.
         is_read_whole: Whether the newest prompts were read as transformers reads each alone.
         is_cold: Whether the newest pass did work, such as packing, that later ones do not repeat.
+        is_ragged: Whether the newest pass computed the nodes of its trees alone; else those of every row are padded to
+            those of the largest tree.
         keeps_hidden: Whether later passes keep hidden states.
         hidden: Hidden states of the newest pass by layer, `[active, nodes of the largest tree, size]`; behind `read`
             those of the last tokens, `[prompts, 1, size]`.
@@ -83,6 +85,7 @@ class Backend(Protocol):
     is_aligned: bool
     is_read_whole: bool
     is_cold: bool
+    is_ragged: bool
     keeps_hidden: bool
     hidden: dict[int, Tensor]
     prompt_hidden: list[dict[int, Tensor]]

@@ -85,7 +85,7 @@ class TorchBackend:
         self._is_served = False
         # In float32 the last bits do not change tokens.
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
-        self.is_read_whole = self.is_cold = False
+        self.is_read_whole = self.is_cold = self.is_ragged = False
 
     def _use(self, inputs: ModelInputs) -> None:
         self._inputs, self.cache = inputs, inputs.cache

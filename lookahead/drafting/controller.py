@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -28,11 +29,17 @@ class StepPlan(NamedTuple):
     context: int = 0  # tokens of the longest row
     drafts: bool = False  # whether the proposers are asked
     max_nodes: int = 0  # of a draft, the root not counted
-    costs: FloatArray = FREE  # [max_nodes + 2], seconds of a step by the nodes of its largest tree; empty: free
+    costs: FloatArray = FREE  # seconds of a step by the nodes of a row, [max_nodes + 2] or shorter; empty: free
     plain_s: float = 1.0
     value: BatchValue = SINGLE_ROW
     has_branch: bool = False  # whether the lookahead branch is on
     node_bonus_tokens: float = 0.0  # tokens that a verified node is worth besides, as a source learns from it
+    is_ragged: bool = False  # whether the pass computes no padding: the nodes of a row are then their mean
+
+    def nodes_of(self, trees: Sequence[TokenTree]) -> float:
+        """The nodes of a row for which a pass over these trees is paid."""
+        sizes = [len(tree.tokens) for tree in trees]
+        return sum(sizes) / len(sizes) if self.is_ragged else max(sizes)
 
 
 class StepRecord(NamedTuple):
@@ -40,7 +47,7 @@ class StepRecord(NamedTuple):
 
     verified: Sequence[tuple[TokenTree, IntArray]]  # of every row the tree, and the accepted nodes, the root first
     tokens: Sequence[int]  # that each row emitted
-    nodes: int  # of the largest tree, its root counted
+    nodes: float  # of a row for which the pass was paid, its root counted
     host_s: float  # of drafting and of the proposers' learning
     step_s: float  # of the whole step
     is_cold: bool = False  # whether its pass did one-time work such as compiling; its time is not counted
@@ -79,11 +86,13 @@ class Controller:
                 self.branch.bits = bits
         self.budget.begin_output()
 
-    def plan(self, left: Sequence[int], context: int, *, is_refilled: bool = False) -> StepPlan:
+    def plan(
+        self, left: Sequence[int], context: int, *, is_refilled: bool = False, is_ragged: bool = False
+    ) -> StepPlan:
         """Decide what is drafted before the coming step.
 
         `left` are the tokens that each row may still emit, `context` those of the longest row. With `is_refilled` a
-        waiting request takes the place of a row that ends.
+        waiting request takes the place of a row that ends; with `is_ragged` passes compute no padding.
         """
         rows, branch = len(left), self.branch
         plain = StepPlan(rows, context)
@@ -112,14 +121,16 @@ class Controller:
         # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
         curve[2:] *= _MARGIN
         curve += self.budget.proposing_cost(rows) * plain_s
-        return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching)
+        if is_ragged:  # a row may have nodes that others leave
+            nodes = max(nodes, min(nodes * rows, self.node_budget))
+        return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching, is_ragged)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
         """Whether drafts, one per row, are verified."""
         if plan.has_branch:
             return True
         tokens = plan.value.steps_saved([float(draft.path_probs.sum()) for draft in drafts])
-        took = float(plan.costs[max(len(draft.tree) for draft in drafts)]) / plan.plain_s
+        took = _at(plan.costs, plan.nodes_of([draft.tree for draft in drafts])) / plan.plain_s
         return self.budget.verifies(plan.rows, tokens / took, took - 1.0)
 
     def record(self, plan: StepPlan, step: StepRecord) -> None:
@@ -135,9 +146,9 @@ class Controller:
                 return
         step_s = step.step_s - host_s
         self.cost.observe(self._width(nodes), step_s, rows=rows, context=plan.context)
-        curve = self._curve(rows, plan.context, nodes)
+        curve = self._curve(rows, plan.context, math.ceil(nodes))
         if self.branch.can_run:
-            bits, branch_s = self.branch.record(step.verified, tokens, nodes, curve)
+            bits, branch_s = self.branch.record(step.verified, tokens, math.ceil(nodes), curve)
             apart, apart_s = apart | bits, apart_s + branch_s
         if not plan.drafts:
             return
@@ -145,15 +156,15 @@ class Controller:
         is_again = nodes > 1 and all(len(tree) == 1 for tree, _ in step.verified)
         if apart and not is_again:
             own_nodes, tokens = without_sources(step.verified, tokens, apart)
-            step_s = float(curve[own_nodes]) if own_nodes < nodes else step_s
-            nodes, host_s = own_nodes, max(0.0, host_s - apart_s)
+            step_s = _at(curve, own_nodes) if own_nodes < nodes else step_s
+            nodes, host_s = min(own_nodes, nodes), max(0.0, host_s - apart_s)
         plain_s = float(curve[1])
         self.budget.record(
             rows,
             drafted=nodes > 1,
             tokens=plan.value.steps_saved(tokens),
             forward=step_s / plain_s,
-            usual=float(curve[nodes]) / plain_s,
+            usual=_at(curve, nodes) / plain_s,
             proposing=host_s / plain_s,
         )
 
@@ -172,6 +183,11 @@ class Controller:
         curve = self.cost.curve(rows, self._width(nodes), context)
         return curve[[0] + [self._width(n) for n in range(1, nodes + 1)]] if self.is_padded else curve
 
-    def _width(self, nodes: int) -> int:
+    def _width(self, nodes: Any) -> Any:
         """Nodes of the pass over trees of at most so many."""
         return padded_nodes(nodes, self.node_budget + 1) if self.is_padded else nodes
+
+
+def _at(curve: FloatArray, nodes: float) -> float:
+    """The cost of a step at a number of nodes between those of a curve."""
+    return float(np.interp(nodes, np.arange(len(curve)), curve))

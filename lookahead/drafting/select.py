@@ -105,16 +105,17 @@ class BatchValue(NamedTuple):
 SINGLE_ROW = BatchValue(np.full(1, 1e9), np.arange(2, dtype=np.float64))
 
 
-def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[Draft]:
-    """Cut the drafts of a batch, merged without costs, to one size, that which saves most per cost.
+def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, is_ragged: bool = False) -> list[Draft]:
+    """Cut the drafts of a batch, merged without costs, to the sizes that save most per cost.
 
-    A pass computes as many nodes for every row as the largest tree has, so trees are sized together: each keeps its
-    required nodes and its likeliest ones up to that size.
+    A padded pass computes as many nodes for every row as the largest tree has: each tree keeps its required nodes and
+    its likeliest ones up to one size. A ragged pass computes the nodes of all trees and no more: the likeliest nodes of
+    all of them are kept. `costs` are by the nodes of a row, in a ragged pass by their mean over the rows.
     """
     path_probs = np.concatenate([draft.path_probs for draft in drafts])
     required = np.concatenate([draft.required for draft in drafts])
     ends = np.cumsum([len(draft.tree) for draft in drafts])
-    size, ranks = _fit(path_probs, required, ends, costs, batch.left, batch.plain)
+    size, ranks = (_fit_ragged if is_ragged else _fit)(path_probs, required, ends, costs, batch.left, batch.plain)
     fitted = []
     for draft, end in zip(drafts, ends, strict=True):
         tree, keep = draft.tree, ranks[end - len(draft.tree) : end] < size
@@ -194,6 +195,36 @@ def _fit(path_probs, required, ends, costs, left, plain):
         expected += gains[size]
         if size >= least:
             rate = _steps_saved(expected, left, plain) / costs[size]
+            if rate > best_rate:
+                best, best_rate = size, rate
+    return best, ranks
+
+
+@njit(error_model="numpy")
+def _fit_ragged(path_probs, required, ends, costs, left, plain):
+    """The number of nodes that all trees keep together, and the rank of every node among all, int64 `[nodes]`."""
+    rows, row = len(ends), 0
+    owners = np.empty(len(path_probs), np.int64)
+    values = np.where(required > 0, 2.0, path_probs)
+    for node in range(len(path_probs)):
+        if node == ends[row]:
+            row += 1
+        owners[node] = row
+        if node == 0 or owners[node - 1] < row:
+            values[node] = 3.0
+    ranked, ranks = np.empty(len(values), np.int64), np.empty(len(values), np.int64)
+    rank(values, ranked)
+    expected, least, best, best_rate = np.zeros(rows), 0, rows, 0.0
+    for value in values:
+        least += value >= 2.0
+    for at in range(len(ranked)):
+        node, size = ranked[at], at + 1
+        ranks[node] = at
+        expected[owners[node]] += path_probs[node]
+        if size >= least:
+            below = min(size // rows, len(costs) - 2)
+            cost = costs[below] + (size / rows - below) * (costs[below + 1] - costs[below])
+            rate = _steps_saved(expected, left, plain) / cost
             if rate > best_rate:
                 best, best_rate = size, rate
     return best, ranks

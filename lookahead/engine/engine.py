@@ -168,7 +168,8 @@ class Engine:
                 left = [min(n, 1 + row.positions_left(positions)) for n, row in zip(left, self._rows, strict=True)]
             if self._controller is not None:
                 context = max([row.length for row in self._rows])
-                plan = self._controller.plan(left, context, is_refilled=is_refilled)
+                given = {"is_refilled": is_refilled, "is_ragged": self._backend.is_ragged}
+                plan = self._controller.plan(left, context, **given)
             drafts = self._draft(left, plan)
         drafted = time.perf_counter()
         drafts, logits, scores, nodes = self._score(drafts, plan)
@@ -218,7 +219,7 @@ class Engine:
         if self._controller is None or not len(plan_costs):
             return drafts
         if len(rows) > 1:
-            drafts = fit(drafts, plan_costs, plan.value)
+            drafts = fit(drafts, plan_costs, plan.value, is_ragged=plan.is_ragged)
         if all(len(draft.tree.tokens) == 1 for draft in drafts) or self._controller.accepts(plan, drafts):
             return drafts
         return [draft.root_only() for draft in drafts]
@@ -228,8 +229,8 @@ class Engine:
         self._rounds = [RejectionRounds((), ()) for _ in rows] if self._call.by_rejection else []
         return [Draft(TokenTree.root(row.last_token), (NO_NODES,) * len(self._proposers)) for row in rows]
 
-    def _score(self, drafts: list[Draft], plan: StepPlan) -> tuple[list[Draft], Tensor, Scores, int]:
-        """One pass over all trees: the drafts that were scored, logits, what was read of them, nodes of the pass.
+    def _score(self, drafts: list[Draft], plan: StepPlan) -> tuple[list[Draft], Tensor, Scores, float]:
+        """One pass over all trees: the drafts that were scored, logits, what was read of them, the nodes paid a row.
 
         Where a drafted token gave no numbers, the newest tokens are scored alone. A masked key still takes part in
         0 · value, so what is no number there is none anywhere in the row's tree.
@@ -240,7 +241,9 @@ class Engine:
         logits = self._backend.score([draft.tree for draft in drafts], self._policy)
         needs_top = self._needs_top and plan.drafts
         needs_argmax = self._needs_argmax or plan.has_branch
-        scores, nodes = Scores(NO_NODES), logits.shape[1]
+        scores, nodes = Scores(NO_NODES), float(logits.shape[1])
+        if self._backend.is_ragged:
+            nodes = sum(len(draft.tree.tokens) for draft in drafts) / len(drafts)
         # On a GPU reading is also what waits for the pass, so that its time is known.
         is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)
         if needs_argmax or needs_top or is_greedy or logits.device.type != "cpu":

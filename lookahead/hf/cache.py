@@ -242,13 +242,21 @@ class TreeCache(Cache):
 
     def places(self, at: int) -> tuple[Tensor, Tensor] | None:
         """The slots of a layer that a pass over one row writes, `[1, width, heads, dim]`; None where `update` must."""
-        slots, layer = self.slots, self.layers[at] if at < len(self.layers) else None
-        if layer is None or not layer.is_initialized or slots.active > 1 or slots.first or slots.is_plain:
+        slots = self.slots
+        if slots.active > 1 or not self.is_ready(at):
             return None
-        if layer.keys.shape[1] < slots.capacity:
-            layer.grow()
+        layer = self.layers[at]
         keys, values = (each[:1].narrow(1, slots.start, slots.width) for each in (layer.keys, layer.values))
         return keys, values
+
+    def is_ready(self, at: int) -> bool:
+        """Whether a layer has its slots for all rows of the running pass, which may be written past `update`."""
+        slots, layer = self.slots, self.layers[at] if at < len(self.layers) else None
+        if layer is None or not layer.is_initialized or slots.first or slots.is_plain:
+            return False
+        if layer.keys.shape[1] < slots.capacity:
+            layer.grow()
+        return True
 
     def reserve(self, capacity: int) -> None:
         """Allocate at least so many slots a row now, before a pass that must not allocate."""

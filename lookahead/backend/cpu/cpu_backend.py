@@ -109,6 +109,8 @@ class CpuBackend(TorchBackend):
             given = None
             if isinstance(self._whole, WholePass) and seen is not None and not is_prompt:
                 given = self._whole(tree_pass, self.cache, seen, layers)
+            if not is_prompt:
+                self.is_ragged = given is not None
             if given is None:
                 logits = super()._forward(tree_pass, policy)
             else:
@@ -121,8 +123,8 @@ class CpuBackend(TorchBackend):
         plain, layers = linears.counts
         packed = linears.reason or f"{plain} of {layers} linear layers"
         one_call = "" if isinstance(self._whole, WholePass) else self._whole
-        if self._rows > 1:
-            one_call = one_call or "only a pass over one row is"
+        if self._rows > 1 and self._is_half:
+            one_call = one_call or "passes over several rows are where each keeps the bits it has alone"
         quantized = kinds_in_words(self._model) if getattr(self._model, "is_quantized", False) else ""
         threads = getattr(self._whole, "thread_count", 1)
         shared = f"on {threads} threads" if threads > 1 else ""

@@ -11,7 +11,7 @@ import torch
 from lookahead.backend.protocol import BitPolicy
 from lookahead.hf.model_state import pass_local
 
-_MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that fused layers take
+MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that fused layers take
 _MAX_SHARED_ELEMENTS = 1 << 15  # where torch would share them among threads; the kernels run on one
 
 
@@ -59,7 +59,7 @@ def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None
     outer, thread.is_cold = getattr(thread, "running", None), False
     is_left = torch.is_autocast_enabled("cpu") or is_intercepted()
     if fuses and not torch.is_grad_enabled():
-        most = _MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS
+        most = MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS
         cpu_pass = cpu_pass._replace(most_elements=most)
     thread.running = None if is_left else cpu_pass
     try:

@@ -1,4 +1,4 @@
-"""Passes over one token tree as one call of the kernels: all layers, the last norm and the head."""
+"""Passes over token trees as one call of the kernels: all layers, the last norm and the head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lookahead.backend.cpu import exact_attention
-from lookahead.backend.cpu.cpu_pass import CpuPass, thread
+from lookahead.backend.cpu.cpu_pass import MAX_FUSED_ELEMENTS, CpuPass, thread
 from lookahead.backend.cpu.exact_attention import has_bits
 from lookahead.backend.cpu.fused_layers import FAMILIES, FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Space, jobs_after, jobs_before, norm_of
@@ -33,11 +33,13 @@ from lookahead.hf.facts import own_attention
 from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, user_hooks_of
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import Job, leader, table_of, torch_on_one_thread
+from lookahead.kernels.layer_ops import storing
 from lookahead.kernels.packed_product import PackedWeight, product
 from lookahead.kernels.team import team_of
 from lookahead.utils.addresses import KeepsAddresses
 
-MAX_TABLE_NODES = DEFAULT_NODES + 1  # of the tree of a pass that a table is made for, its root included
+MAX_TABLE_NODES = DEFAULT_NODES + 1  # of a tree of a pass that a table is made for, its root included
+MAX_BATCH_NODES = 256  # of all trees of a pass over several rows
 _TRIALS = 3  # of a pass by a number of threads
 _FEWER, _HOPELESS = 0.9, 1.3  # time by fewer threads, relative to the least, to take them, and to try no fewer
 _FEWEST_SLOTS = 16  # of a cache, to see how numbers change with the slot
@@ -52,11 +54,12 @@ class PassParts(NamedTuple):
 
 
 class PassTable(KeepsAddresses):
-    """A pass over one row whose nodes attend alone, as one call.
+    """A pass over the trees of some rows, whose nodes attend alone, as one call.
 
     Its numbers are addresses and sizes. Each is affine in the tokens of the pass, the slot of the first, and the
-    address of what it writes, so that those of a pass take few operations. They are for certain weights, and for the
-    buffers that a cache has now.
+    address of what it writes, so that those of a pass take few operations. They are for certain weights, for the
+    buffers that a cache has now, and for one number of rows. The nodes of all rows stand behind each other without
+    padding. Those of a single row write their keys and values into its slots; of several rows they are copied there.
 
     Args:
         parts: The modules.
@@ -65,6 +68,7 @@ class PassTable(KeepsAddresses):
         cache: The cache; it holds the table.
         hidden: Hidden states of any pass, `[1, tokens, size]`.
         dim: Numbers of a head.
+        rows: Rows of the pass.
         keeps: Places of hidden states that passes keep, as `output_hidden_states` numbers them.
     """
 
@@ -76,21 +80,24 @@ class PassTable(KeepsAddresses):
         cache: TreeCache,
         hidden: Tensor,
         dim: int,
+        rows: int,
         keeps: tuple[int, ...] = (),
     ) -> None:
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
         self.query_size = weights[0].outputs  # numbers of the queries of a node
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # numbers of a node that it writes
-        most, size = MAX_TABLE_NODES, hidden.shape[2]
+        most, size = MAX_TABLE_NODES if rows == 1 else MAX_BATCH_NODES, hidden.shape[2]
         self._hidden = hidden.new_empty(1, most, size)
         # A layer that begins with them reads them here. Those of place 0 are what a pass is given.
         self._kept = {place: hidden.new_empty(1, most, size) for place in keeps if place}
         self._space = Space.of(hidden, [*weights, *of_head], most)
         self._positions = hidden.new_empty(1, most, dim), hidden.new_empty(1, most, dim)
-        self._nodes, self._tree = (np.zeros(shape, np.int64) for shape in ((1, 2, most), (1, 3)))
+        shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (most,)
+        self._nodes, self._trees, self._places = (np.zeros(shape, np.int64) for shape in shapes)
+        self._written = [hidden.new_empty(1, most, each.outputs) for each in weights[1:3]] if rows > 1 else []
         self._threads = torch.get_num_threads()
         for at in range(len(parts.layers)):
-            cache.places(at)  # which allocates what the slots of a pass need
+            cache.is_ready(at)  # which allocates what the slots of a pass need
         self._buffers, self._settings = (cache.slots.capacity, cache.slots.allocations), list(_settings_of(parts))
         written = hidden.new_empty(2)  # two places, to see which numbers are the address of what is written
         step = written[1:].data_ptr() - written.data_ptr()
@@ -113,16 +120,22 @@ class PassTable(KeepsAddresses):
         )
 
     def run(
-        self, hidden: Tensor, positions: Positions, tree: TokenTree, start: int, scored: int, threads: int
+        self,
+        hidden: Tensor,
+        positions: Positions,
+        trees: Sequence[TokenTree],
+        starts: Sequence[int],
+        scored: Sequence[int],
+        threads: int,
     ) -> Tensor:
         """Do a pass.
 
         Args:
-            hidden: Embedded tokens, `[1, tokens, size]`, at most `MAX_TABLE_NODES`.
+            hidden: Embedded tokens, `[1, tokens, size]`, those of all rows behind each other.
             positions: Cosines and sines, `[1, tokens, dim]`.
-            tree: The tree.
-            start: The slot of its root.
-            scored: Its first nodes that are not in the pass.
+            trees: The trees, one a row, each of at most `MAX_TABLE_NODES`.
+            starts: The slots of their roots.
+            scored: Their first nodes that are not in the pass.
             threads: How many share the jobs, at most as many as torch is set to.
 
         Returns:
@@ -132,8 +145,14 @@ class PassTable(KeepsAddresses):
         self._hidden[:, :tokens] = hidden
         for held, each in zip(self._positions, positions, strict=True):
             held[:, :tokens] = each
-        self._nodes[0, :, : len(tree.tokens)] = tree.parents, tree.depths
-        self._tree[0] = start, len(tree.tokens), scored
+        first, capacity = 0, self._slots.capacity
+        for row, (tree, start, done) in enumerate(zip(trees, starts, scored, strict=True)):
+            nodes = len(tree.tokens)
+            self._nodes[row, :, :nodes] = tree.parents, tree.depths
+            self._trees[row] = start, nodes, done, first
+            end, slot = first + nodes - done, row * capacity + start
+            self._places[first:end] = range(slot + done, slot + nodes)
+            first = end
         written = hidden.new_empty(1, tokens, self.outputs)
         numbers = self._of(tokens, self._slots.start, written)  # they live until the call has ended
         leader()(team_of(threads) if threads > 1 else 0, numbers.ctypes.data, threads)
@@ -154,18 +173,24 @@ class PassTable(KeepsAddresses):
         space, own = self._space.first(tokens), self._hidden[:, :tokens]
         kept = {place: each[:, :tokens] for place, each in self._kept.items()}
         cos, sin = (each[:, :tokens] for each in self._positions)
-        tree = {"nodes": torch.from_numpy(self._nodes), "trees": torch.from_numpy(self._tree)}
+        trees = {"nodes": torch.from_numpy(self._nodes), "trees": torch.from_numpy(self._trees)}
+        places = torch.from_numpy(self._places)
         jobs, count = list[Job](), len(LINEARS)
         for at, parts in enumerate(self._parts.layers):
             weights, layer = self._weights[count * at : count * (at + 1)], cache.layers[at]
-            key, value = (each[:1].narrow(1, slot, tokens) for each in (layer.keys, layer.values))
+            if self._written:
+                key, value = (each[:, :tokens] for each in self._written)
+            else:
+                key, value = (each[:1].narrow(1, slot, tokens) for each in (layer.keys, layer.values))
             read = kept.get(at, own)  # hidden states that the layer begins with
             added = {"delta": space.change, "total": read} if at else {}
             first = norm_of(parts.norms[0], space.total if at else read, space.normed, **added)
             jobs += jobs_before(parts, weights, first, space, key, value, (cos, sin))
             query, attended = (each.view(1, tokens, -1, cos.shape[-1]) for each in (space.query, space.attended))
+            if self._written:
+                jobs.append(storing(key, value, layer.keys, layer.values, places))
             scale = parts.options["scaling"]
-            jobs.append(row_attention.attention(query, layer.keys, layer.values, attended, **tree, scale=scale))
+            jobs.append(row_attention.attention(query, layer.keys, layer.values, attended, **trees, scale=scale))
             jobs += jobs_after(parts, weights, read, space)
         norm, head, added = self._parts.norm, self._parts.head, {"delta": space.change, "total": own}
         normed = kept.get(len(self._parts.layers), space.normed) if head else written
@@ -245,10 +270,10 @@ class WholePass:
     def __call__(
         self, tree_pass: TreePass, cache: TreeCache, mode: CpuPass, layers: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
-        """The logits of all nodes, `[1, nodes, vocab]`, and hidden states; None for a pass the kernels do not serve.
+        """The logits of all nodes, `[rows, width, vocab]`, and hidden states; None for a pass it does not serve.
 
-        The pass runs within `cpu_pass.running`. The hidden states `[1, nodes, size]` of `layers`, numbered as by
-        `output_hidden_states`, are by these numbers.
+        The pass runs within `cpu_pass.running`. The hidden states `[rows, width, size]` of `layers`, numbered as by
+        `output_hidden_states`, are by these numbers. Nothing is written for padding.
         """
         if not self._takes(tree_pass, cache):
             return None
@@ -257,38 +282,50 @@ class WholePass:
         if places and not (min(places) >= 0 and max(places) <= last):
             return None
         # Weights are looked up for what the embedding will give: a hook on it must run once in a pass.
-        like = self._parts.norm.weight.expand(*tree_pass.tokens.shape, -1)
+        trees, scored, (rows, width) = tree_pass.trees, tree_pass.firsts, tree_pass.tokens.shape
+        counts = [len(tree.tokens) - done for tree, done in zip(trees, scored, strict=True)]
+        like = self._parts.norm.weight.expand(1, sum(counts), -1)
         weights = packed_weights(self._linears, like, self._known[0])
-        if not weights or like.numel() > mode.most_elements:
+        # Its threads share the products, so that the limit is that of one thread for any number.
+        if not (weights and mode.most_elements) or like.numel() > MAX_FUSED_ELEMENTS:
             return None
         of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
         parts = self._parts if of_head else self._parts._replace(head=None)
-        kind = len(of_head), places
+        kind = len(of_head), places, rows
         table = cache.tables.get(kind)
         if table is None or not table.serves(parts, weights, of_head):
             held, dim = cache.layers[0], parts.layers[0].attention.head_dim
             if held.keys.dtype != like.dtype or not row_attention.is_supported(held.keys, held.keys, held.values):
                 return None
-            table = cache.tables[kind] = PassTable(parts, weights, of_head, cache, like, dim, places)
-        tree, start = tree_pass.trees[0], int(cache.slots.lengths[0])
-        if not (table.is_right and self._attends(tree, start, table, is_exact=tree_pass.attends_per_node)):
+            table = cache.tables[kind] = PassTable(parts, weights, of_head, cache, like, dim, rows, places)
+        starts = cache.slots.lengths[:rows].tolist()
+        if not (table.is_right and self._attends(trees, starts, table, is_exact=tree_pass.attends_per_node)):
             return None
+        # The places of what is no padding, where rows have more or fewer nodes.
+        kept = None
+        tokens, at = tree_pass.tokens, tree_pass.positions
+        if rows > 1:
+            kept = torch.from_numpy(np.concatenate([row * width + np.arange(n) for row, n in enumerate(counts)]))
+            tokens, at = (each.flatten()[kept][None] for each in (tokens, at))
         most = torch.get_num_threads()
         with torch_on_one_thread() if most > 1 else nullcontext():
-            hidden = self._decoder.embed_tokens(tree_pass.tokens)
+            hidden = self._decoder.embed_tokens(tokens)
             if hidden.dtype != like.dtype:
                 return None
-            positions = self._decoder.rotary_emb(hidden, position_ids=tree_pass.positions)
-        run = partial(table.run, hidden, positions, tree, start, tree_pass.firsts[0])
+            positions = self._decoder.rotary_emb(hidden, position_ids=at)
+        run = partial(table.run, hidden, positions, trees, starts, scored)
         if most not in self._threads:
             self._threads[most] = fastest_number(run, most)
             thread.is_cold = most > 1
         written: Tensor = run(self._threads[most])
         states = {}
         if places:
-            kept = table.kept(hidden) if of_head else table.kept(hidden) | {last: written}
-            states = {layer: kept[place] for layer, place in zip(layers, places, strict=True)}
-        return written if of_head else self._model.lm_head(written), states
+            by_place = table.kept(hidden) if of_head else table.kept(hidden) | {last: written}
+            states = {layer: by_place[place] for layer, place in zip(layers, places, strict=True)}
+        logits = written if of_head else self._model.lm_head(written)
+        if kept is None:
+            return logits, states
+        return _padded(logits, kept, rows, width), {at: _padded(each, kept, rows, width) for at, each in states.items()}
 
     @property
     def thread_count(self) -> int:
@@ -297,16 +334,19 @@ class WholePass:
         return self._threads.get(most, most)
 
     def _takes(self, tree_pass: TreePass, cache: TreeCache) -> bool:
-        """Whether it is a small pass of one row behind others, and the modules that it does not call are as found."""
-        parts, slots, decoder = self._parts, cache.slots, self._decoder
-        if len(tree_pass.trees) != 1 or len(tree_pass.trees[0].tokens) > MAX_TABLE_NODES:
+        """Whether it is a small pass over trees, and the modules that it does not call are as found."""
+        parts, slots, decoder, trees = self._parts, cache.slots, self._decoder, tree_pass.trees
+        if not trees or max(map(len, trees)) > MAX_TABLE_NODES or sum(map(len, trees)) > MAX_BATCH_NODES:
+            return False
+        # In half precision the nodes of several rows have the bits of their rows alone, or those of one batch.
+        if len(trees) > 1 and parts.norm.weight.dtype != torch.float32 and not tree_pass.attends_per_node:
             return False
         forwards = [vars(each).get("forward") for each in self._inner]
         self._forwards = self._forwards or forwards
         return (
             slots.capacity >= _FEWEST_SLOTS
             and decoder.config.num_hidden_layers == len(cache.layers) == len(decoder.layers) == len(parts.layers)
-            and cache.places(0) is not None
+            and cache.is_ready(0)
             and all(map(is_, decoder.layers._modules.values(), self._layers))
             and decoder.norm is parts.norm
             and (parts.head is None or self._model.lm_head is parts.head)
@@ -322,14 +362,22 @@ class WholePass:
         self._newest_hook = RemovableHandle.next_id
         return True
 
-    def _attends(self, tree: TokenTree, start: int, table: PassTable, *, is_exact: bool) -> bool:
+    def _attends(self, trees: Sequence[TokenTree], starts: Sequence[int], table: PassTable, *, is_exact: bool) -> bool:
         """Whether the kernel attends in all layers: behind no window, with the bits of SDPA or faster than a mask."""
-        end = start + int(tree.depths.max()) + 1
+        ends = [start + int(tree.depths.max()) + 1 for tree, start in zip(trees, starts, strict=True)]
+        end, nodes = max(ends), sum(map(len, trees))
         if any(window is not None and end >= window for window in self._windows):
             return False
         if is_exact:
             return self._has_bits
-        return table.query_size * (len(tree.tokens) - 1) * end <= exact_attention.MAX_KERNEL_PRODUCTS
+        return table.query_size * (nodes - len(trees)) * end <= exact_attention.MAX_KERNEL_PRODUCTS
+
+
+def _padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
+    """What stands behind each other, `[1, tokens, size]`, at its places of `[rows, width, size]`."""
+    padded = flat.new_empty(rows, width, flat.shape[2])
+    padded.flatten(0, 1).index_copy_(0, places, flat[0])
+    return padded
 
 
 def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: dict[int, int]) -> WholePass | str:
