@@ -18,6 +18,7 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.protocol import BitPolicy
+from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.hf.model_state import state_of
 from tests.support.small_layers import (
@@ -69,7 +70,7 @@ def test_the_last_row_of_a_batch_is_read_and_written_in_its_own_slots(rows, name
 @on_x86
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-def test_all_layers_are_one_call_for_one_prompt_and_two_each_for_several(dtype, threads, fused, calls, tables):
+def test_a_pass_is_one_call_but_for_several_rows_of_half_precision_without_bits(dtype, threads, fused, calls, tables):
     before, model = torch.get_num_threads(), made(dtype=dtype, **WIDE)
     torch.set_num_threads(threads)
     try:
@@ -84,9 +85,10 @@ def test_all_layers_are_one_call_for_one_prompt_and_two_each_for_several(dtype, 
                     calls.clear()
                     tables.clear()
                     assert torch.equal(target.score(trees_of(rows, 9, 0), policy), expected)
-                    assert len([count for count in calls if count > 1]) == (0 if rows == 1 else 6)
-                    assert len(tables) == (1 if rows == 1 else 0)
-                assert target.report().summary.endswith("passes as one call") == (rows == 1)
+                    is_one = rows == 1 or dtype == SINGLE
+                    assert len([count for count in calls if count > 1]) == (0 if is_one else 6)
+                    assert len(tables) == is_one and target.is_ragged == is_one
+                assert target.report().summary.endswith("passes as one call") == is_one
     finally:
         torch.set_num_threads(before)
 
@@ -329,3 +331,54 @@ def test_the_first_pass_that_several_threads_may_share_counts_for_no_other(fused
         finally:
             torch.set_num_threads(before)
     assert 3 in state_of(model).threads
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("scored", [0, 1])
+def test_rows_of_any_sizes_are_one_call_and_each_computes_what_it_does_alone(scored, name, dtype, calls, tables):
+    """They join one by one, have trees of other sizes at every step, and leave in any order."""
+    model = made(name, dtype, **WIDE)
+    if dtype == HALF and not takes_rows(model.config):
+        pytest.skip("this CPU has no kernel for the nodes of half precision")
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 21, 11, 2)]
+    sizes, places = [(1, 9, 4, 6), (7, 1, 1, 3), (2, 3, 30, 1)], [0, 1, 2, 3]
+    together = backend_for(model, rows=4, capacity=64)
+    alone = [backend_for(model, rows=1, capacity=64) for _ in prompts]
+    together.cache.slots.active = 0
+    with together.serving():
+        for row, prompt in enumerate(prompts):
+            together.cache.slots.active += 1
+            together.read([prompt], row)
+    for target, prompt in zip(alone, prompts, strict=True):
+        with target.serving():
+            target.read([prompt])
+    for step, counts in enumerate(sizes):
+        trees = [trees_of(1, counts[row], step + 10 * row)[0] for row in places]
+        firsts = [min(scored, len(tree) - 1) for tree in trees]
+        for target, which in ((together, places), *((alone[row], [row]) for row in places)):
+            with target.serving():
+                if scored:  # the roots, by an earlier pass
+                    roots = [TokenTree.root(int(trees[places.index(row)].tokens[0])) for row in which]
+                    target.score(roots, BitPolicy.SOLO)
+        calls.clear()
+        tables.clear()
+        with together.serving():
+            got = together.score(trees, BitPolicy.SOLO, np.array(firsts) if scored else None)
+        assert len(tables) == 1 and together.is_ragged
+        for at, row in enumerate(places):
+            nodes = len(trees[at]) - firsts[at]
+            with alone[row].serving():
+                expected = alone[row].score([trees[at]], BitPolicy.SOLO, np.array([firsts[at]]) if scored else None)[0]
+            error = 0.0 if dtype == HALF else 1e-4 * float(expected.abs().max())
+            torch.testing.assert_close(got[at, :nodes], expected[:nodes], rtol=0, atol=error)
+            path = np.arange(min(len(trees[at]), 2), dtype=np.int32)
+            together.commit(at, path)
+            alone[row].commit(0, path)
+        gone = step % len(places)
+        with together.serving():
+            together.retire(gone)
+        last = places.pop()
+        if gone < len(places):
+            places[gone] = last

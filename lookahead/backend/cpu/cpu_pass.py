@@ -11,7 +11,7 @@ import torch
 from lookahead.backend.protocol import BitPolicy
 from lookahead.hf.model_state import pass_local
 
-MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that fused layers take
+_MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that fused layers take
 _MAX_SHARED_ELEMENTS = 1 << 15  # where torch would share them among threads; the kernels run on one
 
 
@@ -23,6 +23,7 @@ class CpuPass(NamedTuple):
     packs: bool = False  # whether weights may be packed
     fewest: int = 1  # rows of float32 from which on packed weights are faster
     most_elements: int = 0  # of hidden states, up to which layers are fused
+    most_in_call: int = 0  # of hidden states, up to which a pass is one call, whose threads share the products
 
 
 thread = pass_local()
@@ -59,8 +60,8 @@ def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None
     outer, thread.is_cold = getattr(thread, "running", None), False
     is_left = torch.is_autocast_enabled("cpu") or is_intercepted()
     if fuses and not torch.is_grad_enabled():
-        most = MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS
-        cpu_pass = cpu_pass._replace(most_elements=most)
+        most = _MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS
+        cpu_pass = cpu_pass._replace(most_elements=most, most_in_call=_MAX_FUSED_ELEMENTS)
     thread.running = None if is_left else cpu_pass
     try:
         yield thread.running

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lookahead.backend.cpu import exact_attention
-from lookahead.backend.cpu.cpu_pass import MAX_FUSED_ELEMENTS, CpuPass, thread
+from lookahead.backend.cpu.cpu_pass import CpuPass, thread
 from lookahead.backend.cpu.exact_attention import has_bits
 from lookahead.backend.cpu.fused_layers import FAMILIES, FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Space, jobs_after, jobs_before, norm_of
@@ -286,8 +286,7 @@ class WholePass:
         counts = [len(tree.tokens) - done for tree, done in zip(trees, scored, strict=True)]
         like = self._parts.norm.weight.expand(1, sum(counts), -1)
         weights = packed_weights(self._linears, like, self._known[0])
-        # Its threads share the products, so that the limit is that of one thread for any number.
-        if not (weights and mode.most_elements) or like.numel() > MAX_FUSED_ELEMENTS:
+        if not weights or like.numel() > mode.most_in_call:
             return None
         of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
         parts = self._parts if of_head else self._parts._replace(head=None)
