@@ -14,13 +14,13 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.backend import support, torch_backend
+from lookahead.backend import self_check, support, torch_backend
 from lookahead.backend.cpu import whole_pass
 from lookahead.kernels import layer_ops
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES, PLACES, Switched, patched
 from tests.support.products import kept_choice
-from tests.support.small_layers import HALF, MODELS, SINGLE, made, serving
+from tests.support.small_layers import HALF, MODELS, SINGLE, attends, made, serving
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}  # worth packing
 DRAFTED = LookaheadConfig(draft="fixed")
@@ -41,6 +41,15 @@ def ours(model: Any, **options: Any) -> list[int]:
         return tokens(model, lookahead_config=DRAFTED, **options)
     except UnsupportedModelError:  # drafts were asked for, and cannot be served
         return tokens(model, **options)
+
+
+def has_tokens_of_transformers(model: Any) -> bool:
+    """Whether we write what transformers does, where that is promised: not where a CPU keeps no bits of half precision.
+
+    There numbers are rounded otherwise, and tokens that are nearly equally likely may change.
+    """
+    is_promised = model.dtype != HALF or self_check.keeps_solo_bits(model)
+    return ours(model) == tokens(model) or not is_promised
 
 
 @cache
@@ -67,7 +76,7 @@ def unchanged() -> Iterator[None]:
 def test_what_is_changed_after_a_first_use_is_what_runs(change, dtype, name):
     model = used(name, dtype)
     with CHANGES[change](model):
-        assert ours(model) == tokens(model)
+        assert has_tokens_of_transformers(model)
 
 
 # What shows at once in other numbers is found by the same comparison, whatever it is.
@@ -82,8 +91,8 @@ SUBTLE = [
 def test_what_was_changed_before_a_first_use_is_what_runs(change, dtype):
     model = made("llama", dtype, **WIDE)
     with CHANGES[change](model):
-        assert ours(model) == tokens(model)
-    assert ours(model) == tokens(model)
+        assert has_tokens_of_transformers(model)
+    assert has_tokens_of_transformers(model)
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
@@ -116,7 +125,7 @@ def test_kernels_that_compute_something_else_serve_no_pass_and_the_log_says_so(m
             assert ours(model) == tokens(model)
             assert ours(model) == tokens(model)
     named = [each for each in caplog.messages if "LlamaForCausalLM is decoded without kernels" in each]
-    assert len(named) == 2  # once for every model
+    assert len(named) == 1 + attends(HALF)  # once for every model with such passes
 
 
 def test_an_error_that_turns_a_faster_path_off_is_logged_once_with_its_place(caplog):

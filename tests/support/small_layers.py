@@ -29,7 +29,7 @@ from lookahead.backend.cpu.whole_pass import PassTable
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.model_state import patched_attribute
-from lookahead.kernels import packed_product
+from lookahead.kernels import packed_product, row_attention
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 SIZES: dict[str, Any] = {
@@ -53,6 +53,11 @@ on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reaso
 WIDE = {"head_dim": 32}  # torch sums products with fewer outputs in another order
 if not packed_product.is_supported(torch.zeros(2, 2, dtype=HALF)):  # which takes multiples of 64 inputs on this CPU
     WIDE |= {"hidden_size": 192, "intermediate_size": 256}
+
+
+def attends(dtype: torch.dtype) -> bool:
+    """Whether there is a kernel of attention for this type on this CPU, without which a pass is not one call."""
+    return row_attention.is_supported(*(torch.zeros(1, 1, 1, 64, dtype=dtype) for _ in range(3)))
 
 
 def made(name: str = "llama", dtype: torch.dtype = HALF, **options: Any) -> Any:
