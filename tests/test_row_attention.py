@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -165,9 +166,11 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-def attend(tree: TokenTree, scored: int, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def attend(
+    tree: TokenTree, scored: int, window: int | None, dtype: torch.dtype, heads: tuple[int, int] = (4, 2)
+) -> tuple[Tensor, Tensor]:
     """A layer's attention node by node, and the tensors' own."""
-    query, keys, values = (each.to(dtype) for each in tensors_of(40, len(tree) - scored, 4, 2, 32))
+    query, keys, values = (each.to(dtype) for each in tensors_of(40, len(tree) - scored, *heads, 32))
     got = attend_per_node(
         Layer(), query.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
         PerNodeAttention([tree], [40 - len(tree)], [scored]), window=window, crops=False,
@@ -184,6 +187,16 @@ def test_nodes_have_the_bits_of_torch_by_the_kernel_and_without_it(dtype, scored
         monkeypatch.setattr(exact_attention, "has_bits_of_sdpa", lambda *shape: False)
     got, expected = attend(tree_of(12, 2), scored, None, dtype)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (9, 3), (4, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nodes_have_the_bits_of_torch_without_flash_attention(dtype, heads):
+    """There the order of a product's sums may depend on where the keys lie, and on the heads that share them."""
+    with sdpa_kernel(SDPBackend.MATH):
+        for seed in range(8):
+            got, expected = attend(tree_of(36, seed), 0, None, dtype, heads)
+            assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("window", [16, 40, 41, 64])

@@ -8,7 +8,7 @@ its own path, in the call that the model would make for one token.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -31,7 +31,7 @@ MAX_ROWS = 32  # rows of a product up to which half precision was seen to give e
 # Numbers of the queries behind the root times slots up to which the kernel for rows, in one call with all layers, takes
 # less time than masked attention in calls of its own, where bits do not matter. With 16 lanes it always does.
 MAX_KERNEL_PRODUCTS = sys.maxsize if LANES == 16 else 12 << 20
-_LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows is compared with SDPA
+_LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which attention is compared with SDPA
 
 
 class PerNodeAttention:
@@ -81,33 +81,43 @@ def _steps_of(tree: TokenTree, scored: int) -> list[Step]:
 def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool:
     """Whether `kernels.row_attention` has the bits of SDPA for single queries in bfloat16, on this CPU.
 
-    Scores that nearly cancel, and values that do, show any other order of the sums. `groups` are query heads per KV
-    head, and `flags` torch's settings, which choose its kernel.
+    `groups` are query heads per KV head, and `flags` torch's settings, which choose its kernel.
     """
-    source, nodes = torch.Generator().manual_seed(0), torch.zeros(1, 2, 1, dtype=torch.int64, device="cpu")
+    nodes = torch.zeros(1, 2, 1, dtype=torch.int64, device="cpu")
+    for one, keys, values in _cancelling(torch.bfloat16, 2 * groups, 2, dim):
+        if not row_attention.is_supported(one, keys, values):
+            return False
+        alone = scaled_dot_product_attention(one, keys, values, enable_gqa=True)
+        slots = [tensor.transpose(1, 2).contiguous() for tensor in (one, keys, values)]
+        trees = torch.tensor([[keys.shape[2] - 1, 1, 0]], device="cpu")
+        got = row_attention.row_attention(*slots, nodes=nodes, trees=trees, scale=dim**-0.5)
+        if not torch.equal(got[0, 0], alone[0, :, 0]):
+            return False
+    return True
+
+
+def _cancelling(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Single queries `[1, heads, 1, dim]`, keys and values `[1, kv_heads, length, dim]` for every length.
+
+    Scores that nearly cancel, and values that do, show any other order of the sums.
+    """
+    source = torch.Generator().manual_seed(0)
     for length in _LENGTHS:
         query, key, value = (
-            torch.randn(heads, rows, dim, generator=source, dtype=torch.float32, device="cpu")
-            for heads, rows in ((2 * groups, 1), (2, length), (2, length))
+            torch.randn(1, count, rows, dim, generator=source, dtype=torch.float32, device="cpu")
+            for count, rows in ((heads, 1), (kv_heads, length), (kv_heads, length))
         )
         half = dim // 2
-        near = torch.cat([key[..., :half], key[..., :half]], 2) * 2**22  # what is left of the scores is near 1
-        far = torch.cat([query[..., :half], -query[..., :half]], 2)
+        # What is left of the scores is near 1.
+        near = torch.cat([key[..., :half], key[..., :half]], 3) * 2**11
+        far = torch.cat([query[..., :half], -query[..., :half]], 3) * 2**11
         pairs = value.clone()
-        pairs[:, 1::2] = -pairs[:, : length // 2 * 2 : 2]
+        pairs[:, :, 1::2] = -pairs[:, :, : length // 2 * 2 : 2]
         same = key.clone()
-        same[:, 1::2] = same[:, : length // 2 * 2 : 2]
+        same[:, :, 1::2] = same[:, :, : length // 2 * 2 : 2]
         for each in ((query, key, value), (far, near, value), (query, same, pairs)):
-            one, keys, values = (tensor.bfloat16() for tensor in each)
-            if not row_attention.is_supported(one, keys, values):
-                return False
-            alone = scaled_dot_product_attention(one[None], keys[None], values[None], enable_gqa=True)
-            slots = [tensor.transpose(0, 1).contiguous()[None] for tensor in (one, keys, values)]
-            trees = torch.tensor([[length - 1, 1, 0]], device="cpu")
-            got = row_attention.row_attention(*slots, nodes=nodes, trees=trees, scale=dim**-0.5)
-            if not torch.equal(got[0, 0], alone[0, :, 0]):
-                return False
-    return True
+            one, keys, values = (tensor.to(dtype) for tensor in each)
+            yield one, keys, values
 
 
 @lru_cache(maxsize=64)
@@ -115,15 +125,16 @@ def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool
 def _has_bits_of_shared_heads(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, flags: tuple[Any, ...]) -> bool:
     """Whether SDPA over one row of a batch for each KV head has the bits of SDPA over heads that share keys.
 
-    Torch 2.8 has another form of attention for the latter.
+    The former reads keys and values in the slots of a cache, the latter those that transformers puts together. Torch
+    2.8 has another form of attention for the latter, and without flash attention the products of CPUs with AMX add in
+    an order that depends on where a matrix lies.
     """
-    source = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, count, length, dim, generator=source, dtype=torch.float32, device="cpu").to(dtype)
-        for count, length in ((heads, 1), (kv_heads, _LENGTHS[3]), (kv_heads, _LENGTHS[3]))
-    )
-    expected = scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    return torch.equal(scaled_dot_product_attention(*_by_kv_head(query, key, value)).view_as(expected), expected)
+    for query, keys, values in _cancelling(dtype, heads, kv_heads, dim):
+        slots = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (keys, values))
+        expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        if not torch.equal(scaled_dot_product_attention(*_by_kv_head(query, *slots)).view_as(expected), expected):
+            return False
+    return True
 
 
 def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
