@@ -179,7 +179,8 @@ def test_larger_layers_of_heads_have_8_bits_on_a_cpu_and_guess_almost_as_in_full
     }
     write_heads(make[kind](), tmp_path, model)
     sources = Heads(tmp_path)
-    expected, got = both(model, drafting(sources), input_ids=torch.arange(9)[None], do_sample=False)
+    # A prompt that begins with the padding token is a padded one, whose drafts round otherwise in half precision.
+    expected, got = both(model, drafting(sources), input_ids=torch.arange(1, 10)[None], do_sample=False)
     assert torch.equal(got, expected)
 
     rounded = state_of(model).learned.of(sources, lambda: pytest.fail("the heads were not kept"))[1]
