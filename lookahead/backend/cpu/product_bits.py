@@ -36,6 +36,7 @@ _OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is le
 _MANY_ROWS = 100  # of a prompt, which are compared where torch seems to multiply each by itself
 _DIFFERENT = 256  # outputs of the compared weight that differ; the others repeat them
 _CANCELLING = 4  # inputs that take back the sum of the others, each what the last one left
+_OCTAVES = 3  # powers of two by which compared numbers are larger or smaller, so that sums of a few round too
 _BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs take them for one row
 
 
@@ -207,9 +208,11 @@ def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, T
     dtype, (outputs, inputs), has_bias, is_transposed, *_ = kind
     outputs = min(outputs, _OUTPUTS + outputs % _OUTPUTS)
     few, row = (
-        torch.randn(n, inputs, generator=source, dtype=torch.float32, device="cpu").to(dtype)
+        torch.randn(n, inputs, generator=source, dtype=torch.float32, device="cpu")
+        * 2.0 ** torch.randint(-_OCTAVES, _OCTAVES + 1, (n, inputs), generator=source, device="cpu")
         for n in (min(outputs, _DIFFERENT), 1)
     )
+    few, row = few.to(dtype), row.to(dtype)
     added = torch.randn(len(few), generator=source, dtype=torch.float32, device="cpu").to(dtype) * has_bias
     for place in {inputs // n for n in range(2, 2 + _CANCELLING)}:
         row[0, place], few[:, place] = 1, 0
