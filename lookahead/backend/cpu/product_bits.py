@@ -2,7 +2,7 @@
 
 A product's bits depend on the order of its sums, and that on the number of rows, on the layout of the weight and on the
 CPU. So products of every shape are compared once for a machine, with numbers that nearly cancel: any other order shows
-there.
+there. The sign of a zero is none of these bits: sums and scores behind it are the same numbers.
 """
 
 from __future__ import annotations
