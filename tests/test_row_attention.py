@@ -211,20 +211,33 @@ def test_the_kernel_is_left_where_a_window_needs_a_mask(window, monkeypatch):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.skipif(not is_exact, reason="this CPU adds in another order")
-@pytest.mark.parametrize("turned", ["keys", "dimensions"])
+@pytest.mark.parametrize("turned", ["nothing", "keys", "neighbours", "dimensions"])
 def test_a_kernel_that_sums_in_another_order_is_found(turned, monkeypatch):
     has_bits_of_sdpa.cache_clear()
     own = row_attention.row_attention
 
+    def sdpa(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+        """Attention of a CPU whose order is the kernel's."""
+        slots = (each.transpose(1, 2).contiguous() for each in (query, keys, values))
+        root = {"nodes": torch.zeros(1, 2, 1, dtype=torch.int64), "trees": torch.tensor([[keys.shape[2] - 1, 1, 0]])}
+        return own(*slots, **root, scale=query.shape[3] ** -0.5).transpose(1, 2)
+
     def other(query: Tensor, keys: Tensor, values: Tensor, **rest: Any) -> Tensor:
         if turned == "keys":
-            return own(query, keys.flip(1), values.flip(1), **rest)
-        return own(query.roll(1, 3), keys.roll(1, 3), values, **rest)
+            keys, values = keys.flip(1), values.flip(1)
+        elif turned == "dimensions":
+            query, keys = query.roll(1, 3), keys.roll(1, 3)
+        elif turned == "neighbours":  # of four keys the kernel adds every other one first
+            whole = torch.arange(keys.shape[1] // 4 * 4).view(-1, 4)[:, [0, 2, 1, 3]].flatten()
+            order = torch.cat([whole, torch.arange(len(whole), keys.shape[1])])
+            keys, values = keys[:, order], values[:, order]
+        return own(query, keys, values, **rest)
 
+    monkeypatch.setattr(row_attention, "is_supported", lambda *tensors: True)
+    monkeypatch.setattr(exact_attention, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(row_attention, "row_attention", other)
     try:
-        assert not has_bits_of_sdpa(64, 3)
+        assert has_bits_of_sdpa(64, 3) is (turned == "nothing")
     finally:
         has_bits_of_sdpa.cache_clear()
 

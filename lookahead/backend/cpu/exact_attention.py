@@ -115,6 +115,9 @@ def _cancelling(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> Iter
         pairs[:, :, 1::2] = -pairs[:, :, : length // 2 * 2 : 2]
         same = key.clone()
         same[:, :, 1::2] = same[:, :, : length // 2 * 2 : 2]
+        # Orders that begin with neighbours would lose nothing of pairs that stand side by side.
+        places = torch.randperm(length, generator=source, device="cpu")
+        same, pairs = same[:, :, places], pairs[:, :, places]
         for each in ((query, key, value), (far, near, value), (query, same, pairs)):
             one, keys, values = (tensor.to(dtype) for tensor in each)
             yield one, keys, values
