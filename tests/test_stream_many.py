@@ -12,8 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, PromptError, UnsupportedModelError
 from lookahead.errors import LogitsError
+from lookahead.generation.cache_room import cache_tokens_of
 from lookahead.generation.prompts import PromptReader
-from lookahead.generation.scheduler import Scheduler, cache_tokens_of
+from lookahead.generation.scheduler import Scheduler
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +26,9 @@ from lookahead.proposers.forced import ForcedTokens
 from lookahead.proposers.validated import ValidatedProposer
 from lookahead.verification.exact import Scores, read_scores
 from lookahead.verification.rejection import RejectionRounds
+
+if TYPE_CHECKING:
+    from lookahead.backend.read_prompt import ReadPrompt
 
 NO_NODES = np.zeros(0, np.int32)
 
@@ -115,10 +119,11 @@ class Engine:
                 outputs = self.step()
             yield outputs
 
-    def admit(self, rows: Sequence[Row]) -> list[StepOutput]:
+    def admit(self, rows: Sequence[Row], read: ReadPrompt | None = None) -> list[StepOutput]:
         """Let rows join those that are running; the model must be in service, and the cache have room for them.
 
-        Their prompts are read together, and the logits of their ends already give every row its first token.
+        Their prompts are read together, unless that of a single row was `read` already. The logits of their ends give
+        every row its first token.
         """
         started = time.perf_counter()
         with self._learning:
@@ -139,12 +144,16 @@ class Engine:
         self._backend.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
         joining = next((row.encoded for row in rows if row.encoded is not None), None)
         texts = [row.text for row in rows]
-        logits = self._backend.read(texts, first, encoded=joining, on_prefill=self._on_prefill)
+        if read is None:
+            logits = self._backend.read(texts, first, encoded=joining, on_prefill=self._on_prefill)
+        else:
+            logits = read.copy_to(self.cache, first)
         report = self._backend.report()
         self._state.log_once(self._call.is_chain, report)
         for row in rows:
             row.encoded, row.stats.backend = None, report.summary
-            row.policy = self._policy if self._backend.is_read_whole else BitPolicy.ROUNDED
+            is_whole = self._backend.is_read_whole if read is None else read.is_whole
+            row.policy = self._policy if is_whole else BitPolicy.ROUNDED
         drafts, scores = self._root_only(rows), read_scores(logits, with_top=self._needs_top)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:
@@ -325,10 +334,19 @@ class Engine:
         for i in reversed(range(len(results))):
             if results[i].finish_reason is not None or results[i].error is not None:
                 self._remove(first + i)
-        if self._rows and not self._rows[0].chooser.is_plain_greedy:
-            # Rows share their draws of random numbers only where they all belong to one batch.
-            self._rows[0].chooser.forget_before(min([row.emitted for row in self._rows]))
+        # Rows share their draws of random numbers only where they all belong to one batch.
+        least = min([row.emitted for row in self._rows], default=0)
+        for row in self._rows if self._isolates else self._rows[:1]:
+            if not row.chooser.is_plain_greedy:
+                row.chooser.forget_before(row.emitted if self._isolates else least)
         return results
+
+    def end(self, index: int) -> None:
+        """Take out the row of this index before its end, if it runs."""
+        for i, row in enumerate(self._rows):
+            if row.index == index:
+                self._remove(i)
+                return
 
     def _remove(self, i: int) -> None:
         """Take a row out, the last active row filling the gap, in the backend as in the engine."""

@@ -108,7 +108,7 @@ def generate(
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = _with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
+    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
@@ -170,7 +170,7 @@ def stream(
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = _with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
+    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
@@ -246,7 +246,7 @@ def stream_many(
     """
     given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = _with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
+    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     separated = iter(reader.separate(prompts))
     if reader.further:
@@ -260,7 +260,7 @@ def stream_many(
     return _stream(scheduler, separated, expected)
 
 
-def _with_row_processors(
+def with_row_processors(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None,

@@ -132,15 +132,26 @@ def assemble(
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
             captures=config.cuda_graphs and not has_encoder,
             most_nodes=config.node_budget + 1,
-            packs=packs,
-            # The comparison of bits was made with all kernels.
-            has_kernels=policy is BitPolicy.SOLO or has_encoder or self_check.kernels_agree(model, shape, packs=packs),
+            **backend_options(model, config, policy, shape),
             make_inputs=make_inputs,
         )
     given = (backend, proposers, controller, config, call, batch)
     engine = Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
     engine.reads_alone |= is_foreign  # prompts that are read together may be more rows than such layers were tried with
     return engine
+
+
+def backend_options(
+    model: PreTrainedModel, config: LookaheadConfig, policy: BitPolicy | None = None, shape: Shape = "trees"
+) -> dict[str, bool]:
+    """Options of `backend_for`: what may stand for modules of the model; by default for rows by themselves."""
+    packs = config.pack == "auto"
+    if policy is None:
+        is_solo = config.exactness == "auto" and self_check.keeps_solo_bits(model)
+        policy = BitPolicy.SOLO if is_solo else BitPolicy.ROUNDED
+    # The comparison of bits was made with all kernels.
+    is_compared = policy is BitPolicy.SOLO or model.config.is_encoder_decoder
+    return {"packs": packs, "has_kernels": is_compared or self_check.kernels_agree(model, shape, packs=packs)}
 
 
 def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int, is_foreign: bool) -> LookaheadConfig:

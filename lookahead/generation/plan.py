@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -72,6 +72,8 @@ class RequestPlan:
         is_refused: Whether it is an error to ask for drafts all the same, by a configuration that names proposers.
         is_foreign: Whether layers of others' code compute a part of the model.
         predictions: What the output of every prompt will largely be; empty for none.
+        generator: Draws the tokens of rows that are sampled; None for torch's own, whose draws are in the order of
+            calls, so that such rows are decoded by themselves.
     """
 
     call: ResolvedCall
@@ -87,6 +89,7 @@ class RequestPlan:
     is_refused: bool = False
     is_foreign: bool = False
     predictions: Sequence[Sequence[IntArray]] = ()
+    generator: torch.Generator | None = None
 
     @property
     def is_sampled(self) -> bool:
@@ -96,7 +99,7 @@ class RequestPlan:
     @property
     def can_join(self) -> bool:
         """Whether its prompt can be a row beside others. One that asks for a single token, and drafts nothing, can."""
-        if self.is_sampled or self.reason or self.reading is not None:
+        if (self.is_sampled and self.generator is None) or self.reason or self.reading is not None:
             return False
         given = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
         is_single = self.shape == "none"
@@ -114,7 +117,8 @@ class RequestPlan:
         config, device = call.generation_config, call.input_ids.device
         is_shown = bool(config.output_scores or config.output_logits)
         batch_size = len(self.lengths)
-        chooser = TokenChooser(call.logits_processor, do_sample=self.is_sampled, batch_size=batch_size, keep=is_shown)
+        sampling: Any = {"do_sample": self.is_sampled, "keep": is_shown, "generator": self.generator}
+        chooser = TokenChooser(call.logits_processor, batch_size=batch_size, **sampling)
         rows = []
         for i, (ids, length) in enumerate(zip(call.input_ids.cpu().numpy(), self.lengths.tolist(), strict=True)):
             padding = longest - length

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.backend.protocol import OnPrefill
@@ -17,6 +17,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.assembly import assemble
+from lookahead.generation.cache_room import MAX_ROWS, cache_tokens_of, fits, make_room, rows_of
 from lookahead.generation.plan import RequestPlan, joins_alone
 from lookahead.generation.prompts import Prompt, PromptReader
 from lookahead.generation.validation import validate_call
@@ -24,28 +25,9 @@ from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, stateful_name
 
-MAX_ROWS = 1024
-_ROWS = {"cpu": 16, "cuda": 32}
-_SLOTS = {"cpu": 2048, "cuda": 4096}  # default cache slots of a row
 _PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than another pass
 _PASSES = 8  # of a step in which no row ends: to put the model into service takes as long as a tenth of a pass
 _SIMILAR = 0.75  # length of an encoder's input relative to another one, with which it is padded to one length
-_LEAST_CACHE = 256 << 20  # bytes that a cache may take, however small the model
-
-
-def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
-    """Default number of tokens of a cache of so many rows, all rows together, as `stream_many` documents it."""
-    kind = input_device(model).type
-    tokens = rows * _SLOTS.get(kind, _SLOTS["cuda"])
-    config: Any = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    layers, size = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
-    if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(size, int)):
-        return tokens  # this configuration does not show the size of a token
-    head_size = getattr(config, "head_dim", None) or size // (getattr(config, "num_attention_heads", None) or heads)
-    most_bytes = max(_LEAST_CACHE, int(model.get_memory_footprint()))
-    token_bytes: int = 2 * layers * heads * head_size * model.dtype.itemsize  # keys and values
-    return max(1, min(tokens, most_bytes // token_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +109,7 @@ class Scheduler:
         self._is_foreign = found.is_foreign
         if has_encoder and not (self._shares_batches and joins_alone(self._model, config)):
             self._is_apart = True  # the encoder would read the prompt only to resolve options
-        self.rows = _ROWS.get(kind, _ROWS["cuda"]) if rows is None else rows
+        self.rows = rows_of(self._model) if rows is None else rows
         check_whole("rows", self.rows, 1, MAX_ROWS)
         self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
@@ -246,19 +228,16 @@ class Scheduler:
     def _joining(self) -> list[Row]:
         """Take the next prompts, in order, that there are free rows and slots for."""
         joining: list[Row] = []
-        longest = max(map(self._tokens_of, self._running.values()), default=0)
-        while self._waiting and len(self._running) < self.rows:
-            request, rows = self._waiting[0], len(self._running) + 1
-            if request.row is None:
+        needs = list(map(self._tokens_of, self._running.values()))
+        while self._waiting and len(needs) < self.rows:
+            request = self._waiting[0]
+            if request.row is None or not fits([*needs, self._tokens_of(request)], self._cache_tokens):
                 break
-            needed = max(longest, self._tokens_of(request))
-            if rows > 1 and rows * needed > self._cache_tokens:
-                break
-            longest = needed
+            needs.append(self._tokens_of(request))
             self._running[request.index] = self._waiting.popleft()
             joining.append(request.row)
         if joining:
-            self._make_room(joining[0], len(self._running), longest)
+            self._make_room(joining[0], max(needs))
         return joining
 
     def _slots_of(self, request: Request) -> int:
@@ -269,8 +248,8 @@ class Scheduler:
         """Tokens whose keys and values a request may need, those of an encoder's input included."""
         return self._slots_of(request) + (len(request.ids) if self._model.config.is_encoder_decoder else 0)
 
-    def _make_room(self, first: Row, rows: int, longest: int) -> None:
-        """Grow the cache to at least so many rows, and slots for those that run, of at most `longest` tokens."""
+    def _make_room(self, first: Row, longest: int) -> None:
+        """Grow the cache for those that run, of at most `longest` tokens."""
         if self._engine is None:
             model, config, tokenizer = self._model, self._config, self._tokenizer
             self._engine = assemble(
@@ -283,12 +262,8 @@ class Scheduler:
                 predicts=self._predicts,
                 is_constrained=first.grammar is not None,  # the options of all prompts are the same
             )
-        slots, needed = self._engine.cache.slots, max(map(self._slots_of, self._running.values()))
-        is_too_large = slots.rows > rows and slots.rows * slots.capacity > self._cache_tokens
-        if is_too_large or needed > slots.capacity or rows > slots.rows:
-            most = max(rows, min(self.rows, self._cache_tokens // longest))
-            capacity = max(needed, min(slots.capacity, self._cache_tokens // most))
-            self._engine.cache.resize(rows=most, capacity=capacity)
+        needs = list(map(self._slots_of, self._running.values()))
+        make_room(self._engine.cache, needs, self._cache_tokens, self.rows, longest)
 
     def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
         """Group rows whose prompts are read in one pass: those of similar length, so that little padding is read."""

@@ -16,9 +16,10 @@ from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.generation.api import GenerationResult, generate
+from lookahead.generation.cache_room import cache_tokens_of
 from lookahead.generation.comparison import decode_plainly
 from lookahead.generation.prompts import PromptReader
-from lookahead.generation.scheduler import Completion, Scheduler, cache_tokens_of
+from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.stats import total, total_in_sequence
 from lookahead.summarization.pipeline import PlainFigures, Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompting import PromptFitter, SummaryRequest

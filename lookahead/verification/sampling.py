@@ -33,7 +33,13 @@ class TokenChooser:
     """
 
     def __init__(
-        self, processors: LogitsProcessorList, *, do_sample: bool, batch_size: int, keep: bool = False
+        self,
+        processors: LogitsProcessorList,
+        *,
+        do_sample: bool,
+        batch_size: int,
+        keep: bool = False,
+        generator: torch.Generator | None = None,  # of the noise; None for torch's own
     ) -> None:
         own = {i: each.objects(batch_size) for i, each in enumerate(processors) if is_per_row(each)}
         self._processors = [_for_row(processors, own, row, batch_size) for row in range(batch_size)]
@@ -45,6 +51,7 @@ class TokenChooser:
         # Whether every choice is the argmax of the raw logits and none is kept.
         self.is_plain_greedy = not do_sample and not keep and not processors
         self._noise: deque[Tensor] = deque()
+        self._generator = generator
         self._first_step = 0
 
     def grammar_of(self, row: int) -> GrammarProcessor | None:
@@ -108,7 +115,8 @@ class TokenChooser:
     def _noise_of(self, step: int, probs: Tensor) -> Tensor:
         """Noise `[batch, vocab]` of a HuggingFace step, drawn in step order."""
         while self._first_step + len(self._noise) <= step:
-            self._noise.append(probs.new_empty(self._batch_size, probs.shape[-1]).exponential_())
+            noise = probs.new_empty(self._batch_size, probs.shape[-1])
+            self._noise.append(noise.exponential_(generator=self._generator))
         return self._noise[step - self._first_step]
 
 

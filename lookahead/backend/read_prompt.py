@@ -1,0 +1,139 @@
+"""Prompts that are read by themselves, beside the rows that they are to join, and what is kept of earlier ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lookahead.backend.choice import backend_for
+from lookahead.drafting.tree import IntArray
+from lookahead.hf.cache import RowCopy, RowStates, TreeCache
+
+_FEWEST_TOKENS = 16  # of a prefix that is worth a copy
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """A prompt whose keys and values a cache of one row holds, and what follows it.
+
+    Attributes:
+        cache: The cache; its row has all tokens but the last committed.
+        logits: Those behind the last token, `[1, 1, vocab]`.
+        reused: Tokens that were not read, but copied from an earlier prompt.
+        is_whole: Whether it was read in one pass, as transformers reads it.
+    """
+
+    cache: TreeCache
+    logits: Tensor
+    reused: int
+    is_whole: bool
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has."""
+        return int(self.cache.slots.lengths[0]) + 1
+
+    def kv(self) -> RowCopy:
+        """Its keys and values, `[heads, tokens, dim]` each, which are not copied."""
+        held = ((at, layer) for at, layer in enumerate(self.cache.layers) if layer.is_initialized)
+        return RowCopy({at: _views(layer, self.tokens) for at, layer in held}, {})
+
+    def copy_to(self, cache: TreeCache, row: int) -> Tensor:
+        """Fill an empty row of another cache; returns the logits."""
+        _fill(cache, row, self.kv(), self.tokens)
+        for own, other in zip(cache.states, self.cache.states, strict=True):
+            own.committed[row] = {key: each.clone() for key, each in other.committed[0].items()}
+        cache.hold_root(row)
+        return self.logits
+
+
+def _views(layer: Any, tokens: int) -> RowStates:
+    keys, values = (each[0, :tokens].transpose(0, 1) for each in (layer.keys, layer.values))
+    return keys, values
+
+
+def _fill(cache: TreeCache, row: int, held: RowCopy, tokens: int) -> None:
+    last = max(held.kv, default=-1)
+
+    def states() -> Iterator[RowStates | None]:
+        for at in range(last + 1):
+            pair = held.kv.get(at)
+            yield None if pair is None else (pair[0][:, :tokens], pair[1][:, :tokens])
+
+    cache.copy_prefix_from(row, states(), tokens)
+
+
+def read_prompt(model: PreTrainedModel, ids: IntArray, store: PrefixStore, **options: Any) -> ReadPrompt:
+    """Read a prompt, int32 `[tokens]`, behind the longest beginning of it that the store holds; any thread may.
+
+    The options are those of `lookahead.backend.choice.backend_for`.
+    """
+    backend = backend_for(model, rows=1, capacity=len(ids), shape="trees", **options)
+    with backend.serving():
+        held, reused = (None, 0) if backend.cache.states else store.longest(ids)
+        if held is not None:
+            _fill(backend.cache, 0, held, reused)
+        logits = backend.read([ids])
+        read = ReadPrompt(backend.cache, logits, reused, backend.is_read_whole and not reused)
+        if not backend.cache.states:
+            store.put(ids, read.kv())
+    return read
+
+
+class PrefixStore:
+    """Keys and values of texts, of which later prompts copy what they begin with. Threads may share it.
+
+    Args:
+        most_bytes: Bytes that they take together; what was not used for longest goes first. 0 keeps nothing.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self._lock = most_bytes, Lock()
+        self._texts: OrderedDict[int, tuple[IntArray, RowCopy, int]] = OrderedDict()  # tokens, their KV, bytes
+        self._newest = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        with self._lock:
+            return sum(nbytes for _, _, nbytes in self._texts.values())
+
+    def longest(self, ids: IntArray) -> tuple[RowCopy | None, int]:
+        """The text that shares most of its first tokens with a prompt, and how many; a token is left to be read."""
+        with self._lock:
+            shared = {key: _shared(tokens, ids) for key, (tokens, _, _) in self._texts.items()}
+            best = max(shared, key=shared.__getitem__, default=None)
+            if best is None or shared[best] < _FEWEST_TOKENS:
+                return None, 0
+            self._texts.move_to_end(best)
+            return self._texts[best][1], min(shared[best], len(ids) - 1)
+
+    def put(self, ids: IntArray, held: RowCopy) -> None:
+        """Keep the keys and values of a text, `[heads, tokens, dim]`, in place of texts that it begins with."""
+        nbytes = sum(each.nbytes for pair in held.kv.values() for each in pair)
+        if len(ids) < _FEWEST_TOKENS or nbytes > self._most or not nbytes:
+            return
+        with self._lock:
+            for key, (tokens, _, _) in list(self._texts.items()):
+                if _shared(tokens, ids) == len(tokens):
+                    del self._texts[key]
+                elif _shared(tokens, ids) == len(ids):
+                    return
+            self._newest += 1
+            self._texts[self._newest] = ids, held, nbytes
+            while sum(each for _, _, each in self._texts.values()) > self._most:
+                self._texts.popitem(last=False)
+
+
+def _shared(some: IntArray, others: IntArray) -> int:
+    """How many tokens two texts begin with alike."""
+    size = min(len(some), len(others))
+    differs = np.flatnonzero(some[:size] != others[:size])
+    return int(differs[0]) if len(differs) else size

@@ -1,0 +1,63 @@
+"""Room in a cache whose rows come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lookahead.hf.cache import TreeCache
+from lookahead.hf.facts import input_device
+
+MAX_ROWS = 1024
+_ROWS = {"cpu": 16, "cuda": 32}
+_SLOTS = {"cpu": 2048, "cuda": 4096}  # default cache slots of a row
+_LEAST_CACHE = 256 << 20  # bytes that a cache may take, however small the model
+
+
+def rows_of(model: PreTrainedModel) -> int:
+    """Default number of rows that are decoded together."""
+    return _ROWS.get(input_device(model).type, _ROWS["cuda"])
+
+
+def bytes_of_token(model: PreTrainedModel) -> int:
+    """Bytes of the keys and values of a token; 0 where the configuration does not show them."""
+    config: Any = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    layers, size = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(size, int)):
+        return 0
+    head_size = getattr(config, "head_dim", None) or size // (getattr(config, "num_attention_heads", None) or heads)
+    return int(2 * layers * heads * head_size * model.dtype.itemsize)
+
+
+def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
+    """Default number of tokens of a cache of so many rows, all rows together, as `stream_many` documents it."""
+    tokens = rows * _SLOTS.get(input_device(model).type, _SLOTS["cuda"])
+    if not (token_bytes := bytes_of_token(model)):
+        return tokens
+    most_bytes = max(_LEAST_CACHE, int(model.get_memory_footprint()))
+    return max(1, min(tokens, most_bytes // token_bytes))
+
+
+def fits(needs: Sequence[int], cache_tokens: int) -> bool:
+    """Whether rows that need so many tokens each fit a cache; a single one always does."""
+    return len(needs) < 2 or len(needs) * max(needs) <= cache_tokens
+
+
+def make_room(cache: TreeCache, needs: Sequence[int], cache_tokens: int, most_rows: int, longest: int = 0) -> None:
+    """Grow a cache to the rows that need so many slots each, or shrink it where it has more than it may.
+
+    Args:
+        cache: The cache.
+        needs: Slots of each row that runs or joins.
+        cache_tokens: Tokens that the cache may hold, all rows together.
+        most_rows: Rows that may run.
+        longest: Tokens that a row takes in all, where that is more than its slots.
+    """
+    slots, rows, needed = cache.slots, len(needs), max(needs)
+    is_too_large = slots.rows > rows and slots.rows * slots.capacity > cache_tokens
+    if is_too_large or needed > slots.capacity or rows > slots.rows:
+        most = max(rows, min(most_rows, cache_tokens // max(longest, needed)))
+        cache.resize(rows=most, capacity=max(needed, min(slots.capacity, cache_tokens // most)))

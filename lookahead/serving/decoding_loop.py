@@ -1,0 +1,360 @@
+"""Requests of several users, decoded together: each joins as soon as its prompt is read, and leaves as it ends.
+
+A prompt is read on a thread of its own, so that running outputs go on meanwhile; on a GPU between two steps. Its keys
+and values are kept, and so are those of whole outputs: a prompt that begins as an earlier text reads only the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+
+from lookahead.backend.read_prompt import PrefixStore, ReadPrompt, read_prompt
+from lookahead.config import LookaheadConfig, check_whole
+from lookahead.engine.engine import Engine
+from lookahead.engine.row import Row, StepOutput
+from lookahead.errors import ConfigError
+from lookahead.generation.api import with_row_processors
+from lookahead.generation.assembly import assemble, backend_options
+from lookahead.generation.cache_room import MAX_ROWS, cache_tokens_of, fits, make_room, rows_of
+from lookahead.generation.plan import RequestPlan
+from lookahead.generation.prompts import PromptReader
+from lookahead.generation.validation import validate_call
+from lookahead.hf.facts import input_device, prefills_at_once
+from lookahead.serving.output import Output
+from lookahead.serving.requests import GenerationRequest, OnUpdate, QueueFullError, Ticket, Update
+
+__all__ = ["DecodingLoop", "GenerationRequest", "QueueFullError", "Ticket", "Update"]
+_STEPS = 16  # of a block in which the model is in service
+_CLOSING_S = 1.0  # that closing waits for a thread
+_log = logging.getLogger(__name__)
+
+
+class DecodingLoop:
+    """Decodes requests together on a thread of its own.
+
+    An output has the tokens, and the draws by its seed, that `lookahead.generate` gives for it alone. Where keys and
+    values of an earlier text are used, it is what transformers gives that continues from them: in half precision nearly
+    equal tokens may differ from those of a prompt that is read whole.
+
+    What cannot be a row beside others, such as inputs of encoder-decoder models, is decoded by itself, one after
+    another, on a further thread.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        config: How to draft; the defaults when None.
+        rows: Outputs that are decoded together, 1 to 1024; None decides as `lookahead.stream_many` does.
+        queue: Requests that may wait beside.
+        cache_tokens: Tokens of the cache, all rows together; None decides as `lookahead.stream_many` does.
+        prefix_bytes: Bytes of keys and values that are kept of earlier texts; 0 keeps none.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        config: LookaheadConfig | None = None,
+        rows: int | None = None,
+        queue: int = 64,
+        cache_tokens: int | None = None,
+        prefix_bytes: int = 1 << 30,
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config or LookaheadConfig()
+        if self.config.acceptance != "exact":
+            raise ConfigError(f"acceptance must be 'exact' for a server, got {self.config.acceptance!r}")
+        self.rows = rows_of(model) if rows is None else rows
+        check_whole("rows", self.rows, 1, MAX_ROWS)
+        check_whole("queue", queue, 0)
+        self._cache_tokens = cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
+        check_whole("cache_tokens", self._cache_tokens, 1)
+        self._queue, self._numbers = queue, itertools.count()
+        self._joins_none = model.config.is_encoder_decoder or prefills_at_once(model)
+        self._reads_beside = input_device(model).type == "cpu"
+        self.store, self._keeps = PrefixStore(prefix_bytes), prefix_bytes > 0
+        self._engine: Engine | None = None
+        self._changed, self._closed = threading.Condition(), False
+        self._waiting, self._running = deque[Output](), dict[int, Output]()
+        self._reading: tuple[Output, Future[ReadPrompt]] | None = None
+        self._alone, self._alone_count = deque[Output](), 0
+        self._read_tokens = self._reused_tokens = 0
+        self._to_read = SimpleQueue[tuple[Output, Future[ReadPrompt]] | None]()
+        targets = self._run, self._run_alone, self._run_reader
+        self._threads = [
+            threading.Thread(target=each, daemon=True, name=f"lookahead{each.__name__}") for each in targets
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, request: GenerationRequest, on_update: OnUpdate) -> Ticket:
+        """Check a request, and take it; call it from any thread. It may take milliseconds.
+
+        `on_update` is called with every update, on a thread of the loop; it must not block.
+
+        Raises:
+            QueueFullError: Too many requests wait, or the loop was closed.
+            ConfigError, PromptError, UnsupportedModelError: The request cannot be served.
+        """
+        self._check_room()
+        plan = self._plan(request)
+        row = self._row_of(plan)
+        output = Output(plan, row, self.tokenizer, on_update, request.top_logprobs)
+        with self._changed:
+            self._check_room()
+            (self._alone if row is None else self._waiting).append(output)
+            self._changed.notify_all()
+        return output.ticket
+
+    def _check_room(self) -> None:
+        waiting = len(self._waiting) + len(self._alone)
+        if self._closed or waiting >= self._queue + max(0, self.rows - len(self._running)):
+            raise QueueFullError(f"{waiting} requests wait, as many as may; ask again later")
+
+    def _plan(self, request: GenerationRequest) -> RequestPlan:
+        options = dict(request.options)
+        if request.top_logprobs is not None:
+            options |= {"output_logits": True, "return_dict_in_generate": True}
+        grammars = {"json_schema": request.json_schema, "regex": request.regex, "grammar": request.grammar}
+        options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
+        reader = PromptReader(self.model, self.tokenizer, self.config, None, request.seed, **options)
+        plan = reader.plan([reader.read(request.ids, 0)], None, [request.prediction])
+        if not plan.is_sampled:
+            return plan
+        generator = torch.Generator(input_device(self.model))
+        generator.seed() if request.seed is None else generator.manual_seed(request.seed)
+        return replace(plan, generator=generator)
+
+    def _row_of(self, plan: RequestPlan) -> Row | None:
+        """A row for the prompt, if it can be decoded beside others."""
+        validate_call(plan.call.model, plan.call.generation_config, plan.call.model_kwargs)
+        if self._joins_none or not plan.can_join:
+            return None
+        (row,) = plan.rows()
+        row.index, row.device = next(self._numbers), input_device(self.model)
+        return row
+
+    def figures(self) -> dict[str, float]:
+        """Outputs that run, requests that wait, bytes of keys and values, and tokens of prompts read and reused."""
+        cache = 0 if self._engine is None else sum(each.nbytes for each in self._engine.cache.buffers())
+        return {
+            "running": len(self._running) + (self._reading is not None) + self._alone_count,
+            "waiting": len(self._waiting) + len(self._alone),
+            "cache_bytes": cache + self.store.nbytes,
+            "read_tokens": self._read_tokens,
+            "reused_tokens": self._reused_tokens,
+        }
+
+    def close(self) -> None:
+        """End all outputs, with `"cancelled"`. Threads end behind what they do now; it is not waited for long."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._to_read.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSING_S)
+
+    # The thread that decodes.
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._turn()
+            except Exception as error:
+                _log.exception("a step failed, and with it the outputs that ran")
+                self._fail(error)
+        self._fail(None)
+
+    def _turn(self) -> None:
+        """Wait for work, and do some of it."""
+        with self._changed:
+            while not (self._closed or self._running or self._can_join() or (self._waiting and not self._reading)):
+                self._changed.wait()
+        self._end_cancelled()
+        self._begin_reading()
+        self._join()
+        if self._engine is None or not self._running:
+            return
+        with self._engine.serving():
+            for _ in range(_STEPS):
+                self._tell(self._engine.step(is_refilled=bool(self._waiting)))
+                self._end_cancelled()
+                if not self._running or self._closed:
+                    break
+                self._begin_reading()
+                if self._can_join():
+                    break
+
+    def _can_join(self) -> bool:
+        return self._reading is not None and self._reading[1].done()
+
+    def _begin_reading(self) -> None:
+        """Have the first prompt that waits read, if there is a row and room in the cache for it."""
+        with self._changed:
+            needs = [self._slots_of(each) for each in self._running.values()]
+            is_free = self._reading is None and self._waiting and len(needs) < self.rows
+            if not is_free or not fits([*needs, self._slots_of(self._waiting[0])], self._cache_tokens):
+                return
+            output = self._waiting.popleft()
+            future: Future[ReadPrompt] = Future()
+            self._reading = output, future
+        if self._reads_beside:
+            self._to_read.put((output, future))
+        else:
+            self._read(output, future)
+
+    def _run_reader(self) -> None:
+        while (each := self._to_read.get()) is not None:
+            self._read(*each)
+
+    def _read(self, output: Output, future: Future[ReadPrompt]) -> None:
+        try:
+            assert output.row is not None
+            options = backend_options(self.model, self.config)
+            future.set_result(read_prompt(self.model, output.row.text, self.store, **options))
+        except BaseException as error:
+            future.set_exception(error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _join(self) -> None:
+        """Let the prompt that was read last join the rows."""
+        if not self._can_join():
+            return
+        assert self._reading is not None
+        (output, future), self._reading = self._reading, None
+        row = output.row
+        assert row is not None
+        if output.ticket.is_cancelled or future.exception() is not None:
+            error: Any = future.exception()
+            output.stop("cancelled" if error is None else error)
+            return
+        read = future.result()
+        output.reused_tokens = read.reused
+        self._read_tokens += read.tokens - read.reused
+        self._reused_tokens += read.reused
+        self._running[row.index] = output
+        if self._engine is None:
+            self._engine = self._assemble(output)
+        needs = [self._slots_of(each) for each in self._running.values()]
+        with self._engine.serving():
+            make_room(self._engine.cache, needs, self._cache_tokens, self.rows)
+            self._tell(self._engine.admit([row], read))
+
+    def _assemble(self, first: Output) -> Engine:
+        plan = first.plan
+        return assemble(
+            self.model,
+            self.config,
+            plan.stopping,
+            self.tokenizer,
+            slots=self.rows,
+            is_foreign=plan.is_foreign,
+            predicts=True,
+            is_constrained=True,
+            keep_cache=self._keeps,
+        )
+
+    def _slots_of(self, output: Output) -> int:
+        """Slots that an output may need in the cache, drafts included."""
+        assert output.row is not None
+        return int(output.row.stopping.max_length) + self.config.node_budget + 1
+
+    def _tell(self, step_outputs: list[StepOutput]) -> None:
+        """Pass on what a step added, and keep the keys and values of what ended."""
+        assert self._engine is not None
+        for each in step_outputs:
+            output = self._running[each.row]
+            row = output.row
+            assert row is not None
+            if each.finished:
+                del self._running[each.row]
+                self._keep(row)
+            output.step(each, row, row.stats)
+
+    def _keep(self, row: Row) -> None:
+        """Keep the keys and values of a row that has left the engine."""
+        assert self._engine is not None
+        held = self._engine.kept.pop(row.index, None)
+        if held is not None and held.kv and not held.states:
+            tokens = next(iter(held.kv.values()))[0].shape[1]
+            self.store.put(row.text[:tokens], held)
+
+    def _end_cancelled(self) -> None:
+        """Take out the outputs that nobody wants any more."""
+        with self._changed:
+            gone = [each for each in self._waiting if each.ticket.is_cancelled]
+            self._waiting = deque(each for each in self._waiting if not each.ticket.is_cancelled)
+        for index, output in list(self._running.items()):
+            if output.ticket.is_cancelled and self._engine is not None and output.row is not None:
+                gone.append(self._running.pop(index))
+                with self._engine.serving():
+                    self._engine.end(index)
+                self._keep(output.row)
+        for output in gone:
+            output.stop("cancelled")
+
+    def _fail(self, error: Exception | None) -> None:
+        """End what runs by an error, or everything where the loop is closed."""
+        with self._changed:
+            ended = list(self._running.values())
+            self._running.clear()
+            if error is None:
+                ended += [*self._waiting, *([self._reading[0]] if self._reading else [])]
+                self._waiting.clear()
+        self._engine = None
+        for output in ended:
+            output.stop("cancelled" if error is None else error)
+
+    # The thread for what cannot be a row beside others.
+
+    def _run_alone(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._closed or self._alone):
+                    self._changed.wait()
+                if self._closed:
+                    gone = list(self._alone)
+                    break
+                output = self._alone.popleft()
+                self._alone_count = 1
+            try:
+                self._decode(output)
+            except Exception as error:
+                output.stop(error)
+            finally:
+                self._alone_count = 0
+        for output in gone:
+            output.stop("cancelled")
+
+    def _decode(self, output: Output) -> None:
+        """Decode one output by itself."""
+        output.plan.call.stopping_criteria.append(_Cancelled(output.ticket))  # which the loop of transformers asks
+        loop = output.plan.begin()
+        steps = loop.run()
+        with suppress(StopIteration):
+            while not (output.ticket.is_cancelled or self._closed):
+                for each in next(steps):
+                    output.step(each, None, loop.stats[0])
+        steps.close()  # type: ignore[attr-defined]  # a generator
+        output.stop("cancelled")
+
+
+class _Cancelled(StoppingCriteria):
+    """Ends the loop of transformers where nobody wants its output any more."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self._ticket.is_cancelled, device=input_ids.device)

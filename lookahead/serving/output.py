@@ -1,0 +1,76 @@
+"""One output of a server: its row, and the updates that its client gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lookahead.engine.row import Row, StepOutput
+from lookahead.generation.plan import RequestPlan
+from lookahead.generation.text_pieces import TextPieces
+from lookahead.serving.requests import EndReason, OnUpdate, Ticket, TokenLogprobs, Update
+from lookahead.stats import DecodingStats
+
+
+class Output:
+    """An output that waits, is read, or is decoded.
+
+    Args:
+        plan: What it was resolved to.
+        row: Its row; None where it is decoded by itself.
+        tokenizer: The tokenizer.
+        on_update: Gets its updates.
+        top_logprobs: As of `GenerationRequest`.
+    """
+
+    def __init__(
+        self,
+        plan: RequestPlan,
+        row: Row | None,
+        tokenizer: PreTrainedTokenizerBase,
+        on_update: OnUpdate,
+        top_logprobs: int | None,
+    ) -> None:
+        self.plan, self.row, self.ticket, self.has_ended = plan, row, Ticket(), False
+        self.reused_tokens = 0
+        self._pieces, self._on_update, self._top = TextPieces(tokenizer), on_update, top_logprobs
+
+    def step(self, step_output: StepOutput, row: Row | None, stats: DecodingStats) -> None:
+        """Tell what a step added."""
+        tokens = step_output.tokens.tolist()
+        text = self._pieces.put(tokens)
+        if step_output.finished and step_output.error is None:
+            text += self._pieces.end()
+        logprobs = [] if row is None or self._top is None else self._logprobs(row, tokens)
+        end, error = step_output.finish_reason, step_output.error
+        self._tell(Update(text=text, tokens=tokens, logprobs=logprobs, end=end, error=error, stats=stats))
+
+    def stop(self, reason: EndReason | Exception) -> None:
+        """End it here, unless it has ended."""
+        if self.has_ended:
+            return
+        stats = DecodingStats() if self.row is None else self.row.stats
+        if isinstance(reason, Exception):
+            self._tell(Update(error=reason, stats=stats))
+        else:
+            self._tell(Update(text=self._pieces.end(), end=reason, stats=stats))
+
+    def _tell(self, update: Update) -> None:
+        self.has_ended = update.is_last
+        self._on_update(replace(update, reused_tokens=self.reused_tokens))
+
+    def _logprobs(self, row: Row, tokens: list[int]) -> list[TokenLogprobs]:
+        """Those of new tokens, whose logits the chooser kept; they are dropped."""
+        kept: list[Tensor] = row.chooser.logits[row.place]
+        found = []
+        for token, logits in zip(tokens, kept, strict=True):
+            logs = torch.log_softmax(logits.float(), -1)
+            top = logs.topk(min(self._top or 0, len(logs)))
+            pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            found.append(TokenLogprobs(token, float(logs[token]), pairs))
+        kept.clear()
+        row.chooser.scores[row.place].clear()
+        return found
