@@ -14,8 +14,9 @@ from lookahead.cli.bench import bench
 from lookahead.cli.commands import App
 from lookahead.cli.doctor import doctor
 from lookahead.cli.draft_files import memory_app, pool_app
-from lookahead.cli.generate import chat, generate, serve
+from lookahead.cli.generate import chat, generate
 from lookahead.cli.measure import calibrate, explain, pick_draft, train
+from lookahead.cli.serve import serve
 from lookahead.cli.summarize import report, summarize
 
 app = App(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,14 +6,13 @@ import io
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 from rich.text import Text
 
 import lookahead
 from lookahead.cli.options import (
-    DeviceOptions,
     DraftingOptions,
     ModelOptions,
     PromptOptions,
@@ -22,11 +21,10 @@ from lookahead.cli.options import (
     option,
     read_prompt_file,
 )
-from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, prepare, reading, say, table
+from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, reading, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN
 from lookahead.errors import ConfigError, PromptError
-from lookahead.hf.loading import DEFAULT_MODEL, locate_model
 
 if TYPE_CHECKING:
     from lookahead.generation.conversation import Conversation
@@ -220,62 +218,3 @@ def _answer(conversation: Conversation, line: str, max_new_tokens: int, *, stops
         f"{stats.mean_acceptance_length:.2f} tokens a pass{ending}"
     )
     console(sys.stderr).print(Text(status, "dim"), soft_wrap=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions(DraftingOptions, DeviceOptions):
-    model: str | None = option(
-        None, "The only model to serve. (default: smollm2, and others by name)", argument=True, metavar="MODEL"
-    )
-    host: str = option("localhost", "Address to listen on; 0.0.0.0 is every one of this machine.")
-    port: int = option(8000, "Port to listen on; 0 is a free one.", min=0, max=65535)
-    model_timeout: int = option(300, "Seconds without requests until a model is unloaded.", min=1)
-    enable_cors: bool = option(False, "Let web pages of any origin call the server.")
-    continuous_batching: bool = option(False, "Batch requests by transformers' own loop, without drafts.")
-    log_level: Literal["debug", "info", "warning", "error"] = option(
-        "warning", "What is logged on stderr; info shows every request."
-    )
-
-
-def serve(options: ServeOptions) -> None:
-    """Serve models over the OpenAI API, token for token as 'transformers serve' does.
-
-    It is the server of transformers, with lookahead enabled on every model it
-    loads. A client asks for a model by its name: the folder, the GGUF file or the
-    name on the Hub. With MODEL, that one is served alone and stays in memory.
-    Ctrl-C ends the server.
-
-    For example:
-
-      lookahead serve
-      lookahead serve ./my-model --port 8080
-      lookahead serve --host 0.0.0.0 --log-level info
-    """
-    name = options.model if options.model is not None else DEFAULT_MODEL
-    location, _ = locate_model(name)
-    config = options.config()
-    if options.memory is not None and options.model is None:
-        raise ConfigError(f"memory {options.memory} is that of one model: name the only MODEL to serve")
-    with console(sys.stderr).status("loading the model"):
-        from lookahead.generation import serving
-
-        serving.check_packages()
-        listener = serving.listen(options.host, options.port)
-        prepare(options, location)
-        models = serving.EnabledModels(
-            name, only=options.model is not None, config=config, dtype=options.dtype, device=options.device,
-            quantize=options.quantize, timeout_s=options.model_timeout,
-        )  # fmt: skip
-    server = serving.make_server(
-        models, continuous_batching=options.continuous_batching, enable_cors=options.enable_cors,
-        log_level=options.log_level,
-    )  # fmt: skip
-    if options.continuous_batching:
-        say("note", "with --continuous-batching transformers' own loop generates: nothing is drafted")
-    address = f"[{options.host}]" if ":" in options.host else options.host
-    say("serving", f"{name} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
-    try:
-        with suppress(KeyboardInterrupt), memory_file_saved_at_exit(options, models.first):
-            server.run(sockets=[listener])  # uvicorn finishes its work and then passes the signal on
-    finally:
-        models.shutdown()

@@ -14,6 +14,8 @@ from lookahead.generation.text_pieces import TextPieces
 from lookahead.serving.requests import EndReason, OnUpdate, Ticket, TokenLogprobs, Update
 from lookahead.stats import DecodingStats
 
+_LEAST_LOG = -9999.0  # JSON has no infinity
+
 
 class Output:
     """An output that waits, is read, or is decoded.
@@ -67,7 +69,7 @@ class Output:
         kept: list[Tensor] = row.chooser.logits[row.place]
         found = []
         for token, logits in zip(tokens, kept, strict=True):
-            logs = torch.log_softmax(logits.float(), -1)
+            logs = torch.log_softmax(logits.float(), -1).clamp_min(_LEAST_LOG)
             top = logs.topk(min(self._top or 0, len(logs)))
             pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
             found.append(TokenLogprobs(token, float(logs[token]), pairs))

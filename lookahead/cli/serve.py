@@ -1,0 +1,94 @@
+"""The command `lookahead serve`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lookahead.cli.options import DeviceOptions, DraftingOptions, new_tokens_option, option
+from lookahead.cli.terminal import console, memory_file_saved_at_exit, prepare, say
+from lookahead.errors import ConfigError
+from lookahead.hf.loading import DEFAULT_MODEL, locate_model
+
+_PACKAGES = "fastapi", "prometheus_client", "pydantic", "uvicorn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(DraftingOptions, DeviceOptions):
+    models: list[str] = option(
+        None, "Models to serve; the first answers requests that name none. (default: smollm2)", argument=True,
+        metavar="MODELS...",
+    )  # fmt: skip
+    host: str = option("localhost", "Address to listen on; 0.0.0.0 is every one of this machine.")
+    port: int = option(8000, "Port to listen on; 0 is a free one.", min=0, max=65535)
+    rows: int | None = option(None, "Outputs that are decoded together. (default: 16 on a CPU, 32 on a GPU)", min=1)
+    queue: int = option(64, "Requests that wait beside; further ones are answered by 429.", min=0)
+    prefix_cache_mb: int = option(1024, "Memory for keys and values of earlier prompts and answers.", min=0)
+    max_new_tokens: int = new_tokens_option(2048, "Most tokens of an answer.")
+    max_body_mb: float = option(4.0, "Largest request, in megabytes.", min=0.001)
+    request_timeout: float = option(600.0, "Seconds that an answer may take.", min=0.1)
+    api_key: str | None = option(None, "What clients must send as 'Authorization: Bearer KEY'.", metavar="KEY")
+    allowed_host: list[str] = option(None, "A further name of this server, as in the header Host.", metavar="NAME")
+    cors_origin: list[str] = option(None, "Origin of web pages that may call the server.", metavar="ORIGIN")
+    allow_any_model: bool = option(False, "Load other models too, by their names on the Hub.")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "warning", "What is logged on stderr; info shows every request."
+    )
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve models over the OpenAI API to a handful of users.
+
+    Requests are decoded together, each with options of its own, and drafted for;
+    a prompt that begins as an earlier one reads only what is new. A page to chat
+    is at /, metrics for Prometheus are at /metrics. Ctrl-C ends the server.
+
+    For example:
+
+      lookahead serve
+      lookahead serve ./my-model --port 8080
+      lookahead serve --host 0.0.0.0 --allowed-host box.local --api-key SECRET
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'lookahead-decoding[serve]'")
+    names = options.models or [DEFAULT_MODEL]
+    locations = [locate_model(name)[0] for name in names]
+    if options.memory is not None and len(names) > 1:
+        raise ConfigError(f"memory {options.memory} is that of one model: name one model to serve")
+    config: Any = options.config()
+    with console(sys.stderr).status("loading the model"):
+        from lookahead.serving.safety import LOOPBACK
+        from lookahead.serving.served_models import ServedModels
+        from lookahead.serving.web_app import Server, listen, make_app
+
+        listener = listen(options.host, options.port)
+        for location in locations:
+            prepare(options, location)
+        loading = {"dtype": options.dtype, "device": options.device, "quantize": options.quantize}
+        decoding = {"rows": options.rows, "queue": options.queue, "prefix_bytes": options.prefix_cache_mb << 20}
+        models = ServedModels(
+            names, allow_any=options.allow_any_model, config=config, max_new_tokens=options.max_new_tokens,
+            loading=loading, decoding=decoding,
+        )  # fmt: skip
+    any_host = options.host in ("0.0.0.0", "::") and not options.allowed_host
+    hosts = () if any_host else {*LOOPBACK, options.host, *(options.allowed_host or ())}
+    app = make_app(
+        models, hosts=hosts, api_key=options.api_key, max_body=int(options.max_body_mb * (1 << 20)),
+        timeout_s=options.request_timeout, cors_origins=options.cors_origin or (),
+    )  # fmt: skip
+    server = Server(app, models, options.log_level)
+    if any_host:
+        say("note", "any name of this machine is taken for its own; --allowed-host names the ones that are")
+    address = f"[{options.host}]" if ":" in options.host else options.host
+    say("serving", f"{', '.join(names)} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
+    with suppress(KeyboardInterrupt):
+        if options.memory is None:
+            server.run(sockets=[listener])  # uvicorn finishes its work and then passes the signal on
+        else:
+            with memory_file_saved_at_exit(options, models.wait().model):
+                server.run(sockets=[listener])
+    models.close()

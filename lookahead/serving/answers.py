@@ -1,0 +1,175 @@
+"""Answers in the shapes of the OpenAI API: whole ones, and the chunks of streams."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lookahead.serving.request_schemas import ChatBody, CompletionBody
+from lookahead.serving.requests import TokenLogprobs, Update
+from lookahead.serving.stop_texts import StopTexts
+from lookahead.serving.tool_calls import calls_in
+from lookahead.stats import DecodingStats, total
+
+
+class Choice:
+    """One output of an answer, as it comes.
+
+    Attributes:
+        text: What was given of it so far.
+        tokens: How many tokens it has.
+        finish_reason: Why it ended; None before.
+        stats: Its counters.
+        reused_tokens: Tokens of the prompt that were not read for it.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self.text, self.tokens = StopTexts(stops), "", 0
+        self.logprobs = list[TokenLogprobs]()
+        self.finish_reason: str | None = None
+        self.stats, self.reused_tokens = DecodingStats(), 0
+
+    def add(self, update: Update) -> str:
+        """Take an update; returns the text that is new and certain."""
+        piece = self._stops.put(update.text, is_last=update.is_last)
+        self.text += piece
+        self.tokens += len(update.tokens)
+        self.logprobs += update.logprobs
+        self.stats, self.reused_tokens = update.stats, update.reused_tokens
+        if update.end is not None:
+            self.finish_reason = "length" if update.end == "length" else "stop"
+        return piece
+
+
+class Answer:
+    """The answer to one request.
+
+    Args:
+        body: The request.
+        model: The name that it is answered by.
+        tokenizer: The tokenizer.
+        prompt_tokens: Tokens of each of its prompts.
+    """
+
+    def __init__(
+        self,
+        body: ChatBody | CompletionBody,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_tokens: Sequence[int],
+    ) -> None:
+        self._body, self._tokenizer, self._prompt_tokens = body, tokenizer, prompt_tokens
+        self._is_chat = isinstance(body, ChatBody)
+        self.choices = [Choice(body.stops) for _ in range(len(prompt_tokens) * body.choices)]
+        self._tools: list[str] = []
+        if isinstance(body, ChatBody) and body.tool_choice != "none":
+            self._tools = [tool.function.name for tool in body.tools or []]
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, when all its outputs have ended."""
+        choices = [self._choice(i, each) for i, each in enumerate(self.choices)]
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """The counts of tokens; under `lookahead`, how they were drafted."""
+        stats = total([each.stats for each in self.choices])
+        prompt, new = sum(self._prompt_tokens), sum(each.tokens for each in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in self.choices)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": stats.accepted_prediction_tokens,
+                "rejected_prediction_tokens": stats.rejected_prediction_tokens,
+            },
+            "lookahead": {
+                "passes": stats.target_forwards,
+                "drafted": dict(stats.drafted_by_source),
+                "accepted": dict(stats.accepted_by_source),
+            },
+        }
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The first chunks of a stream."""
+        if not self._is_chat:
+            return []
+        return [self._chunk(i, {"role": "assistant", "content": ""}, None, []) for i in range(len(self.choices))]
+
+    def add(self, i: int, update: Update) -> list[dict[str, Any]]:
+        """Take an update of an output; returns the chunks of a stream that tell it."""
+        choice = self.choices[i]
+        piece = choice.add(update)
+        if self._tools:  # whether it is a call is known at its end
+            if not update.is_last:
+                return []
+            piece, calls = calls_in(choice.text, self._tools)
+            chunks = [self._chunk(i, {"content": piece}, None, choice.logprobs)] if piece else []
+            if calls:
+                numbered = [{"index": at, **call} for at, call in enumerate(calls)]
+                chunks.append(self._chunk(i, {"tool_calls": numbered}, None, []))
+            return [*chunks, self._chunk(i, {}, "tool_calls" if calls else choice.finish_reason, [])]
+        chunks = []
+        if piece or update.logprobs:
+            chunks.append(self._chunk(i, {"content": piece}, None, update.logprobs))
+        if update.is_last:
+            chunks.append(self._chunk(i, {}, choice.finish_reason, []))
+        return chunks
+
+    def end(self) -> list[dict[str, Any]]:
+        """The last chunk of a stream, where the counts were asked for."""
+        if not self._body.includes_usage:
+            return []
+        return [{**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}]
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self._is_chat else "text_completion"
+
+    def _chunk(
+        self, i: int, delta: dict[str, Any], reason: str | None, logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        told = self._logprobs(logprobs) if logprobs else None
+        choice: dict[str, Any] = {"index": i, "logprobs": told, "finish_reason": reason}
+        choice |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        return {**self._head, "object": self._chunk_kind, "choices": [choice]}
+
+    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
+        told = self._logprobs(choice.logprobs) if choice.logprobs else None
+        made: dict[str, Any] = {"index": i, "finish_reason": choice.finish_reason, "logprobs": told}
+        if not self._is_chat:
+            return made | {"text": choice.text}
+        text, calls = calls_in(choice.text, self._tools) if self._tools else (choice.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        if calls:
+            message["tool_calls"], made["finish_reason"] = calls, "tool_calls"
+        return made | {"message": message}
+
+    def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if self._is_chat:
+            return {"content": [self._entry(each) for each in found], "refusal": None}
+        texts = [self._text(each.token) for each in found]
+        return {
+            "tokens": texts,
+            "token_logprobs": [each.logprob for each in found],
+            "top_logprobs": [{self._text(token): log for token, log in each.top} for each in found],
+            "text_offset": [sum(map(len, texts[:at])) for at in range(len(texts))],
+        }
+
+    def _entry(self, each: TokenLogprobs) -> dict[str, Any]:
+        entry = self._named(each.token, each.logprob)
+        return entry | {"top_logprobs": [self._named(token, log) for token, log in each.top]}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))

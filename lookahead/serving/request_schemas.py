@@ -1,0 +1,215 @@
+"""What clients may send: each field is honoured, or refused by its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from lookahead.serving.errors import ApiError, invalid
+
+MAX_CHOICES = 128
+Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(_Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(_Body):
+    """A function that the model may call."""
+
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedTool(_Body):
+    """The tool that the model must use."""
+
+    type: Literal["function"]
+    function: dict[Literal["name"], Text]
+
+
+class Message(_Body):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates take it."""
+        given = self.model_dump(exclude_none=True)
+        given["content"] = text_of(self.content)
+        given["role"] = "system" if self.role == "developer" else self.role
+        return given
+
+
+class Prediction(_Body):
+    """What the output will largely be."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class JsonSchema(_Body):
+    """A schema that the output follows."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """The form of the output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(_Body):
+    """What a stream tells."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationBody(_Body):
+    """The fields that chats and completions share."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    regex: Text | None = None
+    grammar: Text | None = None
+    prediction: Prediction | None = None
+    # What changes no output.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def choices(self) -> int:
+        """Outputs that are asked for, of each prompt."""
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an output, and are no part of it."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatBody(GenerationBody):
+    """A request to `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(GenerationBody):
+    """A request to `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, one or several: texts, or token ids."""
+        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if is_one else list(self.prompt)
+
+
+class TokenizeBody(_Body):
+    """A request to `/tokenize`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+
+def text_of(content: str | list[TextPart] | None) -> str:
+    """The text of a message's content, which may have parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or [])
+
+
+def parsed(kind: type[Any], body: bytes) -> Any:
+    """The request that a body holds; ApiError names the first field that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json") from None
+        # The branches of a union have names of types, which are no fields.
+        field = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in _known(kind))
+        got = "" if first["type"] == "missing" else f", got {shortened(first['input'])}"
+        reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
+        if first["type"] == "extra_forbidden":
+            field, got = ".".join(map(str, [*field.split("."), first["loc"][-1]])).strip("."), ""
+        raise invalid(field or None, f"{reason}{got}") from None
+
+
+def _known(kind: type[Any]) -> set[str]:
+    names, waiting = set[str](), [kind]
+    for name in ("messages", "content", "text", "type", "role", "function", "name", "json_schema", "schema"):
+        names.add(name)
+    while waiting:
+        names |= set(waiting.pop().model_fields)
+    return names | {"include_usage", "parameters", "tool_calls", "tool_call_id"}
+
+
+def shortened(value: object) -> str:
+    """What a client sent, in at most some hundred characters."""
+    shown = repr(value)
+    return shown if len(shown) <= 120 else f"{shown[:110]}...{shown[-6:]}"

@@ -1,0 +1,77 @@
+"""What every request passes before it is served: the host it was sent to, the key, and the size of its body."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+
+from lookahead.serving.errors import ApiError
+
+LOOPBACK = "localhost", "127.0.0.1", "::1"
+_OPEN = "/health", "/"  # served without a key: they tell nothing
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Guard:
+    """An ASGI application in front of another.
+
+    A web page that a user visits can send requests to this machine, under a name of its own that leads here. So the
+    `Host` must be one of the known names.
+
+    Args:
+        app: The application.
+        hosts: Names of this server; empty for any.
+        api_key: What clients must send as a bearer token; None for none.
+        max_body: Most bytes of a request.
+    """
+
+    def __init__(self, app: Any, *, hosts: Collection[str], api_key: str | None, max_body: int) -> None:
+        self._app, self._hosts, self._max_body = app, {host.lower() for host in hosts}, max_body
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope, Headers(scope=scope))
+            await self._app(scope, self._limited(receive), send)
+        except ApiError as error:
+            answer = JSONResponse(error.body, error.status, {**error.headers, "connection": "close"})
+            await answer(scope, receive, send)
+
+    def _check(self, scope: dict[str, Any], headers: Headers) -> None:
+        host = (urlsplit(f"//{headers.get('host', '')}").hostname or "").lower()
+        if self._hosts and host not in self._hosts:
+            raise ApiError(403, f"Host: {host[:100]!r} is no name of this server; --allowed-host names others")
+        if self._key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
+            given = headers.get("authorization", "").partition(" ")[2].strip().encode()
+            if not hmac.compare_digest(given, self._key):
+                raise ApiError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_body:
+            raise self._too_large()
+
+    def _limited(self, receive: Receive) -> Receive:
+        taken = 0
+
+        async def limited() -> dict[str, Any]:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._max_body:
+                raise self._too_large()
+            return message
+
+        return limited
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body must have at most {self._max_body} bytes; --max-body-mb sets the limit")

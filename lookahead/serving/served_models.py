@@ -1,0 +1,144 @@
+"""The models of a server: each is loaded once, decoded by a loop of its own, and freed when others take its place."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from lookahead.backend.step_costs import prepare_costs
+from lookahead.config import LookaheadConfig
+from lookahead.errors import LookaheadError
+from lookahead.hf.loading import load
+from lookahead.serving.decoding_loop import DecodingLoop
+from lookahead.serving.errors import ApiError
+from lookahead.serving.requests import GenerationRequest
+from lookahead.serving.translation import Translator
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_MOST_OTHERS = 2  # models at a time that were not named when the server began
+_WARM_UP_S = 600.0
+_log = logging.getLogger(__name__)
+
+
+class ServedModel:
+    """A model that is served.
+
+    Args:
+        name: As clients ask for it.
+        config: How to draft.
+        max_new_tokens: Most tokens of an output.
+        loading: Options of `lookahead.load`.
+        decoding: Options of `DecodingLoop`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        config: LookaheadConfig | None,
+        max_new_tokens: int,
+        loading: dict[str, Any],
+        decoding: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self.model, self.tokenizer = load(name, **loading)
+        try:
+            prepare_costs(self.model)
+        except (LookaheadError, OSError) as error:  # it is decoded by transformers, or the costs are not kept
+            _log.info("%s: %s", name, error)
+        self.translator = Translator(self.model, self.tokenizer, max_new_tokens)
+        self.loop = DecodingLoop(self.model, self.tokenizer, config=config, **decoding)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile the kernels before the first request."""
+        ended, ids = threading.Event(), [*range(1, 9)] * 4
+        options = {"max_new_tokens": 8, "do_sample": False}
+        self.loop.submit(
+            GenerationRequest(ids=ids, options=options), lambda update: ended.set() if update.is_last else None
+        )
+        ended.wait(_WARM_UP_S)
+
+
+class ServedModels:
+    """Loads models by name, those that are named at once, on a thread.
+
+    Args:
+        names: Models that are always served; the first answers requests that name none.
+        allow_any: Whether others are loaded by their names on the Hub.
+        options: Further arguments of `ServedModel`.
+    """
+
+    def __init__(self, names: Sequence[str], *, allow_any: bool = False, **options: Any) -> None:
+        self.names, self._allow_any, self._options = tuple(names), allow_any, options
+        self._lock = threading.Lock()
+        self._models: OrderedDict[str, Future[ServedModel]] = OrderedDict()
+        for name in self.names:
+            self._begin(name)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a model that is always served is not loaded yet."""
+        return not all(self._models[name].done() for name in self.names)
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        """The models that are loaded."""
+        with self._lock:
+            futures = list(self._models.values())
+        return [each.result() for each in futures if each.done() and each.exception() is None]
+
+    def wait(self) -> ServedModel:
+        """Wait for the models that are always served; the first of them, or the error of loading one."""
+        loaded = [self._models[name].result() for name in self.names]
+        return loaded[0]
+
+    def get(self, name: str | None) -> Future[ServedModel]:
+        """The model of a request, which may be loading; ApiError for one that is not served."""
+        wanted = self.names[0] if name is None else name
+        with self._lock:
+            if wanted in self._models:
+                self._models.move_to_end(wanted)
+                return self._models[wanted]
+            if not (self._allow_any and _NAME.fullmatch(wanted)) or Path(wanted).exists():
+                raise ApiError(
+                    404, f"model: must be one of {', '.join(map(repr, self.names))}, got {wanted[:100]!r}",
+                    param="model", code="model_not_found",
+                )  # fmt: skip
+            future = self._begin(wanted)
+            others = [each for each in self._models if each not in self.names]
+            gone = [self._models.pop(each) for each in others[:-_MOST_OTHERS]]
+        for each in gone:
+            each.add_done_callback(_close)
+        return future
+
+    def _begin(self, name: str) -> Future[ServedModel]:
+        future: Future[ServedModel] = Future()
+        self._models[name] = future
+        threading.Thread(target=self._load, args=(name, future), daemon=True).start()
+        return future
+
+    def _load(self, name: str, future: Future[ServedModel]) -> None:
+        try:
+            future.set_result(ServedModel(name, **self._options))
+        except BaseException as error:
+            if name not in self.names:
+                with self._lock:
+                    self._models.pop(name, None)
+            future.set_exception(error)
+
+    def close(self) -> None:
+        """End the outputs of all models."""
+        for each in self.loaded:
+            each.loop.close()
+
+
+def _close(future: Future[ServedModel]) -> None:
+    if future.exception() is None:
+        future.result().loop.close()

@@ -1,0 +1,202 @@
+"""From what a client sent to what the decoding loop is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.generation.prompts import PromptReader
+from lookahead.hf.facts import context_limit
+from lookahead.serving.errors import ApiError, invalid
+from lookahead.serving.request_schemas import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    NamedTool,
+    TokenizeBody,
+    Tool,
+    text_of,
+)
+from lookahead.serving.requests import GenerationRequest
+from lookahead.serving.tool_calls import schema_of_call
+
+_AS_THEY_ARE = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+
+
+class CountPenalties(LogitsProcessor):
+    """Lowers the scores of tokens that the output holds: by one number at all, and by another for every time.
+
+    Source: the OpenAI API, `presence_penalty` and `frequency_penalty`.
+
+    Args:
+        prompt_tokens: Tokens of the prompt, which do not count.
+        presence: What a token loses that the output holds.
+        frequency: What it loses for every time.
+    """
+
+    def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
+        self._begin, self._presence, self._frequency = prompt_tokens, presence, frequency
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Scores `[rows, vocab]` behind ids `[rows, tokens]`."""
+        counts = torch.zeros_like(scores)
+        new = input_ids[:, self._begin :]
+        counts.scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+class Translator:
+    """Translates the requests of clients for one model.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        max_new_tokens: Most tokens of an output.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> None:
+        self._model, self._tokenizer, self._most = model, tokenizer, max_new_tokens
+        self.context = None if model.config.is_encoder_decoder else context_limit(model)
+
+    def of_chat(self, body: ChatBody) -> list[GenerationRequest]:
+        """A request for every choice."""
+        if body.top_logprobs is not None and not body.logprobs:
+            raise invalid("top_logprobs", "is for logprobs=true")
+        tools = self._tools_of(body)
+        ids = self._render(body.messages, body.chat_template_kwargs, None if body.tool_choice == "none" else body.tools)
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        schema: Any = None
+        if tools:
+            schema = schema_of_call(tools)
+        elif body.response_format is not None and body.response_format.type == "json_object":
+            schema = {"type": "object"}
+        elif body.response_format is not None and body.response_format.type == "json_schema":
+            if body.response_format.json_schema is None:
+                raise invalid("response_format.json_schema", "is missing for the type 'json_schema'")
+            schema = body.response_format.json_schema.schema_
+        name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+        return self._requests(body, ids, most, name, schema, (body.top_logprobs or 0) if body.logprobs else None)
+
+    def of_completion(self, body: CompletionBody) -> list[GenerationRequest]:
+        """A request for every choice of every prompt."""
+        if not body.prompts:
+            raise invalid("prompt", "must hold a prompt, got none")
+        return [
+            request
+            for prompt in body.prompts
+            for request in self._requests(body, self._read(prompt), body.max_tokens, "max_tokens", None, body.logprobs)
+        ]
+
+    def tokens_of(self, body: TokenizeBody) -> list[int]:
+        """The token ids of a text or a chat."""
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "one of prompt and messages is needed")
+        if body.messages is not None:
+            return self._render(body.messages, None, None)
+        return self._read(body.prompt or "", add_special_tokens=body.add_special_tokens)
+
+    def _tools_of(self, body: ChatBody) -> Sequence[Tool]:
+        """The tools of which one must be called."""
+        choice, tools = body.tool_choice, body.tools or []
+        if choice in (None, "none", "auto"):
+            return ()
+        named = [each for each in tools if choice == "required" or each.function.name == choice.function["name"]]  # type: ignore[union-attr]
+        if not named:
+            got = choice.function["name"] if isinstance(choice, NamedTool) else choice
+            raise invalid(
+                "tool_choice", f"must name one of the tools {[each.function.name for each in tools]}, got {got!r}"
+            )
+        return named
+
+    def _render(
+        self, messages: Sequence[Message], kwargs: dict[str, Any] | None, tools: Sequence[Tool] | None
+    ) -> list[int]:
+        kwargs = dict(kwargs or {})
+        for name in ("chat_template", "tokenize", "return_dict", "return_tensors", "add_generation_prompt"):
+            if name in kwargs:
+                raise invalid(f"chat_template_kwargs.{name}", "cannot be set by clients")
+        if tools:
+            kwargs["tools"] = [each.model_dump(exclude_none=True) for each in tools]
+        given = [_with_objects(each.for_template()) for each in messages]
+        return self._read(given, chat_template_kwargs=kwargs)
+
+    def _read(self, prompt: Any, **options: Any) -> list[int]:
+        field = "messages" if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else "prompt"
+        try:
+            return PromptReader(self._model, self._tokenizer, **options).read(prompt, 0)
+        except (ConfigError, PromptError) as error:
+            raise invalid(field, str(error)) from error
+
+    def _requests(
+        self, body: GenerationBody, ids: list[int], most: int | None, most_name: str, schema: Any, logprobs: int | None
+    ) -> list[GenerationRequest]:
+        options: dict[str, Any] = {name: each for name in _AS_THEY_ARE if (each := getattr(body, name)) is not None}
+        is_random = any(options.get(name) for name in ("temperature", "top_p", "top_k", "min_p"))
+        is_random |= body.seed is not None or body.choices > 1
+        if options.get("temperature") == 0:
+            options = {"do_sample": False} | ({"repetition_penalty": rp} if (rp := body.repetition_penalty) else {})
+        elif is_random:
+            options["do_sample"] = True
+        options["max_new_tokens"] = self._new_tokens(ids, most, most_name)
+        if body.stops:
+            options["stop_strings"] = body.stops
+        if body.logit_bias:
+            options["sequence_bias"] = {(self._token(token),): bias for token, bias in body.logit_bias.items()}
+        if body.presence_penalty or body.frequency_penalty:
+            penalties = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
+            options["logits_processor"] = [CountPenalties(len(ids), *penalties)]
+        grammars = {"json_schema": schema, "regex": body.regex, "grammar": body.grammar}
+        if len(given := [name for name, each in grammars.items() if each is not None]) > 1:
+            raise invalid(given[1], f"cannot be combined with {given[0]}")
+        prediction = None if body.prediction is None else text_of(body.prediction.content) or None
+        return [
+            GenerationRequest(
+                ids=ids, options=options, seed=None if body.seed is None else (body.seed + i) % (1 << 63),
+                prediction=prediction, top_logprobs=logprobs, **grammars,
+            )
+            for i in range(body.choices)
+        ]  # fmt: skip
+
+    def _new_tokens(self, ids: list[int], most: int | None, name: str) -> int:
+        room = self._most if self.context is None else max(0, min(self._most, self.context - len(ids)))
+        if room == 0:
+            raise ApiError(
+                400, f"the prompt has {len(ids)} tokens, and the model's context {self.context}: no token is left",
+                param="messages", code="context_length_exceeded",
+            )  # fmt: skip
+        if most is not None and most > room:
+            raise ApiError(
+                400, f"{name}: must be from 1 to {room} for a prompt of {len(ids)} tokens, got {most}", param=name,
+                code="context_length_exceeded",
+            )  # fmt: skip
+        return most or room
+
+    def _token(self, token: str) -> int:
+        if not (token.isdecimal() and int(token) < self._model.config.get_text_config().vocab_size):
+            raise invalid("logit_bias", f"keys must be token ids of the model, got {token[:20]!r}")
+        return int(token)
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """The answer to an error of a request that the loop refused, or None for one that is no client's."""
+    if isinstance(error, ConfigError | PromptError | UnsupportedModelError):
+        return invalid(None, str(error))
+    return None
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls of tools have arguments as objects, as templates take them."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError:
+                raise invalid("messages.tool_calls", "arguments must be JSON") from None
+    return message

@@ -1,0 +1,299 @@
+"""The application of the server: its paths, on FastAPI."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from lookahead.errors import ConfigError, LookaheadError
+from lookahead.serving.answers import Answer
+from lookahead.serving.errors import ApiError
+from lookahead.serving.metrics import Metrics
+from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody, parsed
+from lookahead.serving.requests import GenerationRequest, QueueFullError, Ticket, Update
+from lookahead.serving.safety import Guard
+from lookahead.serving.served_models import ServedModel, ServedModels
+from lookahead.serving.translation import as_api_error
+
+_READERS = 8  # threads that render and tokenize
+_READING_S = 10.0  # that rendering and tokenizing may take
+_SHUTDOWN_S = 3  # in which answers end once the server is told to
+_CLOSING = "the server is shutting down"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The outputs of a request, as they come."""
+
+    answer: Answer
+    updates: asyncio.Queue[tuple[int, Update]]
+    tickets: list[Ticket]
+    deadline: float
+    started: float
+
+    def cancel(self) -> None:
+        for ticket in self.tickets:
+            ticket.cancel()
+
+
+class _Service:
+    def __init__(self, models: ServedModels, timeout_s: float) -> None:
+        self.models, self._timeout_s = models, timeout_s
+        self.metrics = Metrics(lambda: [(each.name, each.loop.figures()) for each in models.loaded])
+        self._readers = ThreadPoolExecutor(_READERS, "lookahead-requests")
+
+    async def model(self, name: str | None) -> ServedModel:
+        """The model of a request, waited for while it loads."""
+        future = self.models.get(name)
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), self._timeout_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise ApiError(503, "the model is loading", headers={"Retry-After": "5"}) from None
+        except ApiError:
+            raise
+        except Exception as error:
+            _log.warning("a model could not be loaded: %s", error)
+            raise ApiError(
+                404, f"model: {name!r:.100} cannot be loaded", param="model", code="model_not_found"
+            ) from error
+
+    async def apart(self, function: Any, *arguments: Any) -> Any:
+        """The result of a function that may take long, on a thread."""
+        running = asyncio.get_running_loop().run_in_executor(self._readers, partial(function, *arguments))
+        try:
+            return await asyncio.wait_for(running, _READING_S)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise ApiError(503, f"reading the request took more than {_READING_S:.0f} s") from None
+
+    async def begin(self, body: ChatBody | CompletionBody) -> _Turn:
+        """Translate a request, and let its outputs begin."""
+        started, served = time.monotonic(), await self.model(body.model)
+        translator: Any = served.translator
+        translate = translator.of_chat if isinstance(body, ChatBody) else translator.of_completion
+        requests: Sequence[GenerationRequest] = await self.apart(translate, body)
+        prompts = [len(each.ids) for each in requests[:: body.choices]]
+        answer = Answer(body, body.model or served.name, served.tokenizer, prompts)
+        updates, tickets = asyncio.Queue[tuple[int, Update]](), list[Ticket]()
+        turn = _Turn(answer, updates, tickets, started + self._timeout_s, started)
+        event_loop = asyncio.get_running_loop()
+
+        def pass_on(i: int, update: Update) -> None:
+            event_loop.call_soon_threadsafe(updates.put_nowait, (i, update))
+
+        try:
+            for i, each in enumerate(requests):
+                tickets.append(await self.apart(served.loop.submit, each, partial(pass_on, i)))
+        except QueueFullError as error:
+            turn.cancel()
+            raise ApiError(
+                429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after_s)}
+            ) from None
+        except LookaheadError as error:
+            turn.cancel()
+            raise as_api_error(error) or error from error
+        except BaseException:
+            turn.cancel()
+            raise
+        return turn
+
+    async def updates(self, turn: _Turn) -> AsyncIterator[tuple[int, Update]]:
+        """The updates of all outputs until the last has ended; ApiError for an output that failed."""
+        left = len(turn.answer.choices)
+        while left:
+            try:
+                i, update = await asyncio.wait_for(turn.updates.get(), max(0.0, turn.deadline - time.monotonic()))
+            except (asyncio.TimeoutError, TimeoutError):
+                raise ApiError(504, f"the answer took more than {self._timeout_s:g} s; --request-timeout") from None
+            if update.error is not None:
+                known = as_api_error(update.error)
+                if known is None:
+                    _log.error("an output failed", exc_info=update.error)
+                raise known or ApiError(500, "internal error")
+            if update.end == "cancelled":
+                raise ApiError(503, _CLOSING, code="shutting_down")
+            if update.tokens and not turn.answer.choices[i].tokens:
+                self.metrics.first_token.observe(time.monotonic() - turn.started)
+            left -= update.is_last
+            if update.is_last:
+                self.metrics.count(update.stats)
+            yield i, update
+
+    async def whole(self, turn: _Turn, request: Request) -> Response:
+        """The whole answer; a client that leaves ends it."""
+
+        async def collect() -> None:
+            async for i, update in self.updates(turn):
+                turn.answer.choices[i].add(update)
+
+        collecting, leaving = asyncio.ensure_future(collect()), asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                return Response(status_code=499)  # nobody reads it
+            collecting.result()
+            return JSONResponse(turn.answer.whole())
+        finally:
+            turn.cancel()
+            collecting.cancel()
+            leaving.cancel()
+
+    async def stream(self, turn: _Turn) -> AsyncIterator[str]:
+        """The answer as server-sent events; closing it, as where the client leaves, ends the outputs."""
+        try:
+            for chunk in turn.answer.begin():
+                yield _event(chunk)
+            async for i, update in self.updates(turn):
+                for chunk in turn.answer.add(i, update):
+                    yield _event(chunk)
+            for chunk in turn.answer.end():
+                yield _event(chunk)
+        except ApiError as error:
+            yield _event(error.body)
+        finally:
+            turn.cancel()
+        yield "data: [DONE]\n\n"
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+
+
+async def _left(request: Request) -> None:
+    """Wait until the client leaves; its request was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def make_app(
+    models: ServedModels,
+    *,
+    hosts: Collection[str] = (),
+    api_key: str | None = None,
+    max_body: int = 4 << 20,
+    timeout_s: float = 600.0,
+    cors_origins: Sequence[str] = (),
+) -> Any:
+    """The ASGI application.
+
+    Args:
+        models: What it serves.
+        hosts: Names by which it may be asked, as in the header `Host`; empty for any.
+        api_key: What clients must send; None for nothing.
+        max_body: Most bytes of a request.
+        timeout_s: Seconds that an answer may take.
+        cors_origins: Origins of web pages that may ask it.
+    """
+    app = FastAPI(title="lookahead", docs_url=None, redoc_url=None, openapi_url=None)
+    service = _Service(models, timeout_s)
+
+    async def generation(request: Request, kind: type[Any]) -> Response:
+        body = parsed(kind, await request.body())
+        turn = await service.begin(body)
+        if body.stream:
+            return StreamingResponse(service.stream(turn), media_type="text/event-stream")
+        return await service.whole(turn, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await generation(request, ChatBody)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await generation(request, CompletionBody)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = parsed(TokenizeBody, await request.body())
+        served = await service.model(body.model)
+        tokens = await service.apart(served.translator.tokens_of, body)
+        told = {"tokens": tokens, "count": len(tokens), "max_model_len": served.translator.context}
+        return JSONResponse(told)
+
+    @app.get("/v1/models")
+    async def listed() -> Response:
+        names = dict.fromkeys([*models.names, *(each.name for each in models.loaded)])
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "lookahead"} for name in names]
+        return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = "loading" if models.is_loading else "ok"
+        return JSONResponse({"status": status}, 503 if models.is_loading else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse(resources.files("lookahead.serving").joinpath("page.html").read_text("utf-8"))
+
+    @app.middleware("http")
+    async def counted(request: Request, call_next: Any) -> Any:
+        response = await call_next(request)
+        route = request.scope.get("route")
+        service.metrics.requests.labels(getattr(route, "path", "other"), str(response.status_code)).inc()
+        return response
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body, error.status, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        return JSONResponse(ApiError(error.status_code, str(error.detail)).body, error.status_code)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return JSONResponse(ApiError(500, "internal error").body, 500)
+
+    if cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
+    return Guard(app, hosts=hosts, api_key=api_key, max_body=max_body)
+
+
+class Server(uvicorn.Server):  # type: ignore[misc]  # its types are not followed
+    """A server that ends its answers, with a reason, as soon as it is told to end."""
+
+    def __init__(self, app: Any, models: ServedModels, log_level: str = "warning") -> None:
+        super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=_SHUTDOWN_S))
+        self._models = models
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """End on a signal; a second one ends at once."""
+        threading.Thread(target=self._models.close, daemon=True).start()
+        super().handle_exit(sig, frame)
+
+    def stop(self) -> None:
+        """End the server from another thread."""
+        self.handle_exit(signal.SIGTERM, None)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections, which wait until the server runs; port 0 is a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        # The errno of an address that cannot be resolved is negative, which os.strerror does not know.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ConfigError(f"cannot listen on port {port} of {host}: {reason}; --port names another") from error
