@@ -225,7 +225,7 @@ def test_a_class_that_takes_addresses_says_how_it_is_copied(place: str) -> None:
 
 def test_every_class_that_can_be_copied_is_tested() -> None:
     places = classes_with_addresses()
-    assert {"lookahead.ngram.chains:Chains", "lookahead.backend.cpu.whole_pass:PassTable"} <= {*places}
+    assert {"lookahead.ngram.chains:Chains", "lookahead.backend.cpu.pass_table:PassTable"} <= {*places}
     assert {*MADE} >= {kind for kind in every_subclass(KeepsAddresses) if "_readdress" in vars(kind)}
 
 

@@ -63,7 +63,7 @@ def test_a_text_model_is_decoded_without_packages_that_it_does_not_need(model_fo
     unused = {
         *("datasets", "deepspeed", "docx", "fastapi", "gguf", "jax", "pandas", "peft", "pyarrow", "pypdf"),
         *("ray", "scipy", "sklearn", "tensorflow", "torchvision", "trafilatura", "uvicorn", "vllm"),
-        *("lookahead.integrations", "lookahead.reporting", "lookahead.summarization", "lookahead.training"),
+        *("lookahead.integrations", "lookahead.reporting", "lookahead.summarization", "lookahead.jobs.training"),
     }
     script = (
         "import sys\n"

@@ -19,10 +19,10 @@ from lookahead.heads.guess_tree import GuessTree
 from lookahead.heads.head_files import open_heads, write_heads
 from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.layers import hidden_states, layer_config
+from lookahead.jobs.training.examples import collate, make_example
+from lookahead.jobs.training.learners import DraftStarts, EagleLearner, FusedEagleLearner, unroll
+from lookahead.jobs.training.train_heads import frequent_tokens
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.training.examples import collate, make_example
-from lookahead.training.learners import DraftStarts, EagleLearner, FusedEagleLearner, unroll
-from lookahead.training.train_heads import frequent_tokens
 
 
 @pytest.fixture(params=["eagle", "eagle3"])

@@ -24,11 +24,11 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
+from lookahead.jobs.training.examples import answer_prompts
 from lookahead.kernels.dispatch import Verdict
 from lookahead.ngram.corpus_file import write_corpus
 from lookahead.ngram.successor_file import write_successors
 from lookahead.reporting.report_page import write_report
-from lookahead.training.examples import answer_prompts
 from lookahead.utils.locks import locked
 from lookahead.utils.replacing import replacing
 from tests.support.forked import Forked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -309,17 +310,19 @@ def test_the_command_line_says_what_it_reads(medium: Path) -> None:
 
 def test_the_server_takes_a_file_as_it_is(medium: Path) -> None:
     pytest.importorskip("fastapi")
-    from lookahead.generation.serving import EnabledModels
+    from lookahead.serving.requests import GenerationRequest, Update
+    from lookahead.serving.served_models import ServedModel
 
-    models = EnabledModels(str(medium), device="cpu", quantize="gguf")
-    model, tokenizer = models.load_model_and_processor(str(medium))
-    assert model is models.first and isinstance(model.get_output_embeddings(), BlockLinear)
-    assert tokenizer.get_vocab().keys() >= {*WORDS}
-    ids = torch.tensor([tokenizer(PROMPT).input_ids])
-    expected = load_blocks(medium).model.generate(ids, max_new_tokens=8)
-    got = model.generate(ids, max_new_tokens=8)
-    models.shutdown()
-    assert torch.equal(got, expected)
+    loading = {"device": "cpu", "quantize": "gguf"}
+    served = ServedModel(str(medium), config=None, max_new_tokens=64, loading=loading, decoding={"rows": 2})
+    assert isinstance(served.model.get_output_embeddings(), BlockLinear)
+    ids = torch.tensor([served.tokenizer(PROMPT).input_ids])
+    expected = load_blocks(medium).model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    updates, ended = list[Update](), Event()
+    request = GenerationRequest(ids=ids[0].tolist(), options={"max_new_tokens": 8, "do_sample": False})
+    served.loop.submit(request, lambda update: (updates.append(update), update.is_last and ended.set()))
+    assert ended.wait(60) and [token for update in updates for token in update.tokens] == expected
+    served.loop.close()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])

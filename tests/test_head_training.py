@@ -21,8 +21,8 @@ from lookahead.errors import TrainingError
 from lookahead.heads.head_files import open_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.hf.loading import LoadedModel
-from lookahead.training import examples as training_examples
-from lookahead.training.examples import (
+from lookahead.jobs.training import examples as training_examples
+from lookahead.jobs.training.examples import (
     Record,
     answer_prompts,
     collate,
@@ -31,8 +31,8 @@ from lookahead.training.examples import (
     read_records,
     split_examples,
 )
-from lookahead.training.learners import DraftStarts, IndependentHeadsLearner
-from lookahead.training.train_heads import Settings, train_heads
+from lookahead.jobs.training.learners import DraftStarts, IndependentHeadsLearner
+from lookahead.jobs.training.train_heads import Settings, train_heads
 from tests.support.answered_prompts import write_answered
 
 MORE_KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("eagle", "mtp")]

@@ -30,8 +30,8 @@ from lookahead.hf.call_caches import CACHE
 from lookahead.hf.loading import LoadedModel, load
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
+from lookahead.jobs.training.train_heads import Settings, train_heads
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.training.train_heads import Settings, train_heads
 from tests.support.answered_prompts import write_answered
 from tests.support.token_prompts import both
 

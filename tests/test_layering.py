@@ -31,7 +31,7 @@ FLOORS = (
     {"proposers"},
     {"engine", "integrations"},
     {"generation"},
-    {"summarization", "training"},
+    {"summarization", "serving"},
     {"jobs"},
     {"reporting"},
     {"lookahead"},  # the public names
@@ -39,6 +39,7 @@ FLOORS = (
     {"__main__"},
 )
 KNOW_TRANSFORMERS = {
+    "serving",
     "verification",
     "heads",
     "hf",
@@ -48,7 +49,6 @@ KNOW_TRANSFORMERS = {
     "generation",
     "summarization",
     "reporting",
-    "training",
     "jobs",
 }
 KNOW_THE_TERMINAL = {"cli", "__main__"}
@@ -58,7 +58,7 @@ OPTIONAL = {
     "hf.gguf_loading": {"gguf"},
     "hf.gguf_plan": {"gguf"},
     "kernels": {"triton"},
-    "generation.serving": {"fastapi", "jinja2", "uvicorn"},
+    "serving": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "jobs.worker_pool": {"ray"},
     "verification.grammar": {"llguidance"},
 }
@@ -312,4 +312,4 @@ def test_importing_the_library_loads_neither_the_command_line_nor_what_draws_it(
     )
     loaded = run.stdout.split()
     assert "lookahead" in loaded
-    assert not {"lookahead.cli.app", "lookahead.training", "typer", "rich"} & set(loaded)
+    assert not {"lookahead.cli.app", "lookahead.jobs.training", "typer", "rich"} & set(loaded)

@@ -28,8 +28,8 @@ from lookahead.heads.independent_heads import MtpDrafter, MtpHeads
 from lookahead.heads.induction_init import begin_mtp
 from lookahead.heads.layers import hidden_states
 from lookahead.heads.native_mtp import NativeDrafter, open_native
+from lookahead.jobs.training.examples import make_example
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.training.examples import make_example
 
 needs_mtp_layers = pytest.mark.skipif(
     not hasattr(modeling_layers, "MtpModel"), reason=f"transformers {transformers.__version__} has no MTP layers"

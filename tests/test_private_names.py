@@ -28,10 +28,9 @@ OVERRIDDEN = {
 }
 IN_ONE_ROOM = "hf"
 ROOMS_OF_TORCH = ("hf", "backend.cpu", "backend.gpu", "kernels")
-# What stands elsewhere: a subclass of Trainer calls what subclasses may, and the server is still transformers' own.
+# What stands elsewhere: a subclass of Trainer calls what subclasses may.
 ELSEWHERE = {
-    "training.heads_trainer": {"_get_train_sampler", "_prepare_inputs", "transformers.trainer_pt_utils"},
-    "generation.serving": {"transformers.cli.serving"},
+    "jobs.training.heads_trainer": {"_get_train_sampler", "_prepare_inputs", "transformers.trainer_pt_utils"},
     "heads.native_mtp": {"transformers.modeling_layers"},
     "ngram.corpus_file": {"_version"},  # its own
 }

@@ -24,6 +24,7 @@ from lookahead.errors import PoolError, TrainingError
 from lookahead.hf.loading import LoadedModel
 from lookahead.hf.model_state import LearnedState, state_of, use_learned
 from lookahead.jobs.output_file import OutputFile
+from lookahead.jobs.training.train_heads import Settings, train_heads
 from lookahead.kernels.dispatch import Verdict
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
@@ -31,7 +32,6 @@ from lookahead.ngram.successor_file import read_successors
 from lookahead.proposers import ProposerState
 from lookahead.proposers.ngram import OUTPUT_TOKENS
 from lookahead.proposers.store_files import merge_into
-from lookahead.training.train_heads import Settings, train_heads
 from lookahead.utils.locks import locked
 from tests.support.forked import Forked, command
 from tests.support.memories import MODEL, learned

@@ -93,7 +93,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_is_not_left_behind(
 ):
     line = {"prompt": "abc", **({"output": "def"} if has_outputs else {})}
     (folder / "data.jsonl").write_text("\n".join([json.dumps(line)] * 40))
-    monkeypatch.setattr("lookahead.training.train_heads._prepare", Mock(side_effect=error))
+    monkeypatch.setattr("lookahead.jobs.training.train_heads._prepare", Mock(side_effect=error))
     result = lookahead("train", "medusa", "--data", "data.jsonl", "-o", "heads", *OPTIONS)
     assert result.exit_code != 0
     # Answers that took their time are kept where the same run may succeed another time.

@@ -272,7 +272,7 @@ def train(options: TrainOptions) -> None:
     locate_model(options.model)
     if options.quantize is not None:
         raise ConfigError(f"heads are trained for a model that is not quantized, got --quantize {options.quantize}")
-    from lookahead.training.train_heads import Settings, check_trainer, train_heads
+    from lookahead.jobs.training.train_heads import Settings, check_trainer, train_heads
 
     settings = Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
     check_trainer()

@@ -268,7 +268,22 @@ def with_row_processors(
     per_row: Callable[[], Any] | None,
     grammars: dict[str, Any],
 ) -> dict[str, Any]:
-    """The options of `model.generate` with the grammar and the processor of every row behind processors given there."""
+    """Put the grammar and the processor of every row behind the processors of the options.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        generation_config: As for `generate`.
+        options: Options of `model.generate`.
+        per_row: Makes a processor for every row; None for none.
+        grammars: `json_schema`, `regex` and `grammar` of `generate`.
+
+    Returns:
+        The options of `model.generate` with them.
+
+    Raises:
+        ConfigError: A grammar is none, or llguidance is missing.
+    """
     added: list[PerRow] = []
     if any(each is not None for each in grammars.values()):
         validation.check_pair(model, tokenizer)

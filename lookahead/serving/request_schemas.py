@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from lookahead.serving.errors import ApiError, invalid
+from lookahead.serving.api_errors import ApiError, invalid
 
 MAX_CHOICES = 128
 Text = Annotated[str, StringConstraints(min_length=1)]

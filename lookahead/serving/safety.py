@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from lookahead.serving.errors import ApiError
+from lookahead.serving.api_errors import ApiError
 
 LOOPBACK = "localhost", "127.0.0.1", "::1"
 _OPEN = "/health", "/"  # served without a key: they tell nothing

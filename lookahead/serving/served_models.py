@@ -15,8 +15,8 @@ from lookahead.backend.step_costs import prepare_costs
 from lookahead.config import LookaheadConfig
 from lookahead.errors import LookaheadError
 from lookahead.hf.loading import load
+from lookahead.serving.api_errors import ApiError
 from lookahead.serving.decoding_loop import DecodingLoop
-from lookahead.serving.errors import ApiError
 from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.translation import Translator
 

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.generation.prompts import PromptReader
 from lookahead.hf.facts import context_limit
-from lookahead.serving.errors import ApiError, invalid
+from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.request_schemas import (
     ChatBody,
     CompletionBody,

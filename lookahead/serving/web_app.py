@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.serving.answers import Answer
-from lookahead.serving.errors import ApiError
+from lookahead.serving.api_errors import ApiError
 from lookahead.serving.metrics import Metrics
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody, parsed
 from lookahead.serving.requests import GenerationRequest, QueueFullError, Ticket, Update

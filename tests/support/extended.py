@@ -24,9 +24,9 @@ EXTENDED = {
     "tests/test_tables.py": ("bench/*",),
     "tests/test_traces.py": ("bench/*", "ngram/*"),
     # Training
-    "tests/test_head_training.py": ("lookahead/training/*", "lookahead/heads/*"),
-    "tests/test_kept_states.py": ("lookahead/training/*", "lookahead/heads/*"),
-    "tests/test_train_cli.py": ("lookahead/training/*", "lookahead/heads/*", "lookahead/cli/*"),
+    "tests/test_head_training.py": ("lookahead/jobs/training/*", "lookahead/heads/*"),
+    "tests/test_kept_states.py": ("lookahead/jobs/training/*", "lookahead/heads/*"),
+    "tests/test_train_cli.py": ("lookahead/jobs/training/*", "lookahead/heads/*", "lookahead/cli/*"),
     "tests/test_training.py": ("tools/*",),
     # CUDA graphs on a CPU, and kernels that are interpreted or compiled ahead of time
     "tests/test_graphs.py": ("lookahead/*/cuda_graphs.py", "lookahead/*/tree_pass.py"),

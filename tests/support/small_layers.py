@@ -25,7 +25,7 @@ from transformers import (
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers, linears, product_bits
-from lookahead.backend.cpu.whole_pass import PassTable
+from lookahead.backend.cpu.pass_table import PassTable
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.model_state import patched_attribute

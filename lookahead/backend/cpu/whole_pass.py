@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -21,183 +20,21 @@ from lookahead.backend.cpu import exact_attention
 from lookahead.backend.cpu.cpu_pass import CpuPass, thread
 from lookahead.backend.cpu.exact_attention import has_bits
 from lookahead.backend.cpu.fused_layers import FAMILIES, FusedLayers, is_bare, name_of
-from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Space, jobs_after, jobs_before, norm_of
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
+from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassParts, PassTable
 from lookahead.backend.pass_attention import span_of
 from lookahead.backend.tree_pass import TreePass
-from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.attention import real_config
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
 from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, user_hooks_of
 from lookahead.kernels import row_attention
-from lookahead.kernels.jobs import Job, leader, table_of, torch_on_one_thread
-from lookahead.kernels.layer_ops import storing
-from lookahead.kernels.packed_product import PackedWeight, product
-from lookahead.kernels.team import team_of
-from lookahead.utils.addresses import KeepsAddresses
+from lookahead.kernels.jobs import torch_on_one_thread
 
-MAX_TABLE_NODES = DEFAULT_NODES + 1  # of a tree of a pass that a table is made for, its root included
-MAX_BATCH_NODES = 256  # of all trees of a pass over several rows
 _TRIALS = 3  # of a pass by a number of threads
 _FEWER, _HOPELESS = 0.9, 1.3  # time by fewer threads, relative to the least, to take them, and to try no fewer
 _FEWEST_SLOTS = 16  # of a cache, to see how numbers change with the slot
-
-
-class PassParts(NamedTuple):
-    """The modules of a model whose passes are one call."""
-
-    layers: list[LayerParts]
-    norm: Any  # behind the last layer
-    head: Any  # the output layer; None where it is called as a module
-
-
-class PassTable(KeepsAddresses):
-    """A pass over the trees of some rows, whose nodes attend alone, as one call.
-
-    Its numbers are addresses and sizes. Each is affine in the tokens of the pass, the slot of the first, and the
-    address of what it writes, so that those of a pass take few operations. They are for certain weights, for the
-    buffers that a cache has now, and for one number of rows. The nodes of all rows stand behind each other without
-    padding. Those of a single row write their keys and values into its slots; of several rows they are copied there.
-
-    Args:
-        parts: The modules.
-        weights: Those of the linear layers, packed.
-        of_head: That of the head likewise; none without one.
-        cache: The cache; it holds the table.
-        hidden: Hidden states of any pass, `[1, tokens, size]`.
-        dim: Numbers of a head.
-        rows: Rows of the pass.
-        keeps: Places of hidden states that passes keep, as `output_hidden_states` numbers them.
-    """
-
-    def __init__(
-        self,
-        parts: PassParts,
-        weights: Sequence[PackedWeight],
-        of_head: Sequence[PackedWeight],
-        cache: TreeCache,
-        hidden: Tensor,
-        dim: int,
-        rows: int,
-        keeps: tuple[int, ...] = (),
-    ) -> None:
-        self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
-        self.query_size = weights[0].outputs  # numbers of the queries of a node
-        self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # numbers of a node that it writes
-        most, size = MAX_TABLE_NODES if rows == 1 else MAX_BATCH_NODES, hidden.shape[2]
-        self._hidden = hidden.new_empty(1, most, size)
-        # A layer that begins with them reads them here. Those of place 0 are what a pass is given.
-        self._kept = {place: hidden.new_empty(1, most, size) for place in keeps if place}
-        self._space = Space.of(hidden, [*weights, *of_head], most)
-        self._positions = hidden.new_empty(1, most, dim), hidden.new_empty(1, most, dim)
-        shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (most,)
-        self._nodes, self._trees, self._places = (np.zeros(shape, np.int64) for shape in shapes)
-        self._written = [hidden.new_empty(1, most, each.outputs) for each in weights[1:3]] if rows > 1 else []
-        self._threads = torch.get_num_threads()
-        for at in range(len(parts.layers)):
-            cache.is_ready(at)  # which allocates what the slots of a pass need
-        self._buffers, self._settings = (cache.slots.capacity, cache.slots.allocations), list(_settings_of(parts))
-        written = hidden.new_empty(2)  # two places, to see which numbers are the address of what is written
-        step = written[1:].data_ptr() - written.data_ptr()
-        one, two, later, moved = (
-            self._numbers(cache, tokens, slot, written[place:])
-            for tokens, slot, place in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))
-        )
-        self._by_token, self._by_slot, self._by_address = two - one, later - one, (moved - one) // step
-        self._base = one - self._by_token - written.data_ptr() * self._by_address
-        self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of(3, 5, written[1:])).all())
-
-    def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
-        """Whether the table is for these weights and settings of the modules, and nothing has moved since."""
-        return (
-            (weights is self._weights or _are_same(weights, self._weights))
-            and (of_head is self._of_head or _are_same(of_head, self._of_head))
-            and self._threads == torch.get_num_threads()
-            and self._buffers == (self._slots.capacity, self._slots.allocations)
-            and self._settings == list(_settings_of(parts))
-        )
-
-    def run(
-        self,
-        hidden: Tensor,
-        positions: Positions,
-        trees: Sequence[TokenTree],
-        starts: Sequence[int],
-        scored: Sequence[int],
-        threads: int,
-    ) -> Tensor:
-        """Do a pass.
-
-        Args:
-            hidden: Embedded tokens, `[1, tokens, size]`, those of all rows behind each other.
-            positions: Cosines and sines, `[1, tokens, dim]`.
-            trees: The trees, one a row, each of at most `MAX_TABLE_NODES`.
-            starts: The slots of their roots.
-            scored: Their first nodes that are not in the pass.
-            threads: How many share the jobs, at most as many as torch is set to.
-
-        Returns:
-            The logits, `[1, tokens, vocab]`; without a head the normed hidden states.
-        """
-        tokens = hidden.shape[1]
-        self._hidden[:, :tokens] = hidden
-        for held, each in zip(self._positions, positions, strict=True):
-            held[:, :tokens] = each
-        first, capacity = 0, self._slots.capacity
-        for row, (tree, start, done) in enumerate(zip(trees, starts, scored, strict=True)):
-            nodes = len(tree.tokens)
-            self._nodes[row, :, :nodes] = tree.parents, tree.depths
-            self._trees[row] = start, nodes, done, first
-            end, slot = first + nodes - done, row * capacity + start
-            self._places[first:end] = range(slot + done, slot + nodes)
-            first = end
-        written = hidden.new_empty(1, tokens, self.outputs)
-        numbers = self._of(tokens, self._slots.start, written)  # they live until the call has ended
-        leader()(team_of(threads) if threads > 1 else 0, numbers.ctypes.data, threads)
-        return written
-
-    def kept(self, hidden: Tensor) -> dict[int, Tensor]:
-        """The hidden states that the newest pass kept, by place; it was given `hidden`, `[1, tokens, size]`."""
-        return {0: hidden} | {place: each[:, : hidden.shape[1]].clone() for place, each in self._kept.items()}
-
-    def _of(self, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
-        """The numbers of a pass of some tokens, the first of which goes to a slot."""
-        of_pass: NDArray[np.int64] = self._base + tokens * self._by_token + slot * self._by_slot
-        of_pass += written.data_ptr() * self._by_address
-        return of_pass
-
-    def _numbers(self, cache: TreeCache, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
-        """Those numbers, read off the jobs."""
-        space, own = self._space.first(tokens), self._hidden[:, :tokens]
-        kept = {place: each[:, :tokens] for place, each in self._kept.items()}
-        cos, sin = (each[:, :tokens] for each in self._positions)
-        trees = {"nodes": torch.from_numpy(self._nodes), "trees": torch.from_numpy(self._trees)}
-        places = torch.from_numpy(self._places)
-        jobs, count = list[Job](), len(LINEARS)
-        for at, parts in enumerate(self._parts.layers):
-            weights, layer = self._weights[count * at : count * (at + 1)], cache.layers[at]
-            if self._written:
-                key, value = (each[:, :tokens] for each in self._written)
-            else:
-                key, value = (each[:1].narrow(1, slot, tokens) for each in (layer.keys, layer.values))
-            read = kept.get(at, own)  # hidden states that the layer begins with
-            added = {"delta": space.change, "total": read} if at else {}
-            first = norm_of(parts.norms[0], space.total if at else read, space.normed, **added)
-            jobs += jobs_before(parts, weights, first, space, key, value, (cos, sin))
-            query, attended = (each.view(1, tokens, -1, cos.shape[-1]) for each in (space.query, space.attended))
-            if self._written:
-                jobs.append(storing(key, value, layer.keys, layer.values, places))
-            scale = parts.options["scaling"]
-            jobs.append(row_attention.attention(query, layer.keys, layer.values, attended, **trees, scale=scale))
-            jobs += jobs_after(parts, weights, read, space)
-        norm, head, added = self._parts.norm, self._parts.head, {"delta": space.change, "total": own}
-        normed = kept.get(len(self._parts.layers), space.normed) if head else written
-        jobs.append(norm_of(norm, space.total, normed, **added))
-        if head:
-            jobs += product(self._of_head, normed, [head._parameters["bias"]], (written,), space.prepared)
-        return np.array(table_of(jobs))
 
 
 def fastest_number(run: Callable[[int], object], most: int, clock: Callable[[], float] = perf_counter) -> int:
@@ -218,29 +55,9 @@ def fastest_number(run: Callable[[int], object], most: int, clock: Callable[[], 
     return best
 
 
-def _settings_of(parts: PassParts) -> Iterator[float]:
-    """What users may change of the modules: where norms and biases are, what the norms add, how attention scales."""
-    for layer in parts.layers:
-        for norm in layer.norms:
-            yield norm._parameters["weight"].data_ptr()
-            yield norm.variance_epsilon
-        for linear in layer.linears:
-            bias = linear._parameters["bias"]
-            yield 0 if bias is None else bias.data_ptr()
-        yield layer.options["scaling"]
-    yield parts.norm._parameters["weight"].data_ptr()
-    yield parts.norm.variance_epsilon
-    if parts.head and (bias := parts.head._parameters["bias"]) is not None:
-        yield bias.data_ptr()
-
-
 def _is_called_alone(head: Any) -> bool:
     """Whether calling the output layer runs nothing of a user's around it."""
     return not (is_set_by_user(head) or user_hooks_of(head))
-
-
-def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
-    return all(each.packed is other.packed for each, other in zip(weights, others, strict=True))
 
 
 class WholePass:

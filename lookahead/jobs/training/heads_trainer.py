@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Tra
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from lookahead.heads.layers import hidden_states, lm_head
-from lookahead.training.examples import Example, Say, collate
-from lookahead.training.learners import Learner
+from lookahead.jobs.training.examples import Example, Say, collate
+from lookahead.jobs.training.learners import Learner
 
 HEADS_RATE = 4.0  # learning rate of heads relative to that of a model trained with them
 HEAD_START = 0.25  # share of the steps before a model trained with its heads is trained too

@@ -21,14 +21,14 @@ from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import begin_fused, begin_mtp, fresh_fused
 from lookahead.heads.layers import body_of, layer_config, lm_head
 from lookahead.hf.loading import LoadedModel
-from lookahead.training.examples import Example, Say, answer_prompts, make_examples, read_records, split_examples
-from lookahead.training.learners import EagleLearner, FusedEagleLearner, IndependentHeadsLearner, Learner
+from lookahead.jobs.training.examples import Example, Say, answer_prompts, make_examples, read_records, split_examples
+from lookahead.jobs.training.learners import EagleLearner, FusedEagleLearner, IndependentHeadsLearner, Learner
 from lookahead.utils.atomic import write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
 from lookahead.utils.locks import locked
 
 if TYPE_CHECKING:
-    from lookahead.training.heads_trainer import HeadTrainer
+    from lookahead.jobs.training.heads_trainer import HeadTrainer
 
 KINDS = ("medusa", "eagle", "eagle3", "mtp")
 _JOINT = ("medusa", "mtp")
@@ -190,7 +190,7 @@ def _prepare(
 ) -> tuple[HeadTrainer, TrainedHeads]:
     from transformers import TrainingArguments
 
-    from lookahead.training.heads_trainer import HeadTrainer
+    from lookahead.jobs.training.heads_trainer import HeadTrainer
 
     train, held_out = split_examples(examples, settings.hold_out_every)
     say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
