@@ -231,7 +231,7 @@ def test_a_long_first_prompt_takes_no_more_of_the_cache_than_it_needs(tiny_llama
 
 def test_the_cache_takes_no_more_bytes_than_the_weights(tiny_llama, monkeypatch):
     assert cache_tokens_of(tiny_llama, 16) == 16 * 2048  # little as they are
-    monkeypatch.setattr("lookahead.generation.scheduler._LEAST_CACHE", 0)
+    monkeypatch.setattr("lookahead.generation.cache_room._LEAST_CACHE", 0)
     per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, dimensions, bytes
     assert cache_tokens_of(tiny_llama, 16) == tiny_llama.get_memory_footprint() // per_token
 

@@ -17,6 +17,7 @@ _OPEN = "/health", "/"  # served without a key: they tell nothing
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
+OnAnswer = Callable[[str, int], None]
 
 
 class Guard:
@@ -30,10 +31,14 @@ class Guard:
         hosts: Names of this server; empty for any.
         api_key: What clients must send as a bearer token; None for none.
         max_body: Most bytes of a request.
+        on_answer: Called with the path and the status of every answer.
     """
 
-    def __init__(self, app: Any, *, hosts: Collection[str], api_key: str | None, max_body: int) -> None:
+    def __init__(
+        self, app: Any, *, hosts: Collection[str], api_key: str | None, max_body: int, on_answer: OnAnswer
+    ) -> None:
         self._app, self._hosts, self._max_body = app, {host.lower() for host in hosts}, max_body
+        self._on_answer = on_answer
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -41,12 +46,18 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+
+        async def counted(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self._on_answer(getattr(scope.get("route"), "path", "other"), message["status"])
+            await send(message)
+
         try:
             self._check(scope, Headers(scope=scope))
-            await self._app(scope, self._limited(receive), send)
+            await self._app(scope, self._limited(receive), counted)
         except ApiError as error:
             answer = JSONResponse(error.body, error.status, {**error.headers, "connection": "close"})
-            await answer(scope, receive, send)
+            await answer(scope, receive, counted)
 
     def _check(self, scope: dict[str, Any], headers: Headers) -> None:
         host = (urlsplit(f"//{headers.get('host', '')}").hostname or "").lower()

@@ -20,7 +20,7 @@ from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.translation import Translator
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # no path: neither a dot nor a slash begins it
 _MOST_OTHERS = 2  # models at a time that were not named when the server began
 _WARM_UP_S = 600.0
 _log = logging.getLogger(__name__)

@@ -247,13 +247,6 @@ def make_app(
     async def page() -> Response:
         return HTMLResponse(resources.files("lookahead.serving").joinpath("page.html").read_text("utf-8"))
 
-    @app.middleware("http")
-    async def counted(request: Request, call_next: Any) -> Any:
-        response = await call_next(request)
-        route = request.scope.get("route")
-        service.metrics.requests.labels(getattr(route, "path", "other"), str(response.status_code)).inc()
-        return response
-
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status, error.headers)
@@ -268,7 +261,11 @@ def make_app(
 
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
-    return Guard(app, hosts=hosts, api_key=api_key, max_body=max_body)
+
+    def count(path: str, status: int) -> None:
+        service.metrics.requests.labels(path, str(status)).inc()
+
+    return Guard(app, hosts=hosts, api_key=api_key, max_body=max_body, on_answer=count)
 
 
 class Server(uvicorn.Server):  # type: ignore[misc]  # its types are not followed
