@@ -90,15 +90,24 @@ def _torch_launcher() -> Callable[[int, int, int, int], None] | None:
 def torch_on_one_thread() -> Iterator[None]:
     """Let torch's operators use no other thread than this one until the block ends, where torch has OpenMP.
 
-    Threads of torch, once woken, keep cores busy for milliseconds. What other threads of the process call is not
-    touched.
+    Threads of torch, once woken, keep cores busy for milliseconds.
+    """
+    with torch_on_threads(1):
+        yield
+
+
+@contextmanager
+def torch_on_threads(most: int) -> Iterator[None]:
+    """Let what this thread calls use at most so many threads until the block ends, where torch has OpenMP.
+
+    What other threads of the process call is not touched.
     """
     threads, library = torch.get_num_threads(), _torch_library()
     setters = [getattr(library, name, None) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")]
-    if threads == 1 or setters[0] is None:
+    if threads <= most or setters[0] is None:
         yield
         return
-    before = [setter(1) if setter else 0 for setter in setters]
+    before = [setter(most) if setter else 0 for setter in setters]
     try:
         yield
     finally:

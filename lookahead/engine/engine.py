@@ -165,8 +165,12 @@ class Engine:
             row.stats.prefill_s = row.stats.ttft_s = row.stats.prefill_s + now - started
         return outputs
 
-    def step(self, *, is_refilled: bool = False) -> list[StepOutput]:
-        """Advance all rows by one pass, the model in service; with `is_refilled` a row that ends makes room for one."""
+    def step(self, *, is_refilled: bool = False, is_timed: bool = True) -> list[StepOutput]:
+        """Advance all rows by one pass, the model in service.
+
+        With `is_refilled` a row that ends makes room for one. Without `is_timed` the pass is no measure of others, as
+        where it has fewer threads.
+        """
         begin = time.perf_counter()
         with self._learning:
             if not self._rows:
@@ -192,7 +196,8 @@ class Engine:
             if self._controller is not None:
                 walked = [(draft.tree, result.path) for draft, result in zip(drafts, results, strict=True)]
                 tokens, host_s = [len(result.tokens) for result in results], drafted - begin + now - verified
-                record = StepRecord(walked, tokens, nodes, host_s, now - begin, self._backend.is_cold)
+                is_cold = self._backend.is_cold or not is_timed
+                record = StepRecord(walked, tokens, nodes, host_s, now - begin, is_cold)
                 self._controller.record(plan, record)
             return self._retire(results)
 

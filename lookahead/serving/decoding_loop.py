@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -31,11 +31,13 @@ from lookahead.generation.plan import RequestPlan
 from lookahead.generation.prompts import PromptReader
 from lookahead.generation.validation import validate_call
 from lookahead.hf.facts import input_device, prefills_at_once
+from lookahead.kernels.jobs import torch_on_threads
 from lookahead.serving.output import Output
 from lookahead.serving.requests import GenerationRequest, OnUpdate, QueueFullError, Ticket, Update
 
 __all__ = ["DecodingLoop", "GenerationRequest", "QueueFullError", "Ticket", "Update"]
 _STEPS = 16  # of a block in which the model is in service
+_READ_AHEAD = 2  # prompts that are read, or wait to be, so that the reader does not wait for a step
 _CLOSING_S = 1.0  # that closing waits for a thread
 _log = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ class DecodingLoop:
         self._engine: Engine | None = None
         self._changed, self._closed = threading.Condition(), False
         self._waiting, self._running = deque[Output](), dict[int, Output]()
-        self._reading: tuple[Output, Future[ReadPrompt]] | None = None
+        self._reading = deque[tuple[Output, Future[ReadPrompt]]]()
         self._alone, self._alone_count = deque[Output](), 0
         self._read_tokens = self._reused_tokens = 0
         self._to_read = SimpleQueue[tuple[Output, Future[ReadPrompt]] | None]()
@@ -148,7 +150,7 @@ class DecodingLoop:
         """Outputs that run, requests that wait, bytes of keys and values, and tokens of prompts read and reused."""
         cache = 0 if self._engine is None else sum(each.nbytes for each in self._engine.cache.buffers())
         return {
-            "running": len(self._running) + (self._reading is not None) + self._alone_count,
+            "running": len(self._running) + len(self._reading) + self._alone_count,
             "waiting": len(self._waiting) + len(self._alone),
             "cache_bytes": cache + self.store.nbytes,
             "read_tokens": self._read_tokens,
@@ -187,7 +189,10 @@ class DecodingLoop:
             return
         with self._engine.serving():
             for _ in range(_STEPS):
-                self._tell(self._engine.step(is_refilled=bool(self._waiting)))
+                is_alone = not self._reading
+                with self._share_of_threads():
+                    step_outputs = self._engine.step(is_refilled=bool(self._waiting), is_timed=is_alone)
+                self._tell(step_outputs)
                 self._end_cancelled()
                 if not self._running or self._closed:
                     break
@@ -196,18 +201,23 @@ class DecodingLoop:
                     break
 
     def _can_join(self) -> bool:
-        return self._reading is not None and self._reading[1].done()
+        return bool(self._reading) and self._reading[0][1].done()
+
+    def _share_of_threads(self) -> AbstractContextManager[None]:
+        """Half of the threads while prompts are read beside steps: more threads than cores wait for one another."""
+        is_shared = self._reads_beside and self._running and self._reading
+        return torch_on_threads(max(1, torch.get_num_threads() // 2)) if is_shared else nullcontext()
 
     def _begin_reading(self) -> None:
         """Have the first prompt that waits read, if there is a row and room in the cache for it."""
         with self._changed:
-            needs = [self._slots_of(each) for each in self._running.values()]
-            is_free = self._reading is None and self._waiting and len(needs) < self.rows
+            needs = [self._slots_of(each) for each in [*self._running.values(), *(each for each, _ in self._reading)]]
+            is_free = len(self._reading) < _READ_AHEAD and self._waiting and len(needs) < self.rows
             if not is_free or not fits([*needs, self._slots_of(self._waiting[0])], self._cache_tokens):
                 return
             output = self._waiting.popleft()
             future: Future[ReadPrompt] = Future()
-            self._reading = output, future
+            self._reading.append((output, future))
         if self._reads_beside:
             self._to_read.put((output, future))
         else:
@@ -221,7 +231,9 @@ class DecodingLoop:
         try:
             assert output.row is not None
             options = backend_options(self.model, self.config)
-            future.set_result(read_prompt(self.model, output.row.text, self.store, **options))
+            with self._share_of_threads():
+                read = read_prompt(self.model, output.row.text, self.store, **options)
+            future.set_result(read)
         except BaseException as error:
             future.set_exception(error)
         with self._changed:
@@ -231,8 +243,7 @@ class DecodingLoop:
         """Let the prompt that was read last join the rows."""
         if not self._can_join():
             return
-        assert self._reading is not None
-        (output, future), self._reading = self._reading, None
+        output, future = self._reading.popleft()
         row = output.row
         assert row is not None
         if output.ticket.is_cancelled or future.exception() is not None:
@@ -310,8 +321,9 @@ class DecodingLoop:
             ended = list(self._running.values())
             self._running.clear()
             if error is None:
-                ended += [*self._waiting, *([self._reading[0]] if self._reading else [])]
+                ended += [*self._waiting, *(output for output, _ in self._reading)]
                 self._waiting.clear()
+                self._reading.clear()
         self._engine = None
         for output in ended:
             output.stop("cancelled" if error is None else error)

@@ -107,7 +107,7 @@ class WholePass:
             return None
         of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
         parts = self._parts if of_head else self._parts._replace(head=None)
-        kind = len(of_head), places, rows
+        kind = len(of_head), places, rows, torch.get_num_threads()
         table = cache.tables.get(kind)
         if table is None or not table.serves(parts, weights, of_head):
             held, dim = cache.layers[0], parts.layers[0].attention.head_dim

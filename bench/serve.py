@@ -1,0 +1,256 @@
+"""How a server of this package serves several clients: `lookahead serve` in a process of its own, over real sockets.
+
+    python -m bench.serve --prompts spec_bench_even.jsonl --field turns --output serve.json
+    python -m bench.serve --soak 10 --prompts spec_bench_even.jsonl --field turns
+
+Compared are servers that decode one output at a time and keep no prefix (`alone`: the requests wait for one another,
+each is drafted for), and as they are (`together`). Each gets the same requests, greedy:
+
+- `clients`: four clients at once, each with prompts of its own. Every answer is compared with the one it has alone.
+- `document`: a first client asks about a document, and seven more at once behind its first token.
+- `turns`: a chat of six turns; of every prompt the tokens that were not read again.
+- `one`: a single client, beside `lookahead.stream` in this process.
+
+With `--soak MINUTES` sixteen clients ask at random instead: a fifth of them leave early, a tenth send what cannot be
+served. Counted are wrong answers and errors of the server; its memory, threads and files are read from /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import lookahead
+from bench.command import parser_of, publish, setting_of, stay_on_cores
+from bench.prompts import cut, read_texts
+
+NEW_TOKENS = 100
+QUESTIONS = (
+    "Summarize the text in one sentence.", "Who is the main person in the text?", "Where does the text take place?",
+    "What happens first?", "What happens last?", "Write a title for the text.", "List three facts of the text.",
+    "Is the text sad or funny? Say why.",
+)  # fmt: skip
+TURNS = "Tell me about rivers.", "And lakes?", "Which is the longest?", "Why?", "Name three fish.", "Thank you. Sum up."
+DOCUMENT_TOKENS = 1500
+WARM = "What is the capital of France?"
+
+
+class Answered(NamedTuple):
+    """An answer: its status, text and usage, and seconds to its first token and its end."""
+
+    status: int
+    text: str
+    usage: dict[str, Any]
+    first_s: float
+    whole_s: float
+
+
+class Server:
+    """A `lookahead serve` of its own process."""
+
+    def __init__(self, arguments: argparse.Namespace, *options: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "lookahead",
+            "serve",
+            "--port",
+            "0",
+            "--dtype",
+            arguments.dtype,
+            "--device",
+            "cpu",
+        ]
+        command += ["--threads", str(arguments.threads), *options, *([arguments.model] if arguments.model else [])]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=None)
+        assert self.process.stderr is not None
+        line = next(line for line in self.process.stderr if "/v1" in line)
+        self._port = int(line.partition("/v1")[0].rpartition(":")[2])
+        self.ask([{"role": "user", "content": WARM}])
+
+    def ask(self, messages: Sequence[dict[str, str]], *, leaves_after: int | None = None, **fields: Any) -> Answered:
+        """A streamed answer; a client may leave after some chunks."""
+        begin, first, pieces, usage = time.perf_counter(), 0.0, list[str](), dict[str, Any]()
+        body = {"messages": list(messages), "temperature": 0, "max_tokens": NEW_TOKENS, "stream": True}
+        connection = http.client.HTTPConnection("localhost", self._port, timeout=600)
+        body |= {"stream_options": {"include_usage": True}, **fields}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        answer = connection.getresponse()
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                return Answered(500, chunk["error"]["message"], {}, 0.0, 0.0)
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                pieces.append(choice["delta"].get("content", ""))
+                first = first or (time.perf_counter() - begin if pieces[-1] else 0.0)
+            if leaves_after is not None and len(pieces) >= leaves_after:
+                break
+        connection.close()
+        return Answered(answer.status, "".join(pieces), usage, first, time.perf_counter() - begin)
+
+    def resources(self) -> dict[str, int]:
+        """Memory, threads and open files of the process."""
+        proc = Path(f"/proc/{self.process.pid}")
+        status = dict(line.split(":", 1) for line in (proc / "status").read_text(encoding="ascii").splitlines())
+        files = len(list((proc / "fd").iterdir()))
+        return {"rss_mb": int(status["VmRSS"].split()[0]) >> 10, "threads": int(status["Threads"]), "files": files}
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.communicate(timeout=60)
+
+
+@contextmanager
+def serving(arguments: argparse.Namespace, *options: str) -> Iterator[Server]:
+    server = Server(arguments, *options)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def at_once(server: Server, chats: Sequence[Sequence[dict[str, str]]]) -> tuple[float, list[Answered]]:
+    """Seconds until all chats that are sent at once are answered."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(chats)) as pool:
+        answers = list(pool.map(server.ask, chats))
+    return time.perf_counter() - begin, answers
+
+
+def figures_of(seconds: float, answers: Sequence[Answered]) -> dict[str, Any]:
+    tokens = sum(each.usage["completion_tokens"] for each in answers)
+    passes = sum(each.usage["lookahead"]["passes"] for each in answers)
+    told = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "tokens_a_pass": tokens / passes}
+    return told | {"first_s": [round(each.first_s, 3) for each in answers]}
+
+
+def run(server: Server, rounds: Sequence[Sequence[str]], document: str) -> tuple[dict[str, Any], list[str]]:
+    """The figures of one server, and its answers to the four clients."""
+    texts, seconds, answers = list[str](), 0.0, list[Answered]()
+    for prompts in rounds:
+        took, found = at_once(server, [chat(each) for each in prompts])
+        seconds, answers = seconds + took, answers + found
+        texts += [each.text for each in found]
+    about = [chat(f"{document}\n\n{question}") for question in QUESTIONS]
+    begin = time.perf_counter()
+    first = server.ask(about[0])
+    _, later = at_once(server, about[1:])
+    whole = time.perf_counter() - begin
+    read, messages = list[dict[str, float]](), list[dict[str, str]]()
+    for turn in TURNS:
+        messages += chat(turn)
+        answer = server.ask(messages)
+        messages.append({"role": "assistant", "content": answer.text})
+        tokens, kept = answer.usage["prompt_tokens"], answer.usage["prompt_tokens_details"]["cached_tokens"]
+        read.append({"prompt": tokens, "read": tokens - kept, "first_s": round(answer.first_s, 3)})
+    about_figures = figures_of(whole, [first, *later])
+    about_figures["later_over_first"] = mean(each.first_s for each in later) / first.first_s
+    return {"clients": figures_of(seconds, answers), "document": about_figures, "turns": read}, texts
+
+
+def one_client(server: Server, arguments: argparse.Namespace, prompts: Sequence[str]) -> dict[str, float]:
+    """Seconds of a single client, and of `lookahead.stream` here, prompt by prompt in turn."""
+    model, tokenizer = lookahead.load(arguments.model, dtype=arguments.dtype, device="cpu")
+    spent = {"served": 0.0, "streamed": 0.0}
+    for i, prompt in enumerate([WARM, *prompts]):
+        begin = time.perf_counter()
+        pieces = list(lookahead.stream(model, tokenizer, chat(prompt), max_new_tokens=NEW_TOKENS, do_sample=False))
+        streamed, answer = time.perf_counter() - begin, server.ask(chat(prompt))
+        if i:
+            spent["streamed"], spent["served"] = spent["streamed"] + streamed, spent["served"] + answer.whole_s
+            if answer.text != "".join(pieces):
+                print(f"prompt {i}: another text than of lookahead.stream", file=sys.stderr)
+    return spent | {"ratio": spent["served"] / spent["streamed"]}
+
+
+def soak(server: Server, prompts: Sequence[str], minutes: float) -> dict[str, Any]:
+    """Sixteen clients that ask at random."""
+    expected = {prompt: server.ask(chat(prompt)).text for prompt in prompts}
+    deadline, counts, series = time.monotonic() + 60 * minutes, Counter[str](), [server.resources()]
+
+    def client(seed: int) -> None:
+        source = random.Random(seed)
+        while time.monotonic() < deadline:
+            prompt, kind = source.choice(prompts), source.random()
+            if kind < 0.1:
+                wrong = source.choice([{"temperature": 9}, {"n": -1}, {"foo": 1}, {"max_tokens": 10**9}, {"stop": 5}])
+                status = server.ask(chat(prompt), **wrong).status
+                counts["refused" if status == 400 else f"malformed, status {status}"] += 1
+            elif kind < 0.3:
+                server.ask(chat(prompt), leaves_after=source.randint(1, 5))
+                counts["left"] += 1
+            else:
+                answer = server.ask(chat(prompt))
+                right = answer.status == 200 and answer.text == expected[prompt]
+                counts["right" if right else "wrong" if answer.status == 200 else f"status {answer.status}"] += 1
+
+    with ThreadPoolExecutor(16) as pool:
+        running = [pool.submit(client, seed) for seed in range(16)]
+        while time.monotonic() < deadline:
+            time.sleep(min(30.0, max(0.1, deadline - time.monotonic())))
+            series.append(server.resources())
+        for each in running:
+            each.result()
+    return {"counts": dict(counts), "resources": series}
+
+
+def main() -> None:
+    parser = parser_of(__doc__, dtype="fp32", threads=True)
+    parser.add_argument("--model", help="a folder, or a name on the Hub (default smollm2)")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a prompt each")
+    parser.add_argument("--field", default="turns", help="the field of a prompt, or of a list that begins with it")
+    parser.add_argument("--document", type=Path, default=Path("examples/sir_charles.txt"), help="what is asked about")
+    parser.add_argument("--rounds", type=int, default=4, help="prompts of each of the four clients")
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="ask at random so long instead")
+    arguments = parser.parse_args()
+    stay_on_cores(None, arguments.threads)
+    name, arguments.model = arguments.model, arguments.model
+    tokenizer = lookahead.load(name, dtype=arguments.dtype, device="cpu").tokenizer
+    texts = [each for each in read_texts(arguments.prompts, arguments.field) if len(each) < 2000]
+    chosen = random.Random(0).sample(texts, 4 * arguments.rounds + 4)
+    report: dict[str, Any] = setting_of(argparse.Namespace(**{**vars(arguments), "model": name or "smollm2"}))
+    if arguments.soak:
+        with serving(arguments) as server:
+            report["soak"] = soak(server, chosen[:16], arguments.soak)
+        publish(report, arguments.output)
+        return
+    rounds = [chosen[4 * i : 4 * i + 4] for i in range(arguments.rounds)]
+    document = cut(arguments.document.read_text("utf-8"), tokenizer, DOCUMENT_TOKENS)
+    ways = {"alone": ("--rows", "1", "--prefix-cache-mb", "0"), "together": ()}
+    found: dict[str, list[str]] = {}
+    for way, options in ways.items():
+        with serving(arguments, *options) as server:
+            report[way], found[way] = run(server, rounds, document)
+            print(way, json.dumps(report[way]), file=sys.stderr, flush=True)
+            if way == "together":
+                report["one"] = one_client(server, arguments, chosen[4 * arguments.rounds :])
+    same = [ours == alone for ours, alone in zip(found["together"], found["alone"], strict=True)]
+    report["identical"] = f"{sum(same)} of {len(same)}"
+    for part in ("clients", "document"):
+        report[f"{part}_times_as_fast"] = (
+            report["together"][part]["tokens_per_s"] / report["alone"][part]["tokens_per_s"]
+        )
+    publish(report, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
