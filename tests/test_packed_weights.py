@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import io
 import threading
 from collections.abc import Iterator
@@ -177,7 +178,7 @@ def test_weights_that_take_too_much_of_a_memory_or_an_unknown_one_are_not_packed
     if is_told:
         monkeypatch.setattr(linears, "_SHARE_OF_MEMORY", 1e-12)
     else:  # as on Windows
-        monkeypatch.delattr(linears.os, "sysconf")
+        monkeypatch.delattr(os, "sysconf")
     model = model_of()
     run(LinearScope(model), model, torch.randn(5, 24))
     assert not multiplied

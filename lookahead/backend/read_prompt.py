@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -54,6 +54,23 @@ class ReadPrompt:
         return self.logits
 
 
+class Prefix(NamedTuple):
+    """What a store holds of the beginning of a prompt.
+
+    Attributes:
+        held: Keys and values of a text, `[heads, tokens, dim]`; None for none.
+        tokens: First tokens that the prompt shares with it.
+    """
+
+    held: RowCopy | None
+    tokens: int
+
+    def copy_to(self, cache: TreeCache, row: int) -> None:
+        """Fill an empty row of a cache."""
+        if self.held is not None:
+            _fill(cache, row, self.held, self.tokens)
+
+
 def _views(layer: Any, tokens: int) -> RowStates:
     keys, values = (each[0, :tokens].transpose(0, 1) for each in (layer.keys, layer.values))
     return keys, values
@@ -70,21 +87,32 @@ def _fill(cache: TreeCache, row: int, held: RowCopy, tokens: int) -> None:
     cache.copy_prefix_from(row, states(), tokens)
 
 
-def read_prompt(model: PreTrainedModel, ids: IntArray, store: PrefixStore, **options: Any) -> ReadPrompt:
-    """Read a prompt, int32 `[tokens]`, behind the longest beginning of it that the store holds; any thread may.
+class ReadingAhead:
+    """Reads prompts by themselves, one after another; on one thread at a time.
 
-    The options are those of `lookahead.backend.choice.backend_for`.
+    Args:
+        model: The model.
+        store: What earlier prompts left, and these will.
+        options: Those of `lookahead.backend.choice.backend_for`.
     """
-    backend = backend_for(model, rows=1, capacity=len(ids), shape="trees", **options)
-    with backend.serving():
-        held, reused = (None, 0) if backend.cache.states else store.longest(ids)
-        if held is not None:
-            _fill(backend.cache, 0, held, reused)
-        logits = backend.read([ids])
-        read = ReadPrompt(backend.cache, logits, reused, backend.is_read_whole and not reused)
-        if not backend.cache.states:
-            store.put(ids, read.kv())
-    return read
+
+    def __init__(self, model: PreTrainedModel, store: PrefixStore, options: Mapping[str, Any]) -> None:
+        self._backend = backend_for(model, rows=1, capacity=1, shape="trees", **options)
+        self._store = store
+
+    def read(self, ids: IntArray) -> ReadPrompt:
+        """Read a prompt, int32 `[tokens]`, behind the longest beginning of it that the store holds."""
+        backend = self._backend
+        backend.begin(len(ids))
+        with backend.serving():
+            prefix = Prefix(None, 0) if backend.cache.states else self._store.longest(ids)
+            prefix.copy_to(backend.cache, 0)
+            logits = backend.read([ids])
+            is_whole = backend.is_read_whole and not prefix.tokens
+            read = ReadPrompt(backend.cache, logits, prefix.tokens, is_whole)
+            if not backend.cache.states:
+                self._store.put(ids, read.kv())
+        return read
 
 
 class PrefixStore:
@@ -105,15 +133,15 @@ class PrefixStore:
         with self._lock:
             return sum(nbytes for _, _, nbytes in self._texts.values())
 
-    def longest(self, ids: IntArray) -> tuple[RowCopy | None, int]:
-        """The text that shares most of its first tokens with a prompt, and how many; a token is left to be read."""
+    def longest(self, ids: IntArray) -> Prefix:
+        """The text that shares most of its first tokens with a prompt; a token is left to be read."""
         with self._lock:
             shared = {key: _shared(tokens, ids) for key, (tokens, _, _) in self._texts.items()}
             best = max(shared, key=shared.__getitem__, default=None)
             if best is None or shared[best] < _FEWEST_TOKENS:
-                return None, 0
+                return Prefix(None, 0)
             self._texts.move_to_end(best)
-            return self._texts[best][1], min(shared[best], len(ids) - 1)
+            return Prefix(self._texts[best][1], min(shared[best], len(ids) - 1))
 
     def put(self, ids: IntArray, held: RowCopy) -> None:
         """Keep the keys and values of a text, `[heads, tokens, dim]`, in place of texts that it begins with."""

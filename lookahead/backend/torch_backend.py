@@ -68,16 +68,15 @@ class TorchBackend:
         hidden_layers: Sequence[int] = (),
         make_inputs: MakeInputs = ModelInputs,
     ) -> None:
-        self._model, self._rows, self._device = model, rows, input_device(model)
+        self._model, self._rows, self._device, self._make_inputs = model, rows, input_device(model), make_inputs
         self._takes_masks = shape == "trees"
         self._scope = AttentionScope(model) if self._takes_masks and calls_registered_attention(model) else None
         self._spans: Spans = {}
         self._reads_at_once = prefills_at_once(model)
         self._windows = windows_of(model)
         has_mixers = may_keep_states(model) and bool(mixers_of(model))
-        like = cache_layers(model.config.get_text_config()) if has_mixers else []
-        self._use(make_inputs(model, TreeCache(rows=rows, capacity=capacity, windows=self._windows, like=like)))
-        self._states = StateScope(model, self.cache) if like else None
+        self._like = cache_layers(model.config.get_text_config()) if has_mixers else []
+        self.begin(capacity)
         self._hidden_layers = tuple(hidden_layers)
         self.keeps_hidden = True
         self.hidden: dict[int, Tensor] = {}
@@ -86,6 +85,12 @@ class TorchBackend:
         # In float32 the last bits do not change tokens.
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_read_whole = self.is_cold = self.is_ragged = False
+
+    def begin(self, capacity: int) -> None:
+        """Go on with an empty cache of so many slots a row, outside of service; the last one is left to its users."""
+        cache = TreeCache(rows=self._rows, capacity=capacity, windows=self._windows, like=self._like)
+        self._use(self._make_inputs(self._model, cache))
+        self._states = StateScope(self._model, cache) if self._like else None
 
     def _use(self, inputs: ModelInputs) -> None:
         self._inputs, self.cache = inputs, inputs.cache

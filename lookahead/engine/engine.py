@@ -28,7 +28,7 @@ from lookahead.verification.exact import Scores, read_scores
 from lookahead.verification.rejection import RejectionRounds
 
 if TYPE_CHECKING:
-    from lookahead.backend.read_prompt import ReadPrompt
+    from lookahead.backend.read_prompt import Prefix, ReadPrompt
 
 NO_NODES = np.zeros(0, np.int32)
 
@@ -119,11 +119,13 @@ class Engine:
                 outputs = self.step()
             yield outputs
 
-    def admit(self, rows: Sequence[Row], read: ReadPrompt | None = None) -> list[StepOutput]:
+    def admit(
+        self, rows: Sequence[Row], read: ReadPrompt | None = None, prefixes: Sequence[Prefix] = ()
+    ) -> list[StepOutput]:
         """Let rows join those that are running; the model must be in service, and the cache have room for them.
 
-        Their prompts are read together, unless that of a single row was `read` already. The logits of their ends give
-        every row its first token.
+        Their prompts are read together, those of rows with `prefixes` behind these, unless that of a single row was
+        `read` already. The logits of their ends give every row its first token.
         """
         started = time.perf_counter()
         with self._learning:
@@ -144,6 +146,8 @@ class Engine:
         self._backend.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
         joining = next((row.encoded for row in rows if row.encoded is not None), None)
         texts = [row.text for row in rows]
+        for i, prefix in enumerate(prefixes, first):
+            prefix.copy_to(self.cache, i)
         if read is None:
             logits = self._backend.read(texts, first, encoded=joining, on_prefill=self._on_prefill)
         else:
@@ -152,7 +156,7 @@ class Engine:
         self._state.log_once(self._call.is_chain, report)
         for row in rows:
             row.encoded, row.stats.backend = None, report.summary
-            is_whole = self._backend.is_read_whole if read is None else read.is_whole
+            is_whole = (self._backend.is_read_whole and not prefixes) if read is None else read.is_whole
             row.policy = self._policy if is_whole else BitPolicy.ROUNDED
         drafts, scores = self._root_only(rows), read_scores(logits, with_top=self._needs_top)
         results = self._verify(drafts, logits, scores, first)

@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from lookahead.backend.read_prompt import PrefixStore, ReadPrompt, read_prompt
+from lookahead.backend.read_prompt import Prefix, PrefixStore, ReadingAhead, ReadPrompt
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import ConfigError
 from lookahead.generation.api import with_row_processors
 from lookahead.generation.assembly import assemble, backend_options
-from lookahead.generation.cache_room import MAX_ROWS, cache_tokens_of, fits, make_room, rows_of
+from lookahead.generation.cache_room import MAX_ROWS, bytes_of_token, cache_tokens_of, fits, make_room, rows_of
 from lookahead.generation.plan import RequestPlan
 from lookahead.generation.prompts import PromptReader
 from lookahead.generation.validation import validate_call
@@ -34,9 +35,12 @@ from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.kernels.jobs import torch_on_threads
 from lookahead.serving.output import Output
 from lookahead.serving.requests import GenerationRequest, OnUpdate, QueueFullError, Ticket, Update
+from lookahead.utils.machine import memory_bytes
 
 __all__ = ["DecodingLoop", "GenerationRequest", "QueueFullError", "Ticket", "Update"]
 _STEPS = 16  # of a block in which the model is in service
+_MOST_SLOTS = 4096  # of a row, by default
+_SHORT = 64  # tokens that are read between two steps
 _READ_AHEAD = 2  # prompts that are read, or wait to be, so that the reader does not wait for a step
 _CLOSING_S = 1.0  # that closing waits for a thread
 _log = logging.getLogger(__name__)
@@ -58,7 +62,8 @@ class DecodingLoop:
         config: How to draft; the defaults when None.
         rows: Outputs that are decoded together, 1 to 1024; None decides as `lookahead.stream_many` does.
         queue: Requests that may wait beside.
-        cache_tokens: Tokens of the cache, all rows together; None decides as `lookahead.stream_many` does.
+        cache_tokens: Tokens of the cache, all rows together; None decides, as `lookahead.stream_many` does or by
+            an eighth of the memory, up to 4096 a row, if that is more.
         prefix_bytes: Bytes of keys and values that are kept of earlier texts; 0 keeps none.
     """
 
@@ -79,13 +84,14 @@ class DecodingLoop:
         self.rows = rows_of(model) if rows is None else rows
         check_whole("rows", self.rows, 1, MAX_ROWS)
         check_whole("queue", queue, 0)
-        self._cache_tokens = cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
+        self._cache_tokens = _cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
         self._queue, self._numbers = queue, itertools.count()
         self._joins_none = model.config.is_encoder_decoder or prefills_at_once(model)
         self._reads_beside = input_device(model).type == "cpu"
         self.store, self._keeps = PrefixStore(prefix_bytes), prefix_bytes > 0
         self._engine: Engine | None = None
+        self._reader: ReadingAhead | None = None
         self._changed, self._closed = threading.Condition(), False
         self._waiting, self._running = deque[Output](), dict[int, Output]()
         self._reading = deque[tuple[Output, Future[ReadPrompt]]]()
@@ -183,8 +189,9 @@ class DecodingLoop:
             while not (self._closed or self._running or self._can_join() or (self._waiting and not self._reading)):
                 self._changed.wait()
         self._end_cancelled()
-        self._begin_reading()
         self._join()
+        self._join_short()
+        self._begin_reading()
         if self._engine is None or not self._running:
             return
         with self._engine.serving():
@@ -197,7 +204,7 @@ class DecodingLoop:
                 if not self._running or self._closed:
                     break
                 self._begin_reading()
-                if self._can_join():
+                if self._can_join() or (not self._reading and self._first_waiting() is not None):
                     break
 
     def _can_join(self) -> bool:
@@ -209,14 +216,14 @@ class DecodingLoop:
         return torch_on_threads(max(1, torch.get_num_threads() // 2)) if is_shared else nullcontext()
 
     def _begin_reading(self) -> None:
-        """Have the first prompt that waits read, if there is a row and room in the cache for it."""
+        """Have the first prompt that waits read, if there is a row and room for it and it is none for `_join_short`."""
+        if len(self._reading) >= _READ_AHEAD or (output := self._first_waiting()) is None:
+            return
+        if not self._reading and self._unread_of(output)[0] <= _SHORT:
+            return
+        future: Future[ReadPrompt] = Future()
         with self._changed:
-            needs = [self._slots_of(each) for each in [*self._running.values(), *(each for each, _ in self._reading)]]
-            is_free = len(self._reading) < _READ_AHEAD and self._waiting and len(needs) < self.rows
-            if not is_free or not fits([*needs, self._slots_of(self._waiting[0])], self._cache_tokens):
-                return
-            output = self._waiting.popleft()
-            future: Future[ReadPrompt] = Future()
+            self._waiting.remove(output)
             self._reading.append((output, future))
         if self._reads_beside:
             self._to_read.put((output, future))
@@ -230,37 +237,77 @@ class DecodingLoop:
     def _read(self, output: Output, future: Future[ReadPrompt]) -> None:
         try:
             assert output.row is not None
-            options = backend_options(self.model, self.config)
+            if self._reader is None:
+                self._reader = ReadingAhead(self.model, self.store, backend_options(self.model, self.config))
             with self._share_of_threads():
-                read = read_prompt(self.model, output.row.text, self.store, **options)
+                read = self._reader.read(output.row.text)
             future.set_result(read)
         except BaseException as error:
+            self._reader = None
             future.set_exception(error)
         with self._changed:
             self._changed.notify_all()
 
     def _join(self) -> None:
-        """Let the prompt that was read last join the rows."""
+        """Let the prompt that was read first join the rows."""
         if not self._can_join():
             return
         output, future = self._reading.popleft()
-        row = output.row
-        assert row is not None
         if output.ticket.is_cancelled or future.exception() is not None:
             error: Any = future.exception()
             output.stop("cancelled" if error is None else error)
             return
         read = future.result()
         output.reused_tokens = read.reused
-        self._read_tokens += read.tokens - read.reused
-        self._reused_tokens += read.reused
-        self._running[row.index] = output
+        self._admit([output], read=read)
+
+    def _join_short(self) -> None:
+        """Let the first prompts that wait join, where all but a few of their tokens are known from earlier ones."""
+        joining, prefixes, unread = list[Output](), list[Prefix](), 0
+        while not self._reading and (output := self._first_waiting(joining)) is not None:
+            tokens, prefix = self._unread_of(output)
+            unread += tokens
+            if unread > _SHORT:
+                break
+            with self._changed:
+                self._waiting.remove(output)
+            output.reused_tokens = prefix.tokens
+            joining.append(output)
+            prefixes.append(prefix)
+            if self._engine is None or self._engine.reads_alone:
+                break
+        if joining:
+            self._admit(joining, prefixes=prefixes)
+
+    def _unread_of(self, output: Output) -> tuple[int, Prefix]:
+        """How many tokens of a prompt are not known from earlier ones, and what is."""
+        assert output.row is not None
+        prefix = self.store.longest(output.row.text)
+        return output.row.tokens - prefix.tokens, prefix
+
+    def _admit(self, outputs: list[Output], **known: Any) -> None:
+        """Let outputs join the rows; what is known of their prompts is as of `Engine.admit`."""
+        rows = [output.row for output in outputs if output.row is not None]
+        for row, output in zip(rows, outputs, strict=True):
+            self._read_tokens += row.tokens - output.reused_tokens
+            self._reused_tokens += output.reused_tokens
+            self._running[row.index] = output
         if self._engine is None:
-            self._engine = self._assemble(output)
+            self._engine = self._assemble(outputs[0])
         needs = [self._slots_of(each) for each in self._running.values()]
         with self._engine.serving():
             make_room(self._engine.cache, needs, self._cache_tokens, self.rows)
-            self._tell(self._engine.admit([row], read))
+            self._tell(self._engine.admit(rows, **known))
+
+    def _first_waiting(self, joining: Sequence[Output] = ()) -> Output | None:
+        """The first output that waits, if there is a row and room in the cache for it."""
+        held = [*self._running.values(), *(each for each, _ in self._reading), *joining]
+        needs = [self._slots_of(each) for each in held]
+        with self._changed:
+            if not self._waiting or len(needs) >= self.rows:
+                return None
+            first = self._waiting[0]
+            return first if fits([*needs, self._slots_of(first)], self._cache_tokens) else None
 
     def _assemble(self, first: Output) -> Engine:
         plan = first.plan
@@ -360,6 +407,14 @@ class DecodingLoop:
                     output.step(each, None, loop.stats[0])
         steps.close()  # type: ignore[attr-defined]  # a generator
         output.stop("cancelled")
+
+
+def _cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
+    """Default number of tokens of the cache."""
+    least, token_bytes = cache_tokens_of(model, rows), bytes_of_token(model)
+    if not token_bytes or input_device(model).type != "cpu":
+        return least
+    return max(least, min(rows * _MOST_SLOTS, memory_bytes() // 8 // token_bytes))
 
 
 class _Cancelled(StoppingCriteria):

@@ -30,6 +30,14 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def memory_bytes() -> int:
+    """Bytes of the machine's memory; 0 where it does not tell, as Windows."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
 @cache
 def machine_fingerprint() -> str:
     """16 hexadecimal digits for the CPU, the releases that compute on it, and the sources of this package.

@@ -6,7 +6,6 @@ weight that is laid out once for the CPU at hand is read faster: by a kernel of 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -39,6 +38,7 @@ from lookahead.hf.model_code import multiplies_as_shipped
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels.packed_product import PackedWeight
+from lookahead.utils.machine import memory_bytes
 
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
 _UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
@@ -136,10 +136,7 @@ class LinearScope:
             if dtype == torch.float32:
                 return
         size = sum({id(each.weight): each.weight.nbytes for each in layers}.values())
-        try:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, OSError, ValueError):  # Windows does not tell
-            memory = 0
+        memory = memory_bytes()
         if not packs:
             self.reason = "the options say so"
         elif size > _SHARE_OF_MEMORY * memory:
