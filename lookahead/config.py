@@ -27,7 +27,12 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     **dict.fromkeys(("pool_from_prompt", "cuda_graphs"), (True, False)),
 }
 
-REMOVED = {"compile": "packed passes are faster on every CPU measured"}
+REMOVED = {
+    "compile": "packed passes are faster on every CPU measured",
+    "continuous_batching": "a server always decodes requests together",
+    "enable_cors": "--cors-origin names the origins that may call a server",
+    "model_timeout": "the models that a server is started with stay loaded",
+}
 """Options of the release before and why they were removed; each is refused by name for one release."""
 _DEFAULT_SIZE = BranchSize(7, 5, 7)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import io
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -32,6 +32,7 @@ from tests.support.grammars import json_model, json_tokenizer
 
 pytest.importorskip("openai")
 QUESTIONS = ["the cat sat on the cat", "abab abab", "what? what?", "xyz"]
+DRAWN = {"do_sample": True}
 TOOL = {
     "type": "function",
     "function": {
@@ -154,8 +155,11 @@ def test_four_clients_at_once_each_get_the_answer_they_get_alone(server, plain, 
     ("asked", "options"),
     [
         ({"temperature": 2.0, "seed": 5}, {"do_sample": True, "temperature": 2.0, "seed": 5}),
-        ({"temperature": 0.7, "top_p": 0.5, "seed": 1}, {"do_sample": True, "temperature": 0.7, "top_p": 0.5, "seed": 1}),
-        ({"temperature": 1, "extra_body": {"top_k": 3, "min_p": 0.1}, "seed": 2}, {"do_sample": True, "temperature": 1.0, "top_k": 3, "min_p": 0.1, "seed": 2}),
+        ({"temperature": 0.7, "top_p": 0.5, "seed": 1}, {**DRAWN, "temperature": 0.7, "top_p": 0.5, "seed": 1}),
+        (
+            {"temperature": 1, "extra_body": {"top_k": 3, "min_p": 0.1}, "seed": 2},
+            {**DRAWN, "temperature": 1.0, "top_k": 3, "min_p": 0.1, "seed": 2},
+        ),
         ({"extra_body": {"repetition_penalty": 1.4}}, {"repetition_penalty": 1.4}),
         ({"logit_bias": {"70": 3.5}}, {"sequence_bias": {(70,): 3.5}}),
         ({"temperature": None}, {}),
@@ -258,7 +262,10 @@ def test_a_tool_that_must_be_called_is_called(server, streams):
     ("text", "before", "arguments"),
     [
         ('Well.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', "Well.", [{"x": 1}]),
-        ('<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {"y": 2}}', "", [{}, {"y": 2}]),
+        (
+            '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {"y": 2}}',
+            "", [{}, {"y": 2}],
+        ),
         ('<|python_tag|>{"name": "f", "parameters": {"x": 1}}', "", [{"x": 1}]),
         ('[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', "", [{"x": 1}]),
         ('{"name": "f", "arguments": "{\\"x\\": 1}"}', "", [{"x": 1}]),
@@ -290,12 +297,12 @@ def test_calls_are_read_in_the_formats_of_models(text, before, arguments):
         ({"top_logprobs": 3}, "top_logprobs: is for logprobs=true"),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages: the chat template does not take"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages: the chat template does not"),
         ({"messages": "hello"}, "messages: "),
         ({"messages": ...}, "messages: Field required"),
         ({"chat_template": "{{ 1 }}"}, "chat_template: unknown field"),
-        ({"chat_template_kwargs": {"chat_template": "{% for i in range(10**9) %}{% endfor %}"}}, "cannot be set by clients"),
+        ({"chat_template_kwargs": {"chat_template": "{% for i in range(10**9) %}{% endfor %}"}}, "cannot be set by"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "king"}}}}, ""),
         ({"response_format": {"type": "yaml"}}, "response_format.type: "),
