@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import http.client
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import lookahead
-from lookahead.cli.app import app
-from lookahead.serving.request_schemas import ChatBody, parsed
-from lookahead.serving.served_models import ServedModels
 from lookahead.serving.stop_texts import StopTexts
 from lookahead.serving.tool_calls import calls_in
-from lookahead.serving.web_app import Server, listen, make_app
-from tests.support.grammars import json_model, json_tokenizer
+from tests.support.running_server import Running, save_chatty
 
 pytest.importorskip("openai")
 QUESTIONS = ["the cat sat on the cat", "abab abab", "what? what?", "xyz"]
@@ -42,74 +26,9 @@ TOOL = {
 }
 
 
-class Running:
-    """A server on a thread of this process, and clients of it."""
-
-    def __init__(self, folder: str, **options: Any) -> None:
-        decoding = {"rows": 3, "queue": 8, **options.pop("decoding", {})}
-        given = {"config": None, "max_new_tokens": 3000, "loading": {"device": "cpu"}, "decoding": decoding}
-        self.models = ServedModels([folder], allow_any=options.pop("allow_any", False), **given)
-        listener = listen("127.0.0.1", 0)
-        self.name, self.port = folder, listener.getsockname()[1]
-        self.server = Server(make_app(self.models, hosts={"127.0.0.1", "localhost"}, **options), self.models)
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
-        self._thread.start()
-        self.models.wait()
-        import openai  # here, as it takes a second, and every worker imports this file
-
-        url, self.errors = f"http://127.0.0.1:{self.port}/v1", openai.APIStatusError
-        self.client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=120)
-
-    def ask(self, text: str, **options: Any) -> Any:
-        options = {"max_tokens": 30, "temperature": 0, "model": self.name, **options}
-        return self.client.chat.completions.create(messages=[{"role": "user", "content": text}], **options)
-
-    def complete(self, prompt: Any, **options: Any) -> Any:
-        options = {"max_tokens": 30, "temperature": 0, "model": self.name, **options}
-        return self.client.completions.create(prompt=prompt, **options)
-
-    def raw(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """The status and the body of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection.request(method, path, sent, {name.replace("_", "-"): value for name, value in headers.items()})
-        answer = connection.getresponse()
-        content = answer.read()
-        try:
-            return answer.status, json.loads(content)
-        except ValueError:
-            return answer.status, content
-
-    def refused(self, **fields: Any) -> str:
-        """The message of a chat request that is refused with 400."""
-        body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3, **fields}
-        status, answer = self.raw("POST", "/v1/chat/completions", {k: v for k, v in body.items() if v is not ...})
-        assert status == 400 and {*answer["error"]} == {"message", "type", "param", "code"}, answer
-        return str(answer["error"]["message"])
-
-    @property
-    def is_busy(self) -> bool:
-        figures = self.models.wait().loop.figures()
-        return bool(figures["running"] or figures["waiting"])
-
-    def end(self) -> None:
-        self.server.stop()
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> str:
-    """A tiny model with a tokenizer of bytes and a chat template, saved as any other."""
-    path = tmp_path_factory.mktemp("served") / "chatty"
-    tokenizer = copy.deepcopy(json_tokenizer())
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-        "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    json_model().save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return save_chatty(tmp_path_factory.mktemp("served") / "chatty")
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +48,6 @@ def plain(folder: str) -> Any:
         return lookahead.generate(model, tokenizer, prompt, **{"max_new_tokens": 30, "do_sample": False, **options})
 
     return answer
-
-
-def wait_until_idle(server: Running) -> None:
-    deadline = time.monotonic() + 60
-    while server.is_busy and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not server.is_busy
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -277,263 +189,3 @@ def test_a_tool_that_must_be_called_is_called(server, streams):
 def test_calls_are_read_in_the_formats_of_models(text, before, arguments):
     rest, calls = calls_in(text, ["f"])
     assert rest == before and [json.loads(call["function"]["arguments"]) for call in calls] == arguments
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"temperature": 3}, "temperature: Input should be less than or equal to 2, got 3"),
-        ({"temperature": "hot"}, "temperature: "),
-        ({"top_p": 0}, "top_p: "),
-        ({"n": 0}, "n: "),
-        ({"n": True}, "n: "),
-        ({"max_tokens": 10**9}, "max_tokens: must be from 1 to "),
-        ({"max_tokens": 1.5}, "max_tokens: "),
-        ({"seed": 2**70}, "seed: "),
-        ({"stop": [""]}, "stop"),
-        ({"stop": ["x"] * 99}, "stop"),
-        ({"logit_bias": {"x": 1}}, "logit_bias: keys must be token ids"),
-        ({"logit_bias": {"9999999": 1}}, "logit_bias: keys must be token ids"),
-        ({"top_logprobs": 3}, "top_logprobs: is for logprobs=true"),
-        ({"messages": []}, "messages: "),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages: the chat template does not"),
-        ({"messages": "hello"}, "messages: "),
-        ({"messages": ...}, "messages: Field required"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template: unknown field"),
-        ({"chat_template_kwargs": {"chat_template": "{% for i in range(10**9) %}{% endfor %}"}}, "cannot be set by"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "king"}}}}, ""),
-        ({"response_format": {"type": "yaml"}}, "response_format.type: "),
-        ({"tool_choice": "required"}, "tool_choice: must name one of the tools"),
-        ({"regex": "a(", "max_tokens": 5}, ""),
-        ({"regex": "a", "grammar": "start: \"a\""}, "grammar: cannot be combined with regex"),
-        ({"best_of": 3}, "best_of: unknown field"),
-        ({"functions": []}, "functions: unknown field"),
-        ({"audio": {}}, "audio: unknown field"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_cannot_be_served_is_refused_by_name(server, fields, message):
-    assert message in server.refused(**fields)
-    assert not server.is_busy
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"messages": NaN}', b"1" * 5000], ids=repr)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
-def test_a_body_that_is_no_request_is_a_400(server, path, body):
-    status, answer = server.raw("POST", path, body)
-    assert status == 400 and answer["error"]["type"] == "invalid_request_error"
-
-
-def test_a_request_without_a_model_is_answered_by_the_first(server, plain):
-    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 30, "temperature": 0}
-    status, answer = server.raw("POST", "/v1/chat/completions", body)
-    assert status == 200 and answer["choices"][0]["message"]["content"] == plain("abc").texts[0]
-
-
-@pytest.mark.parametrize("name", ["other", "../chatty", "/etc/passwd", "chatty@main", "", "a" * 5000, "org/name"])
-def test_models_that_are_not_served_are_not_loaded(server, name):
-    status, answer = server.raw("POST", "/v1/completions", {"model": name, "prompt": "x"})
-    assert status == 404 and answer["error"]["code"] == "model_not_found"
-    assert len(json.dumps(answer)) < 1000 and len(server.models.loaded) == 1
-
-
-def test_unknown_paths_and_methods_are_told_in_the_same_shape(server):
-    for method, path, expected in (
-        ("GET", "/nothing", 404),
-        ("GET", "/v1/completions", 405),
-        ("POST", "/load_model", 404),
-    ):
-        status, answer = server.raw(method, path)
-        assert status == expected and {*answer["error"]} == {"message", "type", "param", "code"}
-
-
-def test_health_models_tokens_metrics_and_the_page_are_served(server):
-    server.ask("abc")
-    assert server.raw("GET", "/health") == (200, {"status": "ok"})
-    assert [each["id"] for each in server.raw("GET", "/v1/models")[1]["data"]] == [server.name]
-    _, told = server.raw("POST", "/tokenize", {"prompt": "abab"})
-    assert told["count"] == len(told["tokens"]) == 2
-    _, metrics = server.raw("GET", "/metrics")
-    for line in (
-        b"lookahead_completion_tokens_total ",
-        b'lookahead_accepted_tokens_total{source="recycled"}',
-        b"lookahead_waiting{",
-    ):
-        assert line in metrics
-    status, page = server.raw("GET", "/")
-    assert status == 200 and b"<html" in page and b"http://" not in page.replace(b"http://www.w3.org", b"")
-
-
-def test_a_host_that_is_not_this_one_is_refused(server):
-    for host in ("evil.example", "127.0.0.1.evil.example:80", "", "localhost@evil.example"):
-        status, answer = server.raw("GET", "/v1/models", Host=host)
-        assert (status, answer["error"]["param"]) == (403, None), host
-    for host in ("localhost:1", "127.0.0.1", "LOCALHOST"):
-        assert server.raw("GET", "/v1/models", Host=host)[0] == 200
-
-
-def test_web_pages_of_other_origins_get_no_leave(server):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port)
-    connection.request(
-        "OPTIONS",
-        "/v1/chat/completions",
-        None,
-        {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"},
-    )
-    assert connection.getresponse().getheader("access-control-allow-origin") is None
-
-
-def test_a_key_a_limit_of_bytes_and_an_origin_may_be_set(folder):
-    running = Running(folder, api_key="secret", max_body=2000, cors_origins=["https://good.example"])
-    try:
-        assert running.ask("abc").choices
-        assert (
-            running.raw("GET", "/v1/models")[0]
-            == running.raw("GET", "/metrics", Authorization="Bearer wrong")[0]
-            == 401
-        )
-        assert running.raw("GET", "/health")[0] == 200
-        with pytest.raises(running.errors) as raised:
-            running.ask("a" * 3000)
-        assert raised.value.status_code == 413
-        connection = http.client.HTTPConnection("127.0.0.1", running.port)  # which does not tell how long it is
-        chunks = iter([b"x" * 1000] * 5)
-        connection.request("POST", "/v1/completions", chunks, {"Authorization": "Bearer secret"}, encode_chunked=True)
-        assert connection.getresponse().status == 413
-        connection = http.client.HTTPConnection("127.0.0.1", running.port)
-        connection.request("GET", "/health", None, {"Origin": "https://good.example"})
-        assert connection.getresponse().getheader("access-control-allow-origin") == "https://good.example"
-    finally:
-        running.end()
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_leaves_ends_its_answer(server, streams):
-    wait_until_idle(server)
-    body = {"prompt": "abc", "max_tokens": 500, "n": 3, "stream": streams}
-    sent = json.dumps(body).encode()
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
-        connection.sendall(head.encode() + sent)
-        deadline = time.monotonic() + 30
-        while not server.is_busy and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert server.is_busy
-    wait_until_idle(server)
-
-
-def test_a_full_queue_is_told_with_a_time_to_come_again(folder):
-    running = Running(folder, decoding={"rows": 1, "queue": 1})
-    try:
-        body = {"prompt": "abc", "max_tokens": 500}
-        with ThreadPoolExecutor(6) as pool:
-            answers = [pool.submit(running.raw, "POST", "/v1/completions", body) for _ in range(6)]
-            deadline = time.monotonic() + 60
-            while not any(each.done() and each.result()[0] == 429 for each in answers) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            statuses = {each.result()[0] for each in answers if each.done()}
-            running.models.close()
-        assert 429 in statuses
-    finally:
-        running.end()
-
-
-def test_an_answer_that_takes_too_long_is_ended(folder):
-    running = Running(folder, timeout_s=0.02)
-    try:
-        body = {"prompt": "abc", "max_tokens": 500, "n": 3}
-        status, answer = running.raw("POST", "/v1/completions", body)
-        assert status == 504 and "--request-timeout" in answer["error"]["message"]
-        wait_until_idle(running)
-    finally:
-        running.end()
-
-
-def test_an_unexpected_error_tells_nothing_of_ours(server, monkeypatch):
-    monkeypatch.setattr("lookahead.serving.translation.Translator.of_completion", lambda *_: 1 / 0)
-    status, answer = server.raw("POST", "/v1/completions", {"prompt": "x"})
-    assert (status, answer["error"]["message"]) == (500, "internal error")
-
-
-def test_another_model_is_loaded_by_its_name_and_freed_when_others_come(
-    folder, tiny_llama, chat_tokenizer, monkeypatch
-):
-    loaded: list[Any] = []
-
-    def load(name: str, **options: Any) -> Any:
-        loaded.append(weakref.ref(model := copy.deepcopy(tiny_llama)))
-        return lookahead.LoadedModel(model, chat_tokenizer)
-
-    running = Running(folder, allow_any=True)
-    try:
-        monkeypatch.setattr("lookahead.serving.served_models.load", load)
-        for name in ("org/one", "org/two", "org/three"):
-            assert running.raw("POST", "/v1/completions", {"model": name, "prompt": "abc", "max_tokens": 2})[0] == 200
-        assert (
-            running.raw("POST", "/v1/completions", {"model": f"{folder}", "prompt": "abc", "max_tokens": 2})[0] == 200
-        )
-        deadline = time.monotonic() + 30
-        while loaded[0]() is not None and time.monotonic() < deadline:
-            gc.collect()
-            time.sleep(0.05)
-        assert [each() is None for each in loaded] == [True, False, False]
-        assert running.raw("POST", "/v1/completions", {"model": "../x", "prompt": "abc"})[0] == 404
-    finally:
-        running.end()
-
-
-def test_a_tokenizer_that_hangs_holds_no_other_client_up(server, monkeypatch):
-    monkeypatch.setattr("lookahead.serving.web_app._READING_S", 0.2)
-    tokens_of, hangs = server.models.wait().translator.tokens_of, threading.Event()
-    monkeypatch.setattr("lookahead.serving.translation.Translator.tokens_of", lambda *_: hangs.wait(20))
-    assert server.raw("POST", "/tokenize", {"prompt": "abc"})[0] == 503
-    assert server.raw("GET", "/health")[0] == 200 and callable(tokens_of)
-    hangs.set()
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_streams_with_a_reason_and_the_command(folder, how, tmp_path):
-    command = [sys.executable, "-m", "lookahead", "serve", folder, "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
-    assert process.stderr is not None
-    line = next(line for line in process.stderr if "serving" in line)
-    port = int(line.rpartition("/v1")[0].rpartition(":")[2])
-    connection = http.client.HTTPConnection("localhost", port, timeout=120)
-    body = {"prompt": "abc", "max_tokens": 500, "n": 8, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    answer = connection.getresponse()
-    assert answer.readline().startswith(b"data: ")
-    process.send_signal(how)
-    rest = answer.read()
-    assert b"shutting down" in rest and rest.endswith(b"data: [DONE]\n\n")
-    process.communicate(timeout=20)
-
-
-def test_mistakes_on_the_command_line_are_told_in_a_line(folder):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for arguments, message in (
-            ([folder, "--host", "127.0.0.1", "--port", port], f"cannot listen on port {port}"),
-            (["no/such/folder/at/all"], "no/such/folder"),
-            ([folder, folder, "--memory", "x.lkm"], "name one model to serve"),
-            ([folder, "--queue", "-1"], "--queue"),
-        ):
-            result = CliRunner().invoke(app, ["serve", "--device", "cpu", *arguments])
-            assert result.exit_code == 2 and message in result.output.replace("\n", "")
-
-
-def test_the_first_wrong_field_is_named_whatever_is_sent():
-    from lookahead.serving.api_errors import ApiError
-
-    for wrong in (
-        {"messages": [{"role": "user", "content": 5}]},
-        {"messages": [7]},
-        {"messages": {"a": 1}},
-        {"n": [1]},
-    ):
-        with pytest.raises(ApiError) as raised:
-            parsed(ChatBody, json.dumps({"messages": [{"role": "user", "content": "x"}], **wrong}).encode())
-        assert raised.value.body["error"]["param"].partition(".")[0] in ("messages", "n")

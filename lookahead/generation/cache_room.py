@@ -13,6 +13,7 @@ from lookahead.hf.facts import input_device
 MAX_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
 _SLOTS = {"cpu": 2048, "cuda": 4096}  # default cache slots of a row
+_STEP = 256  # slots by which the rows of a cache grow, if there is room for as many
 _LEAST_CACHE = 256 << 20  # bytes that a cache may take, however small the model
 
 
@@ -60,4 +61,6 @@ def make_room(cache: TreeCache, needs: Sequence[int], cache_tokens: int, most_ro
     is_too_large = slots.rows > rows and slots.rows * slots.capacity > cache_tokens
     if is_too_large or needed > slots.capacity or rows > slots.rows:
         most = max(rows, min(most_rows, cache_tokens // max(longest, needed)))
-        cache.resize(rows=most, capacity=max(needed, min(slots.capacity, cache_tokens // most)))
+        ample = -(-needed // _STEP) * _STEP  # another row may need a few slots more
+        capacity = ample if most * ample <= cache_tokens else needed
+        cache.resize(rows=most, capacity=max(capacity, min(slots.capacity, cache_tokens // most)))

@@ -154,11 +154,12 @@ class TreeLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # as older releases of transformers call it
 
     def grow(self) -> None:
-        """Reallocate for the shared rows and capacity, and copy what fits."""
+        """Reallocate for the shared rows and capacity, and copy what fits of the rows in use."""
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
             new = old.new_zeros(self._slots.rows, self._slots.capacity, *old.shape[2:])
             rows, capacity = (min(sizes) for sizes in zip(old.shape[:2], new.shape[:2], strict=True))
+            rows = min(rows, self._slots.first + self._slots.active)
             new[:rows, :capacity] = old[:rows, :capacity]
             setattr(self, name, new)
         self._slots.allocations += 1

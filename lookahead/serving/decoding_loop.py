@@ -12,13 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.read_prompt import Prefix, PrefixStore, ReadingAhead, ReadPrompt
 from lookahead.config import LookaheadConfig, check_whole
@@ -33,6 +33,7 @@ from lookahead.generation.prompts import PromptReader
 from lookahead.generation.validation import validate_call
 from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.kernels.jobs import torch_on_threads
+from lookahead.serving.alone import AloneWorker
 from lookahead.serving.output import Output
 from lookahead.serving.requests import GenerationRequest, OnUpdate, QueueFullError, Ticket, Update
 from lookahead.utils.machine import memory_bytes
@@ -95,10 +96,10 @@ class DecodingLoop:
         self._changed, self._closed = threading.Condition(), False
         self._waiting, self._running = deque[Output](), dict[int, Output]()
         self._reading = deque[tuple[Output, Future[ReadPrompt]]]()
-        self._alone, self._alone_count = deque[Output](), 0
+        self._alone = AloneWorker()
         self._read_tokens = self._reused_tokens = 0
         self._to_read = SimpleQueue[tuple[Output, Future[ReadPrompt]] | None]()
-        targets = self._run, self._run_alone, self._run_reader
+        targets = self._run, self._run_reader
         self._threads = [
             threading.Thread(target=each, daemon=True, name=f"lookahead{each.__name__}") for each in targets
         ]
@@ -120,12 +121,15 @@ class DecodingLoop:
         output = Output(plan, row, self.tokenizer, on_update, request.top_logprobs)
         with self._changed:
             self._check_room()
-            (self._alone if row is None else self._waiting).append(output)
+            if row is None:
+                self._alone.put(output)
+            else:
+                self._waiting.append(output)
             self._changed.notify_all()
         return output.ticket
 
     def _check_room(self) -> None:
-        waiting = len(self._waiting) + len(self._alone)
+        waiting = len(self._waiting) + self._alone.waiting
         if self._closed or waiting >= self._queue + max(0, self.rows - len(self._running)):
             raise QueueFullError(f"{waiting} requests wait, as many as may; ask again later")
 
@@ -156,8 +160,8 @@ class DecodingLoop:
         """Outputs that run, requests that wait, bytes of keys and values, and tokens of prompts read and reused."""
         cache = 0 if self._engine is None else sum(each.nbytes for each in self._engine.cache.buffers())
         return {
-            "running": len(self._running) + len(self._reading) + self._alone_count,
-            "waiting": len(self._waiting) + len(self._alone),
+            "running": len(self._running) + len(self._reading) + self._alone.running,
+            "waiting": len(self._waiting) + self._alone.waiting,
             "cache_bytes": cache + self.store.nbytes,
             "read_tokens": self._read_tokens,
             "reused_tokens": self._reused_tokens,
@@ -169,6 +173,7 @@ class DecodingLoop:
             self._closed = True
             self._changed.notify_all()
         self._to_read.put(None)
+        self._alone.close()
         for thread in self._threads:
             thread.join(_CLOSING_S)
 
@@ -375,39 +380,6 @@ class DecodingLoop:
         for output in ended:
             output.stop("cancelled" if error is None else error)
 
-    # The thread for what cannot be a row beside others.
-
-    def _run_alone(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._closed or self._alone):
-                    self._changed.wait()
-                if self._closed:
-                    gone = list(self._alone)
-                    break
-                output = self._alone.popleft()
-                self._alone_count = 1
-            try:
-                self._decode(output)
-            except Exception as error:
-                output.stop(error)
-            finally:
-                self._alone_count = 0
-        for output in gone:
-            output.stop("cancelled")
-
-    def _decode(self, output: Output) -> None:
-        """Decode one output by itself."""
-        output.plan.call.stopping_criteria.append(_Cancelled(output.ticket))  # which the loop of transformers asks
-        loop = output.plan.begin()
-        steps = loop.run()
-        with suppress(StopIteration):
-            while not (output.ticket.is_cancelled or self._closed):
-                for each in next(steps):
-                    output.step(each, None, loop.stats[0])
-        steps.close()  # type: ignore[attr-defined]  # a generator
-        output.stop("cancelled")
-
 
 def _cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
     """Default number of tokens of the cache."""
@@ -415,13 +387,3 @@ def _cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
     if not token_bytes or input_device(model).type != "cpu":
         return least
     return max(least, min(rows * _MOST_SLOTS, memory_bytes() // 8 // token_bytes))
-
-
-class _Cancelled(StoppingCriteria):
-    """Ends the loop of transformers where nobody wants its output any more."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return torch.full((len(input_ids),), self._ticket.is_cancelled, device=input_ids.device)

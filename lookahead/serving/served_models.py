@@ -23,6 +23,7 @@ from lookahead.serving.translation import Translator
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # no path: neither a dot nor a slash begins it
 _MOST_OTHERS = 2  # models at a time that were not named when the server began
 _WARM_UP_S = 600.0
+_WARM_UP = 1, 2, 3  # last tokens of prompts
 _log = logging.getLogger(__name__)
 
 
@@ -57,13 +58,14 @@ class ServedModel:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compile the kernels before the first request."""
-        ended, ids = threading.Event(), [*range(1, 9)] * 4
-        options = {"max_new_tokens": 8, "do_sample": False}
-        self.loop.submit(
-            GenerationRequest(ids=ids, options=options), lambda update: ended.set() if update.is_last else None
-        )
-        ended.wait(_WARM_UP_S)
+        """Compile the kernels before the first request, for one row and for several."""
+        ended, options = threading.Semaphore(0), {"max_new_tokens": 16, "do_sample": False}
+        prompts = _WARM_UP[: self.loop.rows]
+        for last in prompts:
+            request = GenerationRequest(ids=[*range(1, 9)] * 4 + [last], options=options)
+            self.loop.submit(request, lambda update: ended.release() if update.is_last else None)
+        for _ in prompts:
+            ended.acquire(timeout=_WARM_UP_S)
 
 
 class ServedModels:

@@ -1,0 +1,90 @@
+"""Outputs that cannot be rows beside others: they are decoded by themselves, one after another."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+from lookahead.serving.output import Output
+from lookahead.serving.requests import Ticket
+
+
+class AloneWorker:
+    """Decodes outputs on a thread of its own, in the order in which they came.
+
+    Attributes:
+        running: Outputs that are being decoded, 0 or 1.
+    """
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._changed, self._closed, self._outputs = threading.Condition(), False, deque[Output]()
+        self._thread: threading.Thread | None = None  # from the first output on
+
+    @property
+    def waiting(self) -> int:
+        """Outputs that wait."""
+        return len(self._outputs)
+
+    def put(self, output: Output) -> None:
+        """Let an output wait for its turn."""
+        with self._changed:
+            self._outputs.append(output)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all outputs, with `"cancelled"`, and the thread behind what it does now."""
+        with self._changed:
+            self._closed, gone = True, list(self._outputs)
+            self._outputs.clear()
+            self._changed.notify_all()
+        for output in gone:
+            output.stop("cancelled")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._closed or self._outputs):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                output = self._outputs.popleft()
+                self.running = 1
+            try:
+                self._decode(output)
+            except Exception as error:
+                output.stop(error)
+            finally:
+                self.running = 0
+
+    def _decode(self, output: Output) -> None:
+        if output.ticket.is_cancelled:
+            output.stop("cancelled")
+            return
+        output.plan.call.stopping_criteria.append(_Cancelled(output.ticket))  # which the loop of transformers asks
+        loop = output.plan.begin()
+        steps: Any = loop.run()
+        with suppress(StopIteration):
+            while not (output.ticket.is_cancelled or self._closed):
+                for each in next(steps):
+                    output.step(each, None, loop.stats[0])
+        steps.close()
+        output.stop("cancelled")
+
+
+class _Cancelled(StoppingCriteria):
+    """Ends the loop of transformers where nobody wants its output any more."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self._ticket.is_cancelled, device=input_ids.device)

@@ -1,0 +1,90 @@
+"""A server on a thread of this process, and clients of it."""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from lookahead.serving.served_models import ServedModels
+from lookahead.serving.web_app import Server, listen, make_app
+from tests.support.grammars import json_model, json_tokenizer
+
+
+class Running:
+    """A server on a thread of this process, and clients of it."""
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        decoding = {"rows": 3, "queue": 8, **options.pop("decoding", {})}
+        given = {"config": None, "max_new_tokens": 3000, "loading": {"device": "cpu"}, "decoding": decoding}
+        self.models = ServedModels([folder], allow_any=options.pop("allow_any", False), **given)
+        listener = listen("127.0.0.1", 0)
+        self.name, self.port = folder, listener.getsockname()[1]
+        self.server = Server(make_app(self.models, hosts={"127.0.0.1", "localhost"}, **options), self.models)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self._thread.start()
+        self.models.wait()
+        import openai  # here, as it takes a second, and every worker imports this file
+
+        url, self.errors = f"http://127.0.0.1:{self.port}/v1", openai.APIStatusError
+        self.client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=120)
+
+    def ask(self, text: str, **options: Any) -> Any:
+        options = {"max_tokens": 30, "temperature": 0, "model": self.name, **options}
+        return self.client.chat.completions.create(messages=[{"role": "user", "content": text}], **options)
+
+    def complete(self, prompt: Any, **options: Any) -> Any:
+        options = {"max_tokens": 30, "temperature": 0, "model": self.name, **options}
+        return self.client.completions.create(prompt=prompt, **options)
+
+    def raw(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """The status and the body of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, sent, {name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        content = answer.read()
+        try:
+            return answer.status, json.loads(content)
+        except ValueError:
+            return answer.status, content
+
+    def refused(self, **fields: Any) -> str:
+        """The message of a chat request that is refused with 400."""
+        body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3, **fields}
+        status, answer = self.raw("POST", "/v1/chat/completions", {k: v for k, v in body.items() if v is not ...})
+        assert status == 400 and {*answer["error"]} == {"message", "type", "param", "code"}, answer
+        return str(answer["error"]["message"])
+
+    @property
+    def is_busy(self) -> bool:
+        figures = self.models.wait().loop.figures()
+        return bool(figures["running"] or figures["waiting"])
+
+    def end(self) -> None:
+        self.server.stop()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+def save_chatty(path: Path) -> str:
+    """Save a tiny model with a tokenizer of bytes and a chat template as any other; returns the folder."""
+    tokenizer = copy.deepcopy(json_tokenizer())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    json_model().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def wait_until_idle(server: Running) -> None:
+    deadline = time.monotonic() + 60
+    while server.is_busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server.is_busy
