@@ -19,6 +19,7 @@ from lookahead.errors import ConfigError, PromptError
 from lookahead.hf.cache import RowCopy
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest, QueueFullError, Update
+from tests.support.families import FAMILIES, build
 from tests.test_encoder_decoder import model_of
 
 PROMPTS = [
@@ -28,6 +29,8 @@ PROMPTS = [
     "a b c d e f g a b c d",
 ]
 WAIT_S = 120.0
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+KEEPING_MORE = "Lfm2", "Qwen3Next", "DeepseekV32"
 
 
 class Client:
@@ -331,3 +334,24 @@ def test_a_criterion_of_a_user_ends_its_own_output(serving, tiny_llama, tiny_tok
     client = Client(loop, request)
     assert client.wait().end == alone(tiny_llama, tiny_tokenizer, request).finish_reasons[0]
     assert client.tokens == alone(tiny_llama, tiny_tokenizer, request).token_ids[0]
+
+
+@pytest.mark.parametrize("name", ["Gemma4", "MiniMax", "RecurrentGemma"])
+def test_models_whose_layers_differ_or_that_verify_no_trees_are_served(name, tiny_tokenizer):
+    model = build(FAMILIES[name])
+    loop, request = DecodingLoop(model, tiny_tokenizer, rows=2), GenerationRequest(ids=[*range(5, 30)], options=GREEDY)
+    clients = [Client(loop, request) for _ in range(2)]
+    assert [client.wait().error for client in clients] == [None, None]
+    assert [client.tokens for client in clients] == 2 * alone(model, tiny_tokenizer, request).token_ids
+    loop.close()
+
+
+@pytest.mark.parametrize("name", KEEPING_MORE)
+def test_prompts_of_models_that_keep_more_than_keys_and_values_are_read_whole(serving, name, tiny_tokenizer):
+    model = build(FAMILIES[name])
+    loop = serving(model, tiny_tokenizer, rows=2)
+    requests = [GenerationRequest(ids=[*range(5, 5 + length)], options=GREEDY) for length in (40, 40, 70, 9)]
+    clients = [Client(loop, request) for request in requests]
+    for client, request in zip(clients, requests, strict=True):
+        assert client.wait().reused_tokens == 0
+        assert client.tokens == alone(model, tiny_tokenizer, request).token_ids[0]

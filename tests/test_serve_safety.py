@@ -7,6 +7,7 @@ import gc
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -142,7 +143,7 @@ def test_health_models_tokens_metrics_and_the_page_are_served(server):
 
 
 def test_a_host_that_is_not_this_one_is_refused(server):
-    for host in ("evil.example", "127.0.0.1.evil.example:80", "", "localhost@evil.example"):
+    for host in ("evil.example", "127.0.0.1.evil.example:80", "", "localhost@evil.example", "[", "[::1"):
         status, answer = server.raw("GET", "/v1/models", Host=host)
         assert (status, answer["error"]["param"]) == (403, None), host
     for host in ("localhost:1", "127.0.0.1", "LOCALHOST"):
@@ -311,3 +312,11 @@ def test_the_first_wrong_field_is_named_whatever_is_sent():
         with pytest.raises(ApiError) as raised:
             parsed(ChatBody, json.dumps({"messages": [{"role": "user", "content": "x"}], **wrong}).encode())
         assert raised.value.body["error"]["param"].partition(".")[0] in ("messages", "n")
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_the_reason(folder, tmp_path):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    result = CliRunner().invoke(app, ["serve", "--device", "cpu", "--port", "0", str(broken)])
+    assert result.exit_code == 2 and "cannot be loaded" in result.output.replace("\n", " ")

@@ -48,8 +48,6 @@ class ReadPrompt:
     def copy_to(self, cache: TreeCache, row: int) -> Tensor:
         """Fill an empty row of another cache; returns the logits."""
         _fill(cache, row, self.kv(), self.tokens)
-        for own, other in zip(cache.states, self.cache.states, strict=True):
-            own.committed[row] = {key: each.clone() for key, each in other.committed[0].items()}
         cache.hold_root(row)
         return self.logits
 
@@ -88,7 +86,9 @@ def _fill(cache: TreeCache, row: int, held: RowCopy, tokens: int) -> None:
 
 
 class ReadingAhead:
-    """Reads prompts by themselves, one after another; on one thread at a time.
+    """Reads prompts by themselves, one after another, of models that keep nothing of a text but keys and values.
+
+    One thread at a time may use it.
 
     Args:
         model: The model.
@@ -105,13 +105,12 @@ class ReadingAhead:
         backend = self._backend
         backend.begin(len(ids))
         with backend.serving():
-            prefix = Prefix(None, 0) if backend.cache.states else self._store.longest(ids)
+            prefix = self._store.longest(ids)
             prefix.copy_to(backend.cache, 0)
             logits = backend.read([ids])
             is_whole = backend.is_read_whole and not prefix.tokens
             read = ReadPrompt(backend.cache, logits, prefix.tokens, is_whole)
-            if not backend.cache.states:
-                self._store.put(ids, read.kv())
+            self._store.put(ids, read.kv())
         return read
 
 

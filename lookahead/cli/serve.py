@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,6 +86,16 @@ def serve(options: ServeOptions) -> None:
         say("note", "any name of this machine is taken for its own; --allowed-host names the ones that are")
     address = f"[{options.host}]" if ":" in options.host else options.host
     say("serving", f"{', '.join(names)} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
+    failed: list[Exception] = []
+
+    def end_without_models() -> None:
+        try:
+            models.wait()
+        except Exception as error:
+            failed.append(error)
+            server.stop()
+
+    threading.Thread(target=end_without_models, daemon=True).start()
     with suppress(KeyboardInterrupt):
         if options.memory is None:
             server.run(sockets=[listener])  # uvicorn finishes its work and then passes the signal on
@@ -92,3 +103,5 @@ def serve(options: ServeOptions) -> None:
             with memory_file_saved_at_exit(options, models.wait().model):
                 server.run(sockets=[listener])
     models.close()
+    if failed:
+        raise failed[0]

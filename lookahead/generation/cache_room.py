@@ -25,12 +25,12 @@ def rows_of(model: PreTrainedModel) -> int:
 def bytes_of_token(model: PreTrainedModel) -> int:
     """Bytes of the keys and values of a token; 0 where the configuration does not show them."""
     config: Any = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    layers, size = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
-    if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(size, int)):
+    try:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize)
+    except Exception:  # it has other names, or layers whose sizes differ, which is an error of transformers' own
         return 0
-    head_size = getattr(config, "head_dim", None) or size // (getattr(config, "num_attention_heads", None) or heads)
-    return int(2 * layers * heads * head_size * model.dtype.itemsize)
 
 
 def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:

@@ -70,6 +70,8 @@ class AloneWorker:
             output.stop("cancelled")
             return
         output.plan.call.stopping_criteria.append(_Cancelled(output.ticket))  # which the loop of transformers asks
+        if output.seed is not None:
+            torch.manual_seed(output.seed)
         loop = output.plan.begin()
         steps: Any = loop.run()
         with suppress(StopIteration):

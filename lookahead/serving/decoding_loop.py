@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -31,7 +32,8 @@ from lookahead.generation.cache_room import MAX_ROWS, bytes_of_token, cache_toke
 from lookahead.generation.plan import RequestPlan
 from lookahead.generation.prompts import PromptReader
 from lookahead.generation.validation import validate_call
-from lookahead.hf.facts import input_device, prefills_at_once
+from lookahead.hf.facts import input_device, may_keep_states, picks_keys, prefills_at_once
+from lookahead.hf.state_scope import mixers_of
 from lookahead.kernels.jobs import torch_on_threads
 from lookahead.serving.alone import AloneWorker
 from lookahead.serving.output import Output
@@ -80,6 +82,7 @@ class DecodingLoop:
         prefix_bytes: int = 1 << 30,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config or LookaheadConfig()
+        self._given = config  # without one, what cannot be drafted for is decoded plainly
         if self.config.acceptance != "exact":
             raise ConfigError(f"acceptance must be 'exact' for a server, got {self.config.acceptance!r}")
         self.rows = rows_of(model) if rows is None else rows
@@ -90,7 +93,10 @@ class DecodingLoop:
         self._queue, self._numbers = queue, itertools.count()
         self._joins_none = model.config.is_encoder_decoder or prefills_at_once(model)
         self._reads_beside = input_device(model).type == "cpu"
-        self.store, self._keeps = PrefixStore(prefix_bytes), prefix_bytes > 0
+        # What else a model keeps of a text, states or keys of an indexer, is not copied.
+        self._copies = not (picks_keys(model) or (may_keep_states(model) and bool(mixers_of(model))))
+        self._keeps = prefix_bytes > 0 and self._copies
+        self.store = PrefixStore(prefix_bytes if self._copies else 0)
         self._engine: Engine | None = None
         self._reader: ReadingAhead | None = None
         self._changed, self._closed = threading.Condition(), False
@@ -118,7 +124,7 @@ class DecodingLoop:
         self._check_room()
         plan = self._plan(request)
         row = self._row_of(plan)
-        output = Output(plan, row, self.tokenizer, on_update, request.top_logprobs)
+        output = Output(plan, row, self.tokenizer, on_update, request)
         with self._changed:
             self._check_room()
             if row is None:
@@ -139,7 +145,7 @@ class DecodingLoop:
             options |= {"output_logits": True, "return_dict_in_generate": True}
         grammars = {"json_schema": request.json_schema, "regex": request.regex, "grammar": request.grammar}
         options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
-        reader = PromptReader(self.model, self.tokenizer, self.config, None, request.seed, **options)
+        reader = PromptReader(self.model, self.tokenizer, self._given, **options)
         plan = reader.plan([reader.read(request.ids, 0)], None, [request.prediction])
         if not plan.is_sampled:
             return plan
@@ -224,7 +230,7 @@ class DecodingLoop:
         """Have the first prompt that waits read, if there is a row and room for it and it is none for `_join_short`."""
         if len(self._reading) >= _READ_AHEAD or (output := self._first_waiting()) is None:
             return
-        if not self._reading and self._unread_of(output)[0] <= _SHORT:
+        if not self._reading and self._is_short(self._unread_of(output)[0]):
             return
         future: Future[ReadPrompt] = Future()
         with self._changed:
@@ -244,8 +250,10 @@ class DecodingLoop:
             assert output.row is not None
             if self._reader is None:
                 self._reader = ReadingAhead(self.model, self.store, backend_options(self.model, self.config))
+            began = time.perf_counter()
             with self._share_of_threads():
                 read = self._reader.read(output.row.text)
+            output.row.stats.prefill_s = time.perf_counter() - began
             future.set_result(read)
         except BaseException as error:
             self._reader = None
@@ -272,17 +280,21 @@ class DecodingLoop:
         while not self._reading and (output := self._first_waiting(joining)) is not None:
             tokens, prefix = self._unread_of(output)
             unread += tokens
-            if unread > _SHORT:
+            if not self._is_short(unread):
                 break
             with self._changed:
                 self._waiting.remove(output)
             output.reused_tokens = prefix.tokens
             joining.append(output)
             prefixes.append(prefix)
-            if self._engine is None or self._engine.reads_alone:
+            if self._engine is None or self._engine.reads_alone or not self._copies:
                 break
         if joining:
             self._admit(joining, prefixes=prefixes)
+
+    def _is_short(self, unread: int) -> bool:
+        """Whether so many tokens are read between two steps, as all are where what is read elsewhere is not copied."""
+        return unread <= _SHORT or not self._copies
 
     def _unread_of(self, output: Output) -> tuple[int, Prefix]:
         """How many tokens of a prompt are not known from earlier ones, and what is."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.engine.row import Row, StepOutput
 from lookahead.generation.plan import RequestPlan
 from lookahead.generation.text_pieces import TextPieces
-from lookahead.serving.requests import EndReason, OnUpdate, Ticket, TokenLogprobs, Update
+from lookahead.serving.requests import EndReason, GenerationRequest, OnUpdate, Ticket, TokenLogprobs, Update
 from lookahead.stats import DecodingStats
 
 _LEAST_LOG = -9999.0  # JSON has no infinity
@@ -25,7 +25,7 @@ class Output:
         row: Its row; None where it is decoded by itself.
         tokenizer: The tokenizer.
         on_update: Gets its updates.
-        top_logprobs: As of `GenerationRequest`.
+        request: What was asked for.
     """
 
     def __init__(
@@ -34,11 +34,12 @@ class Output:
         row: Row | None,
         tokenizer: PreTrainedTokenizerBase,
         on_update: OnUpdate,
-        top_logprobs: int | None,
+        request: GenerationRequest,
     ) -> None:
         self.plan, self.row, self.ticket, self.has_ended = plan, row, Ticket(), False
         self.reused_tokens = 0
-        self._pieces, self._on_update, self._top = TextPieces(tokenizer), on_update, top_logprobs
+        self.seed, self._top = request.seed, request.top_logprobs
+        self._pieces, self._on_update = TextPieces(tokenizer), on_update
 
     def step(self, step_output: StepOutput, row: Row | None, stats: DecodingStats) -> None:
         """Tell what a step added."""

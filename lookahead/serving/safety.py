@@ -60,7 +60,10 @@ class Guard:
             await answer(scope, receive, counted)
 
     def _check(self, scope: dict[str, Any], headers: Headers) -> None:
-        host = (urlsplit(f"//{headers.get('host', '')}").hostname or "").lower()
+        try:
+            host = (urlsplit(f"//{headers.get('host', '')}").hostname or "").lower()
+        except ValueError:  # it is no address
+            host = ""
         if self._hosts and host not in self._hosts:
             raise ApiError(403, f"Host: {host[:100]!r} is no name of this server; --allowed-host names others")
         if self._key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":

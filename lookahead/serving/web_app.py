@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -49,9 +48,11 @@ class _Turn:
     tickets: list[Ticket]
     deadline: float
     started: float
+    is_cancelled: threading.Event
 
     def cancel(self) -> None:
-        for ticket in self.tickets:
+        self.is_cancelled.set()
+        for ticket in list(self.tickets):
             ticket.cancel()
 
 
@@ -93,15 +94,20 @@ class _Service:
         prompts = [len(each.ids) for each in requests[:: body.choices]]
         answer = Answer(body, body.model or served.name, served.tokenizer, prompts)
         updates, tickets = asyncio.Queue[tuple[int, Update]](), list[Ticket]()
-        turn = _Turn(answer, updates, tickets, started + self._timeout_s, started)
+        turn = _Turn(answer, updates, tickets, started + self._timeout_s, started, threading.Event())
         event_loop = asyncio.get_running_loop()
 
         def pass_on(i: int, update: Update) -> None:
             event_loop.call_soon_threadsafe(updates.put_nowait, (i, update))
 
+        def submit(i: int, each: GenerationRequest) -> None:
+            tickets.append(served.loop.submit(each, partial(pass_on, i)))
+            if turn.is_cancelled.is_set():  # it was not waited for
+                turn.cancel()
+
         try:
             for i, each in enumerate(requests):
-                tickets.append(await self.apart(served.loop.submit, each, partial(pass_on, i)))
+                await self.apart(submit, i, each)
         except QueueFullError as error:
             turn.cancel()
             raise ApiError(
@@ -277,12 +283,13 @@ class Server(uvicorn.Server):  # type: ignore[misc]  # its types are not followe
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """End on a signal; a second one ends at once."""
-        threading.Thread(target=self._models.close, daemon=True).start()
         super().handle_exit(sig, frame)
+        self.stop()
 
     def stop(self) -> None:
-        """End the server from another thread."""
-        self.handle_exit(signal.SIGTERM, None)
+        """End the server, from any thread."""
+        threading.Thread(target=self._models.close, daemon=True).start()
+        self.should_exit = True
 
 
 def listen(host: str, port: int) -> socket.socket:
