@@ -40,9 +40,14 @@ class Choice:
         self.tokens += len(update.tokens)
         self.logprobs += update.logprobs
         self.stats, self.reused_tokens = update.stats, update.reused_tokens
-        if update.end is not None:
-            self.finish_reason = "length" if update.end == "length" else "stop"
+        if self.has_stopped or update.end is not None:
+            self.finish_reason = "length" if update.end == "length" and not self.has_stopped else "stop"
         return piece
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop text came, behind which nothing belongs to the output."""
+        return self._stops.has_stopped
 
 
 class Answer:
@@ -107,8 +112,9 @@ class Answer:
         """Take an update of an output; returns the chunks of a stream that tell it."""
         choice = self.choices[i]
         piece = choice.add(update)
+        is_last = update.is_last or choice.has_stopped
         if self._tools:  # whether it is a call is known at its end
-            if not update.is_last:
+            if not is_last:
                 return []
             piece, calls = calls_in(choice.text, self._tools)
             chunks = [self._chunk(i, {"content": piece}, None, choice.logprobs)] if piece else []
@@ -119,7 +125,7 @@ class Answer:
         chunks = []
         if piece or update.logprobs:
             chunks.append(self._chunk(i, {"content": piece}, None, update.logprobs))
-        if update.is_last:
+        if is_last:
             chunks.append(self._chunk(i, {}, choice.finish_reason, []))
         return chunks
 

@@ -10,6 +10,7 @@ from lookahead.serving.api_errors import ApiError, invalid
 
 MAX_CHOICES = 128
 Text = Annotated[str, StringConstraints(min_length=1)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 class _Body(BaseModel):
@@ -105,9 +106,9 @@ class GenerationBody(_Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None

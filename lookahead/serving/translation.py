@@ -144,8 +144,6 @@ class Translator:
         elif is_random:
             options["do_sample"] = True
         options["max_new_tokens"] = self._new_tokens(ids, most, most_name)
-        if body.stops:
-            options["stop_strings"] = body.stops
         if body.logit_bias:
             options["sequence_bias"] = {(self._token(token),): bias for token, bias in body.logit_bias.items()}
         if body.presence_penalty or body.frequency_penalty:

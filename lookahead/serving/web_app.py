@@ -123,12 +123,14 @@ class _Service:
 
     async def updates(self, turn: _Turn) -> AsyncIterator[tuple[int, Update]]:
         """The updates of all outputs until the last has ended; ApiError for an output that failed."""
-        left = len(turn.answer.choices)
-        while left:
+        choices, ended = turn.answer.choices, set[int]()
+        while len(ended) < len(choices):
             try:
                 i, update = await asyncio.wait_for(turn.updates.get(), max(0.0, turn.deadline - time.monotonic()))
             except (asyncio.TimeoutError, TimeoutError):
                 raise ApiError(504, f"the answer took more than {self._timeout_s:g} s; --request-timeout") from None
+            if i in ended:  # behind a stop text
+                continue
             if update.error is not None:
                 known = as_api_error(update.error)
                 if known is None:
@@ -136,12 +138,13 @@ class _Service:
                 raise known or ApiError(500, "internal error")
             if update.end == "cancelled":
                 raise ApiError(503, _CLOSING, code="shutting_down")
-            if update.tokens and not turn.answer.choices[i].tokens:
+            if update.tokens and not choices[i].tokens:
                 self.metrics.first_token.observe(time.monotonic() - turn.started)
-            left -= update.is_last
-            if update.is_last:
-                self.metrics.count(update.stats)
             yield i, update
+            if update.is_last or choices[i].has_stopped:
+                ended.add(i)
+                turn.tickets[i].cancel()
+                self.metrics.count(choices[i].stats)
 
     async def whole(self, turn: _Turn, request: Request) -> Response:
         """The whole answer; a client that leaves ends it."""
