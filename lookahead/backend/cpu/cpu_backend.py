@@ -133,7 +133,7 @@ class CpuBackend(TorchBackend):
             *super()._paths(),
             PathReport(
                 "nodes that attend by a kernel of their own", self._takes_rows,
-                "" if self._takes_rows else "it is for bfloat16, SDPA and layers without windows",
+                "" if self._takes_rows else "it is for bfloat16, SDPA without windows and CPUs with its order of sums",
             ),
             *([PathReport("quantized layers", True, quantized)] if quantized else []),
             PathReport("packed weights", linears.packs, apart or packed),
