@@ -85,6 +85,7 @@ class GrammarProcessor(LogitsProcessor):
         self._matcher, self._tokens, self._ends = matcher, tokens, frozenset(ends)
         self._length = 0  # ids that it has seen, the prompt included
         self._has_ended = False
+        self._error: LogitsError | None = None  # behind which it cannot go on
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
         """Forbid all tokens that the grammar does not allow here.
@@ -111,8 +112,14 @@ class GrammarProcessor(LogitsProcessor):
     def constrain(
         self, ids: Tensor, offers: Sequence[Proposal | None], max_nodes: int, least: float
     ) -> tuple[list[Proposal | None], Proposal | None]:
-        """`lookahead.drafting.constrain.constrain` behind the ids of the row, int64 `[tokens]`."""
-        self._follow(ids)
+        """`lookahead.drafting.constrain.constrain` behind the ids of the row, int64 `[tokens]`.
+
+        Where the grammar cannot go on, nothing is drafted by it; the choice of the next token raises the error.
+        """
+        try:
+            self._follow(ids)
+        except LogitsError:
+            return list(offers), None
         if self._has_ended:
             return list(offers), None
         return constrain(
@@ -121,6 +128,8 @@ class GrammarProcessor(LogitsProcessor):
 
     def _follow(self, ids: Tensor) -> None:
         """Take in the tokens that are new since the last call; those of the first call are the prompt."""
+        if self._error is not None:
+            raise self._error
         new = ids[self._length :].tolist() if self._length else []
         self._length = len(ids)
         for token in new:
@@ -132,12 +141,16 @@ class GrammarProcessor(LogitsProcessor):
             if token < self._tokens.vocab_size and self._tokens.is_special_token(token):
                 self._has_ended = True  # padding: the row was ended by something else
             else:
-                raise LogitsError(f"the grammar does not allow token {token}, which was chosen all the same")
+                self._raise_error()
+                self._error = LogitsError(f"the grammar does not allow token {token}, which was chosen all the same")
+                raise self._error
 
     def _raise_error(self) -> None:
         """Raise what went wrong in the library, which is silent about it."""
         if self._matcher.is_error():
-            raise LogitsError(f"the grammar cannot be followed: {first_line(Exception(self._matcher.get_error()))}")
+            reason = first_line(Exception(self._matcher.get_error()))
+            self._error = LogitsError(f"the grammar cannot be followed: {reason}")
+            raise self._error
 
 
 class _Place(Constraint):
