@@ -4,17 +4,54 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from lookahead.serving.api_errors import ApiError, invalid
 
 MAX_CHOICES = 128
+# To list what is wrong with each of a million entries takes seconds.
+_MOST_FIELDS, _MOST_ENTRIES = 64, 1024
+_LEAST_TEMPERATURE = 1e-6  # by a smaller one scores are divided beyond what floats hold
+
+
+def _are_few(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > _MOST_ENTRIES:
+        raise ValueError(f"must have at most {_MOST_ENTRIES} entries, got {len(given)}")
+    return given
+
+
+def _is_no_overflow(temperature: float) -> float:
+    if 0 < temperature < _LEAST_TEMPERATURE:
+        raise ValueError(f"must be 0, or from {_LEAST_TEMPERATURE} to 2")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_is_no_overflow)]
+Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_are_few)]
 Text = Annotated[str, StringConstraints(min_length=1)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+            raise ValueError(f"an object has at most {_MOST_FIELDS} fields here, got {len(given)}")
+        return given
 
 
 class TextPart(_Body):
@@ -51,9 +88,9 @@ class Message(_Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
@@ -69,7 +106,7 @@ class Prediction(_Body):
     """What the output will largely be."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class JsonSchema(_Body):
@@ -99,14 +136,14 @@ class GenerationBody(_Body):
     """The fields that chats and completions share."""
 
     model: str | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    logit_bias: Biases | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -120,7 +157,7 @@ class GenerationBody(_Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_are_few)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -143,11 +180,11 @@ class GenerationBody(_Body):
 class ChatBody(GenerationBody):
     """A request to `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -157,7 +194,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """A request to `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: Literal[False] | None = None
     suffix: None = None
@@ -175,11 +212,11 @@ class TokenizeBody(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
 
-def text_of(content: str | list[TextPart] | None) -> str:
+def text_of(content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None) -> str:
     """The text of a message's content, which may have parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content or [])
 
@@ -195,7 +232,7 @@ def parsed(kind: type[Any], body: bytes) -> Any:
         # The branches of a union have names of types, which are no fields.
         field = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in _known(kind))
         got = "" if first["type"] == "missing" else f", got {shortened(first['input'])}"
-        reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
+        reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             field, got = ".".join(map(str, [*field.split("."), first["loc"][-1]])).strip("."), ""
         raise invalid(field or None, f"{reason}{got}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.errors import ConfigError, LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.prompts import PromptReader
 from lookahead.hf.facts import context_limit
 from lookahead.serving.api_errors import ApiError, invalid
@@ -118,8 +119,10 @@ class Translator:
         self, messages: Sequence[Message], kwargs: dict[str, Any] | None, tools: Sequence[Tool] | None
     ) -> list[int]:
         kwargs = dict(kwargs or {})
-        for name in ("chat_template", "tokenize", "return_dict", "return_tensors", "add_generation_prompt"):
-            if name in kwargs:
+        # Besides the variables of a template there are arguments that pad prompts, cut them, or replace the template.
+        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
+        for name in kwargs:
+            if name in taken:
                 raise invalid(f"chat_template_kwargs.{name}", "cannot be set by clients")
         if tools:
             kwargs["tools"] = [each.model_dump(exclude_none=True) for each in tools]
@@ -183,7 +186,8 @@ class Translator:
 
 def as_api_error(error: Exception) -> ApiError | None:
     """The answer to an error of a request that the loop refused, or None for one that is no client's."""
-    if isinstance(error, ConfigError | PromptError | UnsupportedModelError):
+    is_of_grammar = isinstance(error, LogitsError) and "grammar" in str(error)
+    if is_of_grammar or isinstance(error, ConfigError | PromptError | UnsupportedModelError):
         return invalid(None, str(error))
     return None
 
@@ -195,6 +199,6 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"])
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise invalid("messages.tool_calls", "arguments must be JSON") from None
     return message
