@@ -83,7 +83,7 @@ def serve(options: ServeOptions) -> None:
     )  # fmt: skip
     server = Server(app, models, options.log_level)
     if any_host:
-        say("note", "any name of this machine is taken for its own; --allowed-host names the ones that are")
+        say("note", "clients reach it by the addresses of this machine; --allowed-host adds a name")
     address = f"[{options.host}]" if ":" in options.host else options.host
     say("serving", f"{', '.join(names)} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
     failed: list[Exception] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,21 +25,30 @@ class Guard:
     """An ASGI application in front of another.
 
     A web page that a user visits can send requests to this machine, under a name of its own that leads here. So the
-    `Host` must be one of the known names.
+    `Host` must be one of the known names. It can send some under a known name too, whose answers it cannot read: so the
+    `Origin`, which browsers tell, must be that of a page of this server, or one of those allowed.
 
     Args:
         app: The application.
-        hosts: Names of this server; empty for any.
+        hosts: Names of this server; empty for any address, which no page can make lead here, and `localhost`.
         api_key: What clients must send as a bearer token; None for none.
         max_body: Most bytes of a request.
+        origins: Of web pages that may ask.
         on_answer: Called with the path and the status of every answer.
     """
 
     def __init__(
-        self, app: Any, *, hosts: Collection[str], api_key: str | None, max_body: int, on_answer: OnAnswer
+        self,
+        app: Any,
+        *,
+        hosts: Collection[str],
+        api_key: str | None,
+        max_body: int,
+        origins: Collection[str],
+        on_answer: OnAnswer,
     ) -> None:
         self._app, self._hosts, self._max_body = app, {host.lower() for host in hosts}, max_body
-        self._on_answer = on_answer
+        self._on_answer, self._origins = on_answer, frozenset(origins)
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -64,8 +74,12 @@ class Guard:
             host = (urlsplit(f"//{headers.get('host', '')}").hostname or "").lower()
         except ValueError:  # it is no address
             host = ""
-        if self._hosts and host not in self._hosts:
+        if host not in self._hosts and (self._hosts or not (host in LOOPBACK or _is_address(host))):
             raise ApiError(403, f"Host: {host[:100]!r} is no name of this server; --allowed-host names others")
+        origin = headers.get("origin")
+        is_known = origin is None or origin in self._origins
+        if not is_known and origin.partition("//")[2].lower() != headers["host"].lower():
+            raise ApiError(403, f"Origin: {origin[:100]!r} may not ask this server; --cors-origin names those that may")
         if self._key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
             given = headers.get("authorization", "").partition(" ")[2].strip().encode()
             if not hmac.compare_digest(given, self._key):
@@ -89,3 +103,11 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body must have at most {self._max_body} bytes; --max-body-mb sets the limit")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -30,6 +29,7 @@ from lookahead.serving.request_schemas import ChatBody, CompletionBody, Tokenize
 from lookahead.serving.requests import GenerationRequest, QueueFullError, Ticket, Update
 from lookahead.serving.safety import Guard
 from lookahead.serving.served_models import ServedModel, ServedModels
+from lookahead.serving.timed_workers import TimedWorkers
 from lookahead.serving.translation import as_api_error
 
 _READERS = 8  # threads that render and tokenize
@@ -60,7 +60,7 @@ class _Service:
     def __init__(self, models: ServedModels, timeout_s: float) -> None:
         self.models, self._timeout_s = models, timeout_s
         self.metrics = Metrics(lambda: [(each.name, each.loop.figures()) for each in models.loaded])
-        self._readers = ThreadPoolExecutor(_READERS, "lookahead-requests")
+        self._readers = TimedWorkers(_READERS)
 
     async def model(self, name: str | None) -> ServedModel:
         """The model of a request, waited for while it loads."""
@@ -77,13 +77,16 @@ class _Service:
                 404, f"model: {name!r:.100} cannot be loaded", param="model", code="model_not_found"
             ) from error
 
-    async def apart(self, function: Any, *arguments: Any) -> Any:
-        """The result of a function that may take long, on a thread."""
-        running = asyncio.get_running_loop().run_in_executor(self._readers, partial(function, *arguments))
+    async def body(self, request: Request) -> bytes:
+        """The bytes of a request, which must all come within the time of one."""
         try:
-            return await asyncio.wait_for(running, _READING_S)
+            return bytes(await asyncio.wait_for(request.body(), self._timeout_s))
         except (asyncio.TimeoutError, TimeoutError):
-            raise ApiError(503, f"reading the request took more than {_READING_S:.0f} s") from None
+            raise ApiError(408, f"the body took more than {self._timeout_s:g} s to arrive") from None
+
+    async def apart(self, function: Any, *arguments: Any) -> Any:
+        """The result of a function that may take long, on a thread, and gets no more time than that."""
+        return await self._readers.run(partial(function, *arguments), _READING_S)
 
     async def begin(self, body: ChatBody | CompletionBody) -> _Turn:
         """Translate a request, and let its outputs begin."""
@@ -107,7 +110,7 @@ class _Service:
 
         try:
             for i, each in enumerate(requests):
-                await self.apart(submit, i, each)
+                await asyncio.to_thread(submit, i, each)
         except QueueFullError as error:
             turn.cancel()
             raise ApiError(
@@ -205,7 +208,7 @@ def make_app(
 
     Args:
         models: What it serves.
-        hosts: Names by which it may be asked, as in the header `Host`; empty for any.
+        hosts: Names by which it may be asked, as in the header `Host`; empty for any address, and no other name.
         api_key: What clients must send; None for nothing.
         max_body: Most bytes of a request.
         timeout_s: Seconds that an answer may take.
@@ -215,7 +218,7 @@ def make_app(
     service = _Service(models, timeout_s)
 
     async def generation(request: Request, kind: type[Any]) -> Response:
-        body = parsed(kind, await request.body())
+        body = parsed(kind, await service.body(request))
         turn = await service.begin(body)
         if body.stream:
             return StreamingResponse(service.stream(turn), media_type="text/event-stream")
@@ -231,7 +234,7 @@ def make_app(
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = parsed(TokenizeBody, await request.body())
+        body = parsed(TokenizeBody, await service.body(request))
         served = await service.model(body.model)
         tokens = await service.apart(served.translator.tokens_of, body)
         told = {"tokens": tokens, "count": len(tokens), "max_model_len": served.translator.context}
@@ -274,7 +277,7 @@ def make_app(
     def count(path: str, status: int) -> None:
         service.metrics.requests.labels(path, str(status)).inc()
 
-    return Guard(app, hosts=hosts, api_key=api_key, max_body=max_body, on_answer=count)
+    return Guard(app, hosts=hosts, api_key=api_key, max_body=max_body, origins=cors_origins, on_answer=count)
 
 
 class Server(uvicorn.Server):  # type: ignore[misc]  # its types are not followed
