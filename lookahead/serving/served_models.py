@@ -113,12 +113,23 @@ class ServedModels:
                     404, f"model: must be one of {', '.join(map(repr, self.names))}, got {wanted[:100]!r}",
                     param="model", code="model_not_found",
                 )  # fmt: skip
+            gone = self._make_room()
             future = self._begin(wanted)
-            others = [each for each in self._models if each not in self.names]
-            gone = [self._models.pop(each) for each in others[:-_MOST_OTHERS]]
-        for each in gone:
-            each.add_done_callback(_close)
+        if gone is not None:
+            gone.result().loop.close()
         return future
+
+    def _make_room(self) -> Future[ServedModel] | None:
+        """Take out the model that was not asked for longest; ApiError if all of them load or have requests."""
+        others = [each for each in self._models if each not in self.names]
+        if len(others) < _MOST_OTHERS:
+            return None
+        idle = next((each for each in others if _is_idle(self._models[each])), None)
+        if idle is None:
+            raise ApiError(
+                503, f"model: {len(others)} others are in use; ask again later", headers={"Retry-After": "5"}
+            )
+        return self._models.pop(idle)
 
     def _begin(self, name: str) -> Future[ServedModel]:
         future: Future[ServedModel] = Future()
@@ -141,6 +152,9 @@ class ServedModels:
             each.loop.close()
 
 
-def _close(future: Future[ServedModel]) -> None:
-    if future.exception() is None:
-        future.result().loop.close()
+def _is_idle(future: Future[ServedModel]) -> bool:
+    """Whether a model is loaded, and has no requests."""
+    if not future.done() or future.exception() is not None:
+        return False
+    figures = future.result().loop.figures()
+    return not (figures["running"] or figures["waiting"])
