@@ -112,6 +112,13 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(server, plain, streams)
     assert (text, reason) == (whole[: whole.index(stop[0])], "stop")
 
 
+def test_a_special_token_may_be_a_stop_text(server):
+    text, token = next(iter(server.models.wait().tokenizer.get_added_vocab().items()))
+    got = server.ask("abc", stop=[text], logit_bias={str(token): 100})
+    assert got.choices[0].finish_reason == "stop" and got.usage.completion_tokens == 1
+    assert server.ask("abc", logit_bias={str(token): 100}).usage.completion_tokens > 1
+
+
 def test_what_may_begin_a_stop_text_is_held_back():
     for stops in (["abc"], ["bcd", "abc"], ["c"], ["aabb", "b"]):
         for text in ("xxaabcabcab", "aab", "ab", "", "aaabbab"):

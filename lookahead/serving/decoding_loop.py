@@ -37,10 +37,9 @@ from lookahead.hf.state_scope import mixers_of
 from lookahead.kernels.jobs import torch_on_threads
 from lookahead.serving.alone import AloneWorker
 from lookahead.serving.output import Output
-from lookahead.serving.requests import GenerationRequest, OnUpdate, QueueFullError, Ticket, Update
+from lookahead.serving.requests import GenerationRequest, OnUpdate, QueueFullError, Ticket
 from lookahead.utils.machine import memory_bytes
 
-__all__ = ["DecodingLoop", "GenerationRequest", "QueueFullError", "Ticket", "Update"]
 _STEPS = 16  # of a block in which the model is in service
 _MOST_SLOTS = 4096  # of a row, by default
 _SHORT = 64  # tokens that are read between two steps

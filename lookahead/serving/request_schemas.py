@@ -93,10 +93,11 @@ class Message(_Body):
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # of answers that are sent back
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        given = self.model_dump(exclude_none=True)
+        given = self.model_dump(exclude_none=True, exclude={"annotations"})
         given["content"] = text_of(self.content)
         given["role"] = "system" if self.role == "developer" else self.role
         return given

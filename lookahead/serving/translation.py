@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from lookahead.errors import ConfigError, LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.prompts import PromptReader
+from lookahead.generation.validation import resolved
 from lookahead.hf.facts import context_limit
 from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.request_schemas import (
@@ -147,6 +148,11 @@ class Translator:
         elif is_random:
             options["do_sample"] = True
         options["max_new_tokens"] = self._new_tokens(ids, most, most_name)
+        # Special tokens are no part of the text, so that one that ends an output is not found there.
+        special = self._tokenizer.get_added_vocab()
+        if ends := [special[stop] for stop in body.stops if stop in special]:
+            known = resolved(self._model, None, {}, "eos_token_id")
+            options["eos_token_id"] = [*ends, *(known if isinstance(known, list) else [known] * (known is not None))]
         if body.logit_bias:
             options["sequence_bias"] = {(self._token(token),): bias for token, bias in body.logit_bias.items()}
         if body.presence_penalty or body.frequency_penalty:
