@@ -391,6 +391,6 @@ def test_a_dry_run_leaves_the_memory_alone(command, tmp_path):
 
 
 def test_a_server_keeps_the_memory_of_one_model_alone(command):
-    result = command("serve", "--memory", "m.lkm")
+    result = command("serve", "model", "model", "--memory", "m.lkm")
     assert result.exit_code == 2
-    assert "memory m.lkm is that of one model: name the only MODEL to serve" in result.stderr
+    assert "memory m.lkm is that of one model: name one model to serve" in result.stderr

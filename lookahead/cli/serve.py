@@ -12,7 +12,8 @@ from typing import Any, Literal
 from lookahead.cli.options import DeviceOptions, DraftingOptions, new_tokens_option, option
 from lookahead.cli.terminal import console, memory_file_saved_at_exit, prepare, say
 from lookahead.errors import ConfigError
-from lookahead.hf.loading import DEFAULT_MODEL, locate_model
+from lookahead.hf.loading import DEFAULT_MODEL, locate_model, resolve_device
+from lookahead.hf.quantized import resolve_quantize
 
 _PACKAGES = "fastapi", "prometheus_client", "pydantic", "uvicorn"
 
@@ -61,6 +62,7 @@ def serve(options: ServeOptions) -> None:
     if options.memory is not None and len(names) > 1:
         raise ConfigError(f"memory {options.memory} is that of one model: name one model to serve")
     config: Any = options.config()
+    resolve_quantize(options.quantize, resolve_device(options.device))  # before it listens
     with console(sys.stderr).status("loading the model"):
         from lookahead.serving.safety import LOOPBACK
         from lookahead.serving.served_models import ServedModels
