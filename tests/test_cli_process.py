@@ -186,7 +186,7 @@ TEXTS = {
     (" ".join(words), name_of(parameter, details)): parameters
     for words, parameters in commands_of(app)
     for parameter, hint, details in parameters
-    if hint in (str, str | None) and details.metavar not in NAMES_OF_FILES
+    if hint in (str, str | None, list[str]) and details.metavar not in NAMES_OF_FILES
 }
 
 
@@ -205,7 +205,7 @@ def test_a_text_that_is_none_in_the_encoding_of_the_locale_is_refused(words, nam
 
 
 def test_texts_and_names_of_models_are_checked_in_all_commands_that_take_any():
-    some = {("generate", "PROMPT"), ("chat", "--system"), ("serve", "MODEL"), ("pool add", "--model")}
+    some = {("generate", "PROMPT"), ("chat", "--system"), ("serve", "MODELS..."), ("pool add", "--model")}
     assert some | {("summarize", "--field"), ("train", "KIND"), ("memory build", "--model")} <= {*TEXTS}
 
 

@@ -54,14 +54,15 @@ def _check_texts(options: type, values: Mapping[str, Any]) -> None:
     hints = get_type_hints(options)
     for each, _ in options_of(options):
         shown, hint, value = each.metadata.get("metavar"), hints[each.name], values[each.name]
-        if not isinstance(value, str) or shown in _FILES or Path in (hint, *get_args(hint)):
+        if shown in _FILES or Path in (hint, *get_args(hint)):
             continue
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            flag = next(iter(each.metadata["flags"]), f"--{each.name.replace('_', '-')}")
-            name = shown if each.metadata.get("argument") else flag
-            raise ConfigError(f"argument {name} {_describe_locale(value, error.start)}") from error
+        for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                flag = next(iter(each.metadata["flags"]), f"--{each.name.replace('_', '-')}")
+                name = shown if each.metadata.get("argument") else flag
+                raise ConfigError(f"argument {name} {_describe_locale(text, error.start)}") from error
 
 
 def _describe_locale(text: str, place: int) -> str:
