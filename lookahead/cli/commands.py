@@ -56,7 +56,9 @@ def _check_texts(options: type, values: Mapping[str, Any]) -> None:
         shown, hint, value = each.metadata.get("metavar"), hints[each.name], values[each.name]
         if shown in _FILES or Path in (hint, *get_args(hint)):
             continue
-        for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str):
+                continue
             try:
                 text.encode()
             except UnicodeEncodeError as error:
