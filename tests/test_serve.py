@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 import lookahead
 from lookahead.serving.stop_texts import StopTexts
 from lookahead.serving.tool_calls import calls_in
-from tests.support.running_server import Running, save_chatty
+from tests.support.running_server import folder, server
 
+__all__ = ["folder", "server"]  # fixtures
 pytest.importorskip("openai")
 QUESTIONS = ["the cat sat on the cat", "abab abab", "what? what?", "xyz"]
 DRAWN = {"do_sample": True}
@@ -24,18 +24,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> str:
-    return save_chatty(tmp_path_factory.mktemp("served") / "chatty")
-
-
-@pytest.fixture(scope="module")
-def server(folder: str) -> Iterator[Running]:
-    running = Running(folder)
-    yield running
-    running.end()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,8 +19,9 @@ from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.safety import Guard
 from lookahead.serving.served_models import ServedModels
 from lookahead.serving.timed_workers import TimedWorkers
-from tests.support.running_server import Running, save_chatty
+from tests.support.running_server import folder, server
 
+__all__ = ["folder", "server"]  # fixtures
 pytest.importorskip("openai")
 # Each of its states is too large for the limits of llguidance, which tells so only when tokens are taken in.
 TOO_LARGE = {
@@ -33,18 +33,6 @@ TOO_LARGE = {
         for i in range(30)
     ]
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> str:
-    return save_chatty(tmp_path_factory.mktemp("served") / "chatty")
-
-
-@pytest.fixture(scope="module")
-def server(folder: str) -> Iterator[Running]:
-    running = Running(folder)
-    yield running
-    running.end()
 
 
 def test_a_grammar_that_cannot_be_followed_ends_its_own_output_alone(server):

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,21 +24,10 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli.app import app
 from lookahead.serving.request_schemas import ChatBody, parsed
-from tests.support.running_server import Running, save_chatty, wait_until_idle
+from tests.support.running_server import LONG, Running, folder, server, wait_until_idle
 
+__all__ = ["folder", "server"]  # fixtures
 pytest.importorskip("openai")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> str:
-    return save_chatty(tmp_path_factory.mktemp("served") / "chatty")
-
-
-@pytest.fixture(scope="module")
-def server(folder: str) -> Iterator[Running]:
-    running = Running(folder)
-    yield running
-    running.end()
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +176,7 @@ def test_a_key_a_limit_of_bytes_and_an_origin_may_be_set(folder):
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_leaves_ends_its_answer(server, streams):
     wait_until_idle(server)
-    body = {"prompt": "abc", "max_tokens": 500, "n": 3, "stream": streams}
+    body = {**LONG, "stream": streams}
     sent = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
@@ -203,7 +191,7 @@ def test_a_client_that_leaves_ends_its_answer(server, streams):
 def test_a_full_queue_is_told_with_a_time_to_come_again(folder):
     running = Running(folder, decoding={"rows": 1, "queue": 1})
     try:
-        body = {"prompt": "abc", "max_tokens": 500}
+        body = {**LONG, "n": 1}
         with ThreadPoolExecutor(6) as pool:
             answers = [pool.submit(running.raw, "POST", "/v1/completions", body) for _ in range(6)]
             deadline = time.monotonic() + 60
@@ -217,9 +205,9 @@ def test_a_full_queue_is_told_with_a_time_to_come_again(folder):
 
 
 def test_an_answer_that_takes_too_long_is_ended(folder):
-    running = Running(folder, timeout_s=0.02)
+    running = Running(folder, timeout_s=1.0)
     try:
-        body = {"prompt": "abc", "max_tokens": 500, "n": 3}
+        body = LONG
         status, answer = running.raw("POST", "/v1/completions", body)
         assert status == 504 and "--request-timeout" in answer["error"]["message"]
         wait_until_idle(running)
@@ -277,7 +265,7 @@ def test_a_signal_ends_streams_with_a_reason_and_the_command(folder, how, tmp_pa
     line = next(line for line in process.stderr if "serving" in line)
     port = int(line.rpartition("/v1")[0].rpartition(":")[2])
     connection = http.client.HTTPConnection("localhost", port, timeout=120)
-    body = {"prompt": "abc", "max_tokens": 500, "n": 8, "stream": True}
+    body = {**LONG, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body))
     answer = connection.getresponse()
     assert answer.readline().startswith(b"data: ")

@@ -7,8 +7,11 @@ import http.client
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from lookahead.serving.served_models import ServedModels
 from lookahead.serving.web_app import Server, listen, make_app
@@ -71,6 +74,10 @@ class Running:
         assert not self._thread.is_alive()
 
 
+LONG = {"prompt": "abc", "max_tokens": 1900, "n": 8, "logit_bias": {"1": -100, "2": -100}}
+"""A completion without an end-of-sequence token, which takes seconds."""
+
+
 def save_chatty(path: Path) -> str:
     """Save a tiny model with a tokenizer of bytes and a chat template as any other; returns the folder."""
     tokenizer = copy.deepcopy(json_tokenizer())
@@ -88,3 +95,17 @@ def wait_until_idle(server: Running) -> None:
     while server.is_busy and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not server.is_busy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> str:
+    """The folder of a tiny model."""
+    return save_chatty(tmp_path_factory.mktemp("served") / "chatty")
+
+
+@pytest.fixture(scope="module")
+def server(folder: str) -> Iterator[Running]:
+    """A server of that model."""
+    running = Running(folder)
+    yield running
+    running.end()
