@@ -15,6 +15,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.read_prompt import PrefixStore
+from lookahead.backend.torch_backend import TorchBackend
 from lookahead.errors import ConfigError, PromptError
 from lookahead.hf.cache import RowCopy
 from lookahead.serving.decoding_loop import DecodingLoop
@@ -155,7 +156,16 @@ def test_a_request_joins_while_another_is_decoded_and_may_end_before_it(serving,
     assert len(long.tokens) == 400
 
 
-def test_a_prompt_that_begins_as_an_earlier_text_reads_only_the_rest(serving, tiny_llama, tiny_tokenizer):
+def test_a_prompt_that_begins_as_an_earlier_text_reads_only_the_rest(serving, tiny_llama, tiny_tokenizer, monkeypatch):
+    read, unread = TorchBackend.read, list[int]()
+
+    def counted(self: TorchBackend, prompts: Any, first: int = 0, **options: Any) -> Any:
+        held = self.cache.slots.lengths[first : first + len(prompts)]
+        if threading.current_thread() is not threading.main_thread() and len(prompts[0]) >= len(text):  # no probe
+            unread.extend(len(prompt) - int(known) for prompt, known in zip(prompts, held, strict=True))
+        return read(self, prompts, first, **options)
+
+    monkeypatch.setattr(TorchBackend, "read", counted)
     loop, text = serving(tiny_llama, tiny_tokenizer, rows=2), PROMPTS[1] * 4
     first = request_of(tiny_tokenizer, text)
     one = Client(loop, first)
@@ -167,6 +177,7 @@ def test_a_prompt_that_begins_as_an_earlier_text_reads_only_the_rest(serving, ti
     same = Client(loop, first)
     assert same.wait().reused_tokens == len(first.ids) - 1
     assert same.tokens == one.tokens
+    assert unread == [len(first.ids), 4, 1]
     figures = loop.figures()
     assert figures["read_tokens"] == len(first.ids) + 4 + 1 and figures["reused_tokens"] > 0
 
