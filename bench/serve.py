@@ -23,9 +23,10 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,8 +81,15 @@ class Server:
         self._port = int(line.partition("/v1")[0].rpartition(":")[2])
         self.ask([{"role": "user", "content": WARM}])
 
-    def ask(self, messages: Sequence[dict[str, str]], *, leaves_after: int | None = None, **fields: Any) -> Answered:
-        """A streamed answer; a client may leave after some chunks."""
+    def ask(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        leaves_after: int | None = None,
+        on_first: Callable[[], None] = lambda: None,
+        **fields: Any,
+    ) -> Answered:
+        """A streamed answer; a client may leave after some chunks. `on_first` is called at the first token."""
         begin, first, pieces, usage = time.perf_counter(), 0.0, list[str](), dict[str, Any]()
         body = {"messages": list(messages), "temperature": 0, "max_tokens": NEW_TOKENS, "stream": True}
         connection = http.client.HTTPConnection("localhost", self._port, timeout=600)
@@ -97,7 +105,9 @@ class Server:
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 pieces.append(choice["delta"].get("content", ""))
-                first = first or (time.perf_counter() - begin if pieces[-1] else 0.0)
+                if pieces[-1] and not first:
+                    first = time.perf_counter() - begin
+                    on_first()
             if leaves_after is not None and len(pieces) >= leaves_after:
                 break
         connection.close()
@@ -151,9 +161,12 @@ def run(server: Server, rounds: Sequence[Sequence[str]], document: str) -> tuple
         seconds, answers = seconds + took, answers + found
         texts += [each.text for each in found]
     about = [chat(f"{document}\n\n{question}") for question in QUESTIONS]
-    begin = time.perf_counter()
-    first = server.ask(about[0])
-    _, later = at_once(server, about[1:])
+    begin, is_read = time.perf_counter(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        asked_first = pool.submit(server.ask, about[0], on_first=is_read.set)
+        is_read.wait()
+        _, later = at_once(server, about[1:])
+        first = asked_first.result()
     whole = time.perf_counter() - begin
     read, messages = list[dict[str, float]](), list[dict[str, str]]()
     for turn in TURNS:

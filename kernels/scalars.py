@@ -58,6 +58,16 @@ def _narrow_as(number: Any, like: Any) -> Any:
     return narrow
 
 
+@to_intrinsic
+def fma(context: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of float32, rounded once."""
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fma(*values)
+
+    return types.float32(types.float32, types.float32, types.float32), emit
+
+
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def exp(x):
     """The exponential of a float32, with a relative error of 1e-7; 0 where it is no normal float32, NaN for NaN.
@@ -79,4 +89,17 @@ def exp(x):
     second = np.int32(power - first)
     scaled = series * np.int32((first + np.int32(127)) << np.int32(23)).view(np.float32)
     scaled *= np.int32((second + np.int32(127)) << np.int32(23)).view(np.float32)
+    return _F(0.0) if x < _SMALLEST else scaled
+
+
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+def exp_of_negative(x):
+    """`exp` of what is at most 0, by half as many operations."""
+    whole = np.floor(x * _LOG2E + _F(0.5))
+    rest = x - whole * _LN2_HIGH - whole * _LN2_LOW
+    series = _SERIES[0]
+    for i in range(1, 6):
+        series = series * rest + _SERIES[i]
+    series = series * rest * rest + rest + _F(1.0)
+    scaled = series * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
     return _F(0.0) if x < _SMALLEST else scaled

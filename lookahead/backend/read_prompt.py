@@ -43,7 +43,7 @@ class ReadPrompt:
     def kv(self) -> RowCopy:
         """Its keys and values, `[heads, tokens, dim]` each, which are not copied."""
         held = ((at, layer) for at, layer in enumerate(self.cache.layers) if layer.is_initialized)
-        return RowCopy({at: _views(layer, self.tokens) for at, layer in held}, {})
+        return RowCopy({at: _views(layer, self.tokens) for at, layer in held}, {}, self.cache.slots.origins[0])
 
     def copy_to(self, cache: TreeCache, row: int) -> Tensor:
         """Fill an empty row of another cache; returns the logits."""
@@ -82,7 +82,7 @@ def _fill(cache: TreeCache, row: int, held: RowCopy, tokens: int) -> None:
             pair = held.kv.get(at)
             yield None if pair is None else (pair[0][:, :tokens], pair[1][:, :tokens])
 
-    cache.copy_prefix_from(row, states(), tokens)
+    cache.copy_prefix_from(row, states(), tokens, held.origin)
 
 
 class ReadingAhead:

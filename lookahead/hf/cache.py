@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lookahead.drafting.tree import TokenTree
+from lookahead.hf.kv_origins import Origin, new_origin
 from lookahead.hf.state_layers import Levels, StateLayer, States, has_states
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
@@ -28,6 +29,7 @@ class RowCopy(NamedTuple):
 
     kv: dict[int, RowStates]  # keys and values, `[heads, tokens, dim]`
     states: dict[int, States]
+    origin: Origin = ()  # of the keys and values
 
 
 class TreeSlots:
@@ -35,6 +37,7 @@ class TreeSlots:
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)  # committed tokens, with KV in slots 0..length-1
+        self.origins = [new_origin() for _ in range(rows)]
         self.rows, self.capacity = rows, capacity  # slots of a row
         self.first, self.active = 0, rows  # the rows of a pass: first..first+active-1, numbered from 0 by `lengths`
         self.width = self.kv_length = 0  # nodes the running pass writes per row, and slots its queries may look at
@@ -269,6 +272,7 @@ class TreeCache(Cache):
         slots = self.slots
         lengths = np.zeros(rows, np.int64)
         lengths[: slots.active] = slots.lengths[: slots.active]
+        slots.origins = slots.origins[:rows] + [new_origin() for _ in range(rows - slots.rows)]
         slots.lengths, slots.rows, slots.capacity = lengths, rows, capacity
         for layer in self._written():
             layer.grow()
@@ -278,6 +282,7 @@ class TreeCache(Cache):
         for buffer in self.buffers():
             buffer[row, start:] = 0
         self.slots.lengths[row] = start
+        self.slots.origins[row] = new_origin(self.slots.origins[row], start)
         if not start:
             self._forget_states(row)
 
@@ -332,9 +337,9 @@ class TreeCache(Cache):
                 kv[at] = keys, values
             if isinstance(layer, StateLayer):
                 states[at] = dict(layer.committed[row])
-        return RowCopy(kv, states)
+        return RowCopy(kv, states, self.slots.origins[row])
 
-    def copy_prefix_from(self, row: int, states: Iterable[RowStates | None], length: int) -> None:
+    def copy_prefix_from(self, row: int, states: Iterable[RowStates | None], length: int, origin: Origin = ()) -> None:
         """Fill an empty row with the KV of its first `length` tokens: by layer keys and values, `[heads, n, dim]`.
 
         A sliding-window layer may hold only the last of them, and fills the slots before `length`. A layer without any,
@@ -350,11 +355,13 @@ class TreeCache(Cache):
                 layer.lazy_initialization(keys[None], values[None])
             for buffer, each in ((layer.keys, keys), (layer.values, values)):
                 buffer[row, length - each.shape[1] : length] = each.transpose(0, 1)
-        self.slots.lengths[row] = length
+        self.slots.lengths[row], self.slots.origins[row] = length, new_origin(origin, length)
 
     def hold_root(self, row: int) -> None:
         """Let the newest committed token of a row be the root of its first tree."""
-        self.slots.lengths[row] -= 1
+        slots = self.slots
+        slots.lengths[row] -= 1
+        slots.origins[row] = new_origin(slots.origins[row], int(slots.lengths[row]))
         if self.states:
             self._ahead.add(row)
 
@@ -365,13 +372,13 @@ class TreeCache(Cache):
             length = int(self.slots.lengths[last])
             for buffer in self.buffers():
                 buffer[row, :length] = buffer[last, :length]
-            self.slots.lengths[row] = length
+            self.slots.lengths[row], self.slots.origins[row] = length, self.slots.origins[last]
             for layer in self.states:
                 layer.committed[row] = layer.committed.pop(last, {})
             self._ahead = {row if each == last else each for each in self._ahead - {row}}
         self._forget_states(last)
         self.levels = None
-        self.slots.lengths[last] = 0
+        self.slots.lengths[last], self.slots.origins[last] = 0, new_origin()
         self.slots.active = last
         return last
 

@@ -14,6 +14,7 @@ from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Spa
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.cache import TreeCache
+from lookahead.hf.kv_origins import Origin, sharing_groups
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import Job, leader, table_of
 from lookahead.kernels.layer_ops import storing
@@ -40,6 +41,7 @@ class PassTable(KeepsAddresses):
     address of what it writes, so that those of a pass take few operations. They are for certain weights, for the
     buffers that a cache has now, and for one number of rows. The nodes of all rows stand behind each other without
     padding. Those of a single row write their keys and values into its slots; of several rows they are copied there.
+    Rows whose first keys and values are copies of one text read them once.
 
     Args:
         parts: The modules.
@@ -72,8 +74,10 @@ class PassTable(KeepsAddresses):
         self._kept = {place: hidden.new_empty(1, most, size) for place in keeps if place}
         self._space = Space.of(hidden, [*weights, *of_head], most)
         self._positions = hidden.new_empty(1, most, dim), hidden.new_empty(1, most, dim)
-        shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (most,)
-        self._nodes, self._trees, self._places = (np.zeros(shape, np.int64) for shape in shapes)
+        shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (most,), (rows, 2 + row_attention.MAX_SHARING)
+        self._nodes, self._trees, self._places, self._groups = (np.zeros(shape, np.int64) for shape in shapes)
+        self._origins: list[Origin] = []  # of the rows, when the groups were made
+        self._sharing_step = row_attention.sharing_step(hidden.dtype)
         self._written = [hidden.new_empty(1, most, each.outputs) for each in weights[1:3]] if rows > 1 else []
         self._threads = torch.get_num_threads()
         for at in range(len(parts.layers)):
@@ -125,6 +129,7 @@ class PassTable(KeepsAddresses):
         self._hidden[:, :tokens] = hidden
         for held, each in zip(self._positions, positions, strict=True):
             held[:, :tokens] = each
+        self._group(starts)
         first, capacity = 0, self._slots.capacity
         for row, (tree, start, done) in enumerate(zip(trees, starts, scored, strict=True)):
             nodes = len(tree.tokens)
@@ -137,6 +142,14 @@ class PassTable(KeepsAddresses):
         numbers = self._of(tokens, self._slots.start, written)  # they live until the call has ended
         leader()(team_of(threads) if threads > 1 else 0, numbers.ctypes.data, threads)
         return written
+
+    def _group(self, starts: Sequence[int]) -> None:
+        """Group the rows that share keys and values, where others are in the cache than in the newest pass."""
+        origins = self._slots.origins[: len(starts)]
+        if origins != self._origins:
+            most = row_attention.MAX_SHARING
+            self._groups[:] = sharing_groups(origins, starts, most=most, step=self._sharing_step)
+            self._origins = origins
 
     def kept(self, hidden: Tensor) -> dict[int, Tensor]:
         """The hidden states that the newest pass kept, by place; it was given `hidden`, `[1, tokens, size]`."""
@@ -153,7 +166,8 @@ class PassTable(KeepsAddresses):
         space, own = self._space.first(tokens), self._hidden[:, :tokens]
         kept = {place: each[:, :tokens] for place, each in self._kept.items()}
         cos, sin = (each[:, :tokens] for each in self._positions)
-        trees = {"nodes": torch.from_numpy(self._nodes), "trees": torch.from_numpy(self._trees)}
+        of_rows = {"nodes": self._nodes, "trees": self._trees, "groups": self._groups}
+        trees = {name: torch.from_numpy(each) for name, each in of_rows.items()}
         places = torch.from_numpy(self._places)
         jobs, count = list[Job](), len(LINEARS)
         for at, parts in enumerate(self._parts.layers):
