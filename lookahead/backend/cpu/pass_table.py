@@ -129,7 +129,8 @@ class PassTable(KeepsAddresses):
         self._hidden[:, :tokens] = hidden
         for held, each in zip(self._positions, positions, strict=True):
             held[:, :tokens] = each
-        self._group(starts)
+        if self._slots.origins[: len(starts)] != self._origins:
+            self._group(starts)
         first, capacity = 0, self._slots.capacity
         for row, (tree, start, done) in enumerate(zip(trees, starts, scored, strict=True)):
             nodes = len(tree.tokens)
@@ -144,12 +145,11 @@ class PassTable(KeepsAddresses):
         return written
 
     def _group(self, starts: Sequence[int]) -> None:
-        """Group the rows that share keys and values, where others are in the cache than in the newest pass."""
+        """Group the rows that share keys and values."""
         origins = self._slots.origins[: len(starts)]
-        if origins != self._origins:
-            most = row_attention.MAX_SHARING
-            self._groups[:] = sharing_groups(origins, starts, most=most, step=self._sharing_step)
-            self._origins = origins
+        most = row_attention.MAX_SHARING
+        self._groups[:] = sharing_groups(origins, starts, most=most, step=self._sharing_step)
+        self._origins = origins
 
     def kept(self, hidden: Tensor) -> dict[int, Tensor]:
         """The hidden states that the newest pass kept, by place; it was given `hidden`, `[1, tokens, size]`."""
