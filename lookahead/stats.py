@@ -11,7 +11,7 @@ from typing import Any, Literal
 _SECONDS = ("prefill_s", "decode_s", "ttft_s")
 # What `to_dict` shows, by the digits after the point.
 _SHOWN = (
-    (0, "prompt_tokens emitted_tokens target_forwards bitwise_forwards exactness backend"),
+    (0, "prompt_tokens reused_tokens emitted_tokens target_forwards bitwise_forwards exactness backend"),
     (0, "drafted_tokens accepted_tokens"),
     (4, "mean_acceptance_length draft_acceptance_rate"),
     (3, "expected_tokens"),
@@ -29,6 +29,7 @@ class DecodingStats:
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
+        reused_tokens: Tokens of the prompt whose keys and values were copied from an earlier text (`prefix_bytes`).
         emitted_tokens: New tokens, an end-of-sequence token included.
         target_forwards: Target passes that verified this row's tree; prefill passes are not counted.
         bitwise_forwards: Those of them that computed what `model.generate` computes bit for bit.
@@ -50,6 +51,7 @@ class DecodingStats:
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     emitted_tokens: int = 0
     target_forwards: int = 0
     bitwise_forwards: int = 0

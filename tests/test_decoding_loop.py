@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backend.read_prompt import PrefixStore
+from lookahead.backend.read_prompt import PrefixStore, prefixes_of
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.errors import ConfigError, PromptError
 from lookahead.hf.cache import RowCopy
@@ -157,6 +157,7 @@ def test_a_request_joins_while_another_is_decoded_and_may_end_before_it(serving,
 
 
 def test_a_prompt_that_begins_as_an_earlier_text_reads_only_the_rest(serving, tiny_llama, tiny_tokenizer, monkeypatch):
+    prefixes_of(tiny_llama, 0)  # without what other tests have read
     read, unread = TorchBackend.read, list[int]()
 
     def counted(self: TorchBackend, prompts: Any, first: int = 0, **options: Any) -> Any:
@@ -172,10 +173,10 @@ def test_a_prompt_that_begins_as_an_earlier_text_reads_only_the_rest(serving, ti
     one.wait()
     turn = GenerationRequest(ids=[*first.ids, *one.tokens, 5, 6, 7], options=first.options)
     two = Client(loop, turn)
-    assert two.wait().reused_tokens == len(first.ids) + len(one.tokens) - 1  # the last token's are not known yet
+    assert two.wait().stats.reused_tokens == len(first.ids) + len(one.tokens) - 1  # the last token's are not known yet
     assert two.tokens == alone(tiny_llama, tiny_tokenizer, turn).token_ids[0]
     same = Client(loop, first)
-    assert same.wait().reused_tokens == len(first.ids) - 1
+    assert same.wait().stats.reused_tokens == len(first.ids) - 1
     assert same.tokens == one.tokens
     assert unread == [len(first.ids), 4, 1]
     figures = loop.figures()
@@ -185,7 +186,7 @@ def test_a_prompt_that_begins_as_an_earlier_text_reads_only_the_rest(serving, ti
 def test_no_keys_are_kept_where_no_bytes_are_given_for_them(serving, tiny_llama, tiny_tokenizer):
     loop = serving(tiny_llama, tiny_tokenizer, rows=1, prefix_bytes=0)
     for _ in range(2):
-        assert Client(loop, request_of(tiny_tokenizer, PROMPTS[1])).wait().reused_tokens == 0
+        assert Client(loop, request_of(tiny_tokenizer, PROMPTS[1])).wait().stats.reused_tokens == 0
     assert loop.store.nbytes == 0
 
 
@@ -308,7 +309,7 @@ def test_options_out_of_range_are_refused_by_name(options, message, tiny_llama, 
 
 
 def held(tokens: int, heads: int = 2, dim: int = 4) -> RowCopy:
-    return RowCopy({0: (torch.zeros(heads, tokens, dim), torch.zeros(heads, tokens, dim))}, {})
+    return RowCopy({0: (torch.zeros(heads, tokens, dim), torch.zeros(heads, tokens, dim))}, {}, tokens)
 
 
 def ids(*tokens: int) -> np.ndarray[Any, Any]:
@@ -358,11 +359,33 @@ def test_models_whose_layers_differ_or_that_verify_no_trees_are_served(name, tin
 
 
 @pytest.mark.parametrize("name", KEEPING_MORE)
-def test_prompts_of_models_that_keep_more_than_keys_and_values_are_read_whole(serving, name, tiny_tokenizer):
+def test_texts_of_models_that_keep_more_than_keys_and_values_are_used_whole_or_not_at_all(
+    serving, name, tiny_tokenizer
+):
     model = build(FAMILIES[name])
     loop = serving(model, tiny_tokenizer, rows=2)
     requests = [GenerationRequest(ids=[*range(5, 5 + length)], options=GREEDY) for length in (40, 40, 70, 9)]
     clients = [Client(loop, request) for request in requests]
     for client, request in zip(clients, requests, strict=True):
-        assert client.wait().reused_tokens == 0
+        assert client.wait().stats.reused_tokens == 0
+        assert client.tokens == alone(model, tiny_tokenizer, request).token_ids[0]
+
+
+CONTINUED = "Bamba", "Lfm2", "Lfm2Moe", "OlmoHybrid", "Qwen3_5", "Qwen3Next", "Zamba2"
+BEGUN_ANEW = "FalconMamba", "Jamba", "Mamba", "Zamba"  # by a pass of several tokens, in transformers too
+
+
+@pytest.mark.parametrize("name", CONTINUED + BEGUN_ANEW)
+def test_the_next_turn_of_a_recurrent_model_reads_its_new_tokens_where_it_can_go_on(serving, name, tiny_tokenizer):
+    """The states at the end of a turn are kept; a prompt that leaves the text before its end reads all."""
+    model = build(FAMILIES[name])
+    loop = serving(model, tiny_tokenizer, rows=2)
+    first = GenerationRequest(ids=[*range(5, 45)], options=GREEDY)
+    client = Client(loop, first)
+    client.wait()
+    text = [*first.ids, *client.tokens]
+    for ids, reused in (([*text, 7, 8, 9], len(text) - 1), ([*text[:-4], 7, 8, 9], 0), (text[:-1], 0)):
+        request = GenerationRequest(ids=ids, options=GREEDY)
+        client = Client(loop, request)
+        assert client.wait().stats.reused_tokens == (reused if name in CONTINUED else 0)
         assert client.tokens == alone(model, tiny_tokenizer, request).token_ids[0]

@@ -165,6 +165,30 @@ def _reads_behind_padding(model: Any, probe: Sequence[int]) -> bool:
     return agree(model, logits, own)
 
 
+def continues_texts(model: PreTrainedModel) -> bool:
+    """Whether a model with states reads tokens behind a text that it has read as it reads them with this text.
+
+    Some begin anew wherever a pass has several tokens. The first call probes it.
+    """
+    return state_of(model).probed("continuing", model, partial(_continues_texts, model), truth)
+
+
+@torch.inference_mode()
+def _continues_texts(model: Any) -> bool:
+    config, vocabulary = model.config.get_text_config(), decoder_vocabulary(model)
+    text = np.array([token * vocabulary // 9 for token in PROBES[0] + PROBES[1]], np.int32)
+    try:
+        past, half = DynamicCache(config=config), len(text) // 2
+        own_pass(model, text[:half], past, 0)
+        continued = own_pass(model, text[half:], past, half)
+        return agree(model, continued, own_pass(model, text, DynamicCache(config=config), 0))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        state_of(model).note_problem(f"{type(model).__name__} continues no text", with_place(error))
+        return False
+
+
 @torch.inference_mode()
 def scores_like_the_model(
     model: PreTrainedModel, shape: Shape, tokens: Sequence[int], *, behind_own: bool = False

@@ -13,8 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.backend.choice import backend_for
+from lookahead.backend.probes import continues_texts
 from lookahead.drafting.tree import IntArray
 from lookahead.hf.cache import RowCopy, RowStates, TreeCache
+from lookahead.hf.facts import may_keep_states, picks_keys, prefills_at_once
+from lookahead.hf.model_code import version_of
+from lookahead.hf.model_state import state_of
+from lookahead.hf.state_scope import mixers_of
 
 _FEWEST_TOKENS = 16  # of a prefix that is worth a copy
 
@@ -43,7 +48,8 @@ class ReadPrompt:
     def kv(self) -> RowCopy:
         """Its keys and values, `[heads, tokens, dim]` each, which are not copied."""
         held = ((at, layer) for at, layer in enumerate(self.cache.layers) if layer.is_initialized)
-        return RowCopy({at: _views(layer, self.tokens) for at, layer in held}, {}, self.cache.slots.origins[0])
+        kv, origin = {at: _views(layer, self.tokens) for at, layer in held}, self.cache.slots.origins[0]
+        return RowCopy(kv, {}, self.tokens, origin)
 
     def copy_to(self, cache: TreeCache, row: int) -> Tensor:
         """Fill an empty row of another cache; returns the logits."""
@@ -68,6 +74,12 @@ class Prefix(NamedTuple):
         if self.held is not None:
             _fill(cache, row, self.held, self.tokens)
 
+    def cut(self) -> RowCopy:
+        """What is held of the tokens that are shared."""
+        assert self.held is not None
+        kv = {at: (keys[:, : self.tokens], values[:, : self.tokens]) for at, (keys, values) in self.held.kv.items()}
+        return self.held._replace(kv=kv, tokens=self.tokens)
+
 
 def _views(layer: Any, tokens: int) -> RowStates:
     keys, values = (each[0, :tokens].transpose(0, 1) for each in (layer.keys, layer.values))
@@ -83,6 +95,8 @@ def _fill(cache: TreeCache, row: int, held: RowCopy, tokens: int) -> None:
             yield None if pair is None else (pair[0][:, :tokens], pair[1][:, :tokens])
 
     cache.copy_prefix_from(row, states(), tokens, held.origin)
+    for at, of_layer in held.states.items():
+        cache.layers[at].committed[row] = dict(of_layer)
 
 
 class ReadingAhead:
@@ -117,12 +131,15 @@ class ReadingAhead:
 class PrefixStore:
     """Keys and values of texts, of which later prompts copy what they begin with. Threads may share it.
 
+    Texts of models with recurrent layers have states besides, which stand behind their last token: a prompt uses such a
+    text only if it begins with all of it, as the next turn of a chat does.
+
     Args:
         most_bytes: Bytes that they take together; what was not used for longest goes first. 0 keeps nothing.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._most, self._lock = most_bytes, Lock()
+        self.most_bytes, self._lock = most_bytes, Lock()
         self._texts: OrderedDict[int, tuple[IntArray, RowCopy, int]] = OrderedDict()  # tokens, their KV, bytes
         self._newest = 0
 
@@ -135,7 +152,8 @@ class PrefixStore:
     def longest(self, ids: IntArray) -> Prefix:
         """The text that shares most of its first tokens with a prompt; a token is left to be read."""
         with self._lock:
-            shared = {key: _shared(tokens, ids) for key, (tokens, _, _) in self._texts.items()}
+            texts = self._texts.items()
+            shared = {key: _usable(tokens, ids, is_whole=bool(held.states)) for key, (tokens, held, _) in texts}
             best = max(shared, key=shared.__getitem__, default=None)
             if best is None or shared[best] < _FEWEST_TOKENS:
                 return Prefix(None, 0)
@@ -143,9 +161,10 @@ class PrefixStore:
             return Prefix(self._texts[best][1], min(shared[best], len(ids) - 1))
 
     def put(self, ids: IntArray, held: RowCopy) -> None:
-        """Keep the keys and values of a text, `[heads, tokens, dim]`, in place of texts that it begins with."""
+        """Keep what a cache holds of a text, in place of texts that it begins with."""
         nbytes = sum(each.nbytes for pair in held.kv.values() for each in pair)
-        if len(ids) < _FEWEST_TOKENS or nbytes > self._most or not nbytes:
+        nbytes += sum(each.nbytes for of_layer in held.states.values() for each in of_layer.values())
+        if len(ids) < _FEWEST_TOKENS or nbytes > self.most_bytes or not nbytes:
             return
         with self._lock:
             for key, (tokens, _, _) in list(self._texts.items()):
@@ -155,8 +174,20 @@ class PrefixStore:
                     return
             self._newest += 1
             self._texts[self._newest] = ids, held, nbytes
-            while sum(each for _, _, each in self._texts.values()) > self._most:
+        self.limit(self.most_bytes)
+
+    def limit(self, most_bytes: int) -> None:
+        """Keep at most so many bytes from now on."""
+        with self._lock:
+            self.most_bytes = most_bytes
+            while sum(each for _, _, each in self._texts.values()) > most_bytes:
                 self._texts.popitem(last=False)
+
+
+def _usable(text: IntArray, ids: IntArray, *, is_whole: bool) -> int:
+    """How many tokens of a text a prompt may copy; all or none where `is_whole`."""
+    shared = _shared(text, ids)
+    return shared if not is_whole or shared == len(text) < len(ids) else 0
 
 
 def _shared(some: IntArray, others: IntArray) -> int:
@@ -164,3 +195,27 @@ def _shared(some: IntArray, others: IntArray) -> int:
     size = min(len(some), len(others))
     differs = np.flatnonzero(some[:size] != others[:size])
     return int(differs[0]) if len(differs) else size
+
+
+def prefixes_of(model: PreTrainedModel, most_bytes: int) -> PrefixStore:
+    """The store of a model, which all its calls share; it is emptied once the weights or the code of the model changed.
+
+    It keeps nothing of encoder-decoder models, models with an indexer, and those that cannot go on from their states.
+
+    Args:
+        model: The model.
+        most_bytes: Bytes that the store may take from now on.
+    """
+    state, version = state_of(model), version_of(model).number
+    if state.prefixes is None or state.prefixes[0] != version:
+        state.prefixes = version, PrefixStore(0)
+    store: PrefixStore = state.prefixes[1]
+    copies = not (model.config.is_encoder_decoder or picks_keys(model) or prefills_at_once(model))
+    copies = copies and (reads_apart(model) or continues_texts(model))
+    store.limit(most_bytes if copies else 0)
+    return store
+
+
+def reads_apart(model: PreTrainedModel) -> bool:
+    """Whether a prompt may be read in a cache of its own, as it leaves keys and values alone."""
+    return not (picks_keys(model) or (may_keep_states(model) and bool(mixers_of(model))))

@@ -148,10 +148,12 @@ class Engine:
         texts = [row.text for row in rows]
         for i, prefix in enumerate(prefixes, first):
             prefix.copy_to(self.cache, i)
+            self._rows[i].stats.reused_tokens = prefix.tokens
         if read is None:
             logits = self._backend.read(texts, first, encoded=joining, on_prefill=self._on_prefill)
         else:
             logits = read.copy_to(self.cache, first)
+            rows[0].stats.reused_tokens = read.reused
         report = self._backend.report()
         self._state.log_once(self._call.is_chain, report)
         for row in rows:

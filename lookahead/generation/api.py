@@ -197,6 +197,7 @@ def stream_many(
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     cache_tokens: int | None = None,
+    prefix_bytes: int = 0,
     **generate_kwargs: Any,
 ) -> Iterator[Completion]:
     """Continue any number of prompts, several at a time; each is yielded as soon as it is done.
@@ -230,6 +231,9 @@ def stream_many(
             on a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there
             is room for it, the input of an encoder included, and its output; one that needs more than all of it is
             decoded alone.
+        prefix_bytes: Bytes of keys and values of earlier texts that the model's calls keep: a prompt that begins as one
+            of them reads only the rest, as `stats.reused_tokens` tells. In half precision the bits are those of a text
+            that is read in parts, so that nearly equal tokens may differ. 0 reads every prompt whole.
         **generate_kwargs: Options of `model.generate`; processors and criteria must be of transformers' own kinds that
             keep no state. Processors of your own go into `per_row`.
 
@@ -256,7 +260,7 @@ def stream_many(
     if isinstance(prediction, str | Mapping) or not isinstance(prediction, Iterable | None):
         raise PromptError(f"prediction must have an entry for each prompt, got {type(prediction).__name__}")
     expected = repeat(None) if prediction is None else iter(prediction)
-    scheduler = Scheduler(reader, rows, cache_tokens, predicts=prediction is not None)
+    scheduler = Scheduler(reader, rows, cache_tokens, prefix_bytes=prefix_bytes, predicts=prediction is not None)
     return _stream(scheduler, separated, expected)
 
 

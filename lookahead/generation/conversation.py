@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.config import LookaheadConfig
+from lookahead.backend.read_prompt import prefixes_of
+from lookahead.config import LookaheadConfig, check_whole
 from lookahead.errors import PromptError
 from lookahead.generation.api import stream
-from lookahead.generation.hf_outputs import TextStream
+from lookahead.generation.hf_outputs import TextStream, append_states
 from lookahead.generation.prediction_reading import Predictions
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
 from lookahead.generation.validation import check_pair
@@ -29,6 +31,8 @@ class Conversation:
         config: How to draft; the defaults if None.
         max_new_tokens: The most tokens of an answer, at least 1.
         chat_template_kwargs: Options of the chat template.
+        prefix_bytes: Bytes of keys and values of earlier texts that the model's calls keep, as of
+            `lookahead.stream_many`: another conversation that begins alike reads only the rest.
         options: As of `lookahead.stream`.
 
     Attributes:
@@ -49,6 +53,7 @@ class Conversation:
         config: LookaheadConfig | None = None,
         max_new_tokens: int = 512,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        prefix_bytes: int = 0,
         **options: Any,
     ) -> None:
         check_pair(model, tokenizer)
@@ -57,6 +62,8 @@ class Conversation:
                 f"the tokenizer of {model.config.name_or_path or type(model).__name__!r} has no chat template; chat "
                 "with an instruction model"
             )
+        check_whole("prefix_bytes", prefix_bytes, 0)
+        self._prefix_bytes = prefix_bytes
         context = context_limit(model)
         reserved = max_new_tokens if context is None else min(max_new_tokens, max(1, context // 4))
         self._model, self._tokenizer = model, tokenizer
@@ -101,6 +108,9 @@ class Conversation:
                 said.append(piece)
                 yield piece
             self._held = [*ids, *pieces.token_ids[:-1]]
+            if self._prefix_bytes and (kept := pieces.kept) is not None:
+                text = np.array(self._held[: kept.tokens], np.int32)
+                prefixes_of(self._model, self._prefix_bytes).put(text, kept)
         finally:
             pieces.close()
             self.messages.append({"role": "assistant", "content": "".join(said)})
@@ -117,3 +127,8 @@ class Conversation:
         elif is_cut:
             self._cache.crop(shared - len(self._held))
             self._held = self._held[:shared]
+        if self._prefix_bytes:
+            prefix = prefixes_of(self._model, self._prefix_bytes).longest(np.array(ids, np.int32))
+            if prefix.held is not None and prefix.tokens > len(self._held):
+                self._cache, self._held = DynamicCache(config=self._model.config), ids[: prefix.tokens]
+                append_states(self._cache, [prefix.cut()], [0])

@@ -59,6 +59,11 @@ class TextStream(Iterator[str]):
         """The counters so far."""
         return self._engine.stats[0]
 
+    @property
+    def kept(self) -> RowCopy | None:
+        """What the engine's cache held at the end, if a cache was passed in."""
+        return getattr(self._engine, "kept", {}).get(0)
+
     def _run(self, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
         """Decode the tokens of every step into text."""
         text = TextPieces(tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,13 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.backend.protocol import OnPrefill
+from lookahead.backend.read_prompt import PrefixStore, ReadingAhead, prefixes_of, reads_apart
 from lookahead.backend.support import support_of
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
-from lookahead.generation.assembly import assemble
+from lookahead.generation.assembly import assemble, backend_options
 from lookahead.generation.cache_room import MAX_ROWS, cache_tokens_of, fits, make_room, rows_of
 from lookahead.generation.plan import RequestPlan, joins_alone
 from lookahead.generation.prompts import Prompt, PromptReader
@@ -66,7 +68,7 @@ class Completion:
 class Scheduler:
     """Decodes the prompts of a reader in `rows` rows; they may be added while others are being decoded.
 
-    `rows` and `cache_tokens` are those of `stream_many`; `on_prefill` may be set to what `generate` takes by that name.
+    `rows`, `cache_tokens` and `prefix_bytes` are those of `stream_many`; `on_prefill` may be set to that of `generate`.
     A prompt is decoded apart from these rows where nothing else is exact: if tokens are sampled, with a user's own
     processors, criteria or sources of drafts, and with models that score no trees.
     """
@@ -77,6 +79,7 @@ class Scheduler:
         rows: int | None = None,
         cache_tokens: int | None = None,
         *,
+        prefix_bytes: int = 0,
         predicts: bool = False,  # whether prompts may come with predictions
     ) -> None:
         self._reader, self._model, self._tokenizer = reader, reader.model, reader.tokenizer
@@ -113,7 +116,10 @@ class Scheduler:
         check_whole("rows", self.rows, 1, MAX_ROWS)
         self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
-        self._predicts = predicts
+        check_whole("prefix_bytes", prefix_bytes, 0)
+        self._prefix_bytes, self._predicts = prefix_bytes, predicts
+        self._prefixes: PrefixStore | None = None
+        self._reader_ahead: ReadingAhead | None = None
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
         self._engine: Engine | None = None
         self.on_prefill: OnPrefill | None = None
@@ -174,13 +180,32 @@ class Scheduler:
         engine.report_prefill(self.on_prefill)
         with engine.serving():
             for rows in self._in_passes(joining):
-                step_outputs += engine.admit(rows)
+                step_outputs += self._admit(engine, rows)
             for _ in range(0 if joining else _PASSES):
                 step_outputs = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
                 if any(each.finished for each in step_outputs):
                     break
         ended = [(each, self._running[each.row].row) for each in step_outputs if each.finished]
+        for _, row in ended:
+            held = engine.kept.pop(row.index, None)
+            if held is not None and self._prefixes is not None:
+                self._prefixes.put(row.text[: held.tokens], held)
         return [self._completion(last.row, last, row.stats, row) for last, row in ended]
+
+    def _admit(self, engine: Engine, rows: Sequence[Row]) -> list[StepOutput]:
+        """Let rows join; a prompt that begins as an earlier text reads only the rest, if such texts are kept."""
+        if not self._prefix_bytes:
+            return engine.admit(rows)
+        (row,), store = rows, prefixes_of(self._model, self._prefix_bytes)
+        if store is not self._prefixes:
+            options = backend_options(self._model, self._config)
+            self._prefixes, self._reader_ahead = store, ReadingAhead(self._model, store, options)
+        if self._reader_ahead is None or not reads_apart(self._model):
+            return engine.admit(rows, prefixes=[store.longest(row.text)])
+        began = time.perf_counter()
+        read = self._reader_ahead.read(row.text)
+        row.stats.prefill_s = time.perf_counter() - began
+        return engine.admit(rows, read=read)
 
     def _completion(self, index: int, last: StepOutput, stats: DecodingStats, row: Row | None) -> Completion:
         """The result of a prompt that ended with a step; without a row that step gave all its tokens."""
@@ -261,13 +286,14 @@ class Scheduler:
                 is_foreign=self._is_foreign,
                 predicts=self._predicts,
                 is_constrained=first.grammar is not None,  # the options of all prompts are the same
+                keep_cache=self._prefix_bytes > 0,
             )
         needs = list(map(self._slots_of, self._running.values()))
         make_room(self._engine.cache, needs, self._cache_tokens, self.rows, longest)
 
     def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
         """Group rows whose prompts are read in one pass: those of similar length, so that little padding is read."""
-        if self._engine is not None and self._engine.reads_alone:
+        if self._prefix_bytes or (self._engine is not None and self._engine.reads_alone):
             return [[row] for row in rows]
         passes: list[list[Row]] = []
         for row in sorted(rows, key=lambda each: each.tokens):

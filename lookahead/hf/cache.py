@@ -28,7 +28,8 @@ class RowCopy(NamedTuple):
     """What a cache holds of a row, by the index of the layer."""
 
     kv: dict[int, RowStates]  # keys and values, `[heads, tokens, dim]`
-    states: dict[int, States]
+    states: dict[int, States]  # behind the last of the tokens
+    tokens: int
     origin: Origin = ()  # of the keys and values
 
 
@@ -337,7 +338,7 @@ class TreeCache(Cache):
                 kv[at] = keys, values
             if isinstance(layer, StateLayer):
                 states[at] = dict(layer.committed[row])
-        return RowCopy(kv, states, self.slots.origins[row])
+        return RowCopy(kv, states, length, self.slots.origins[row])
 
     def copy_prefix_from(self, row: int, states: Iterable[RowStates | None], length: int, origin: Origin = ()) -> None:
         """Fill an empty row with the KV of its first `length` tokens: by layer keys and values, `[heads, n, dim]`.

@@ -57,6 +57,7 @@ class ModelState:
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.threads: dict[int, int] = {}  # that share a pass on a CPU, by how many torch is set to
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
+        self.prefixes: Any = None  # a version, and the `PrefixStore` of texts that were read with it
         self.encoding: Any = None  # the class and the sizes of what its encoder gave last (`lookahead.hf.encoding`)
         self.problems: dict[str, str] = {}  # what turned a faster path off, by path
         self._noted = 0  # problems, repeated ones too

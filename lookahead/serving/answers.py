@@ -24,14 +24,13 @@ class Choice:
         tokens: How many tokens it has.
         finish_reason: Why it ended; None before.
         stats: Its counters.
-        reused_tokens: Tokens of the prompt that were not read for it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self.text, self.tokens = StopTexts(stops), "", 0
         self.logprobs = list[TokenLogprobs]()
         self.finish_reason: str | None = None
-        self.stats, self.reused_tokens = DecodingStats(), 0
+        self.stats = DecodingStats()
 
     def add(self, update: Update) -> str:
         """Take an update; returns the text that is new and certain."""
@@ -39,7 +38,7 @@ class Choice:
         self.text += piece
         self.tokens += len(update.tokens)
         self.logprobs += update.logprobs
-        self.stats, self.reused_tokens = update.stats, update.reused_tokens
+        self.stats = update.stats
         if self.has_stopped or update.end is not None:
             self.finish_reason = "length" if update.end == "length" and not self.has_stopped else "stop"
         return piece
@@ -90,7 +89,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in self.choices)},
+            "prompt_tokens_details": {"cached_tokens": sum(each.stats.reused_tokens for each in self.choices)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.accepted_prediction_tokens,
                 "rejected_prediction_tokens": stats.rejected_prediction_tokens,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.backend.read_prompt import Prefix, PrefixStore, ReadingAhead, ReadPrompt
+from lookahead.backend.read_prompt import Prefix, ReadingAhead, ReadPrompt, prefixes_of, reads_apart
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
@@ -32,8 +32,7 @@ from lookahead.generation.cache_room import MAX_ROWS, bytes_of_token, cache_toke
 from lookahead.generation.plan import RequestPlan
 from lookahead.generation.prompts import PromptReader
 from lookahead.generation.validation import validate_call
-from lookahead.hf.facts import input_device, may_keep_states, picks_keys, prefills_at_once
-from lookahead.hf.state_scope import mixers_of
+from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.kernels.jobs import torch_on_threads
 from lookahead.serving.alone import AloneWorker
 from lookahead.serving.output import Output
@@ -92,10 +91,9 @@ class DecodingLoop:
         self._queue, self._numbers = queue, itertools.count()
         self._joins_none = model.config.is_encoder_decoder or prefills_at_once(model)
         self._reads_beside = input_device(model).type == "cpu"
-        # What else a model keeps of a text, states or keys of an indexer, is not copied.
-        self._copies = not (picks_keys(model) or (may_keep_states(model) and bool(mixers_of(model))))
-        self._keeps = prefix_bytes > 0 and self._copies
-        self.store = PrefixStore(prefix_bytes if self._copies else 0)
+        # A prompt that leaves states or keys of an indexer is read in the cache of the rows.
+        self._reads_apart = reads_apart(model)
+        self.store = prefixes_of(model, prefix_bytes)
         self._engine: Engine | None = None
         self._reader: ReadingAhead | None = None
         self._changed, self._closed = threading.Condition(), False
@@ -269,9 +267,7 @@ class DecodingLoop:
             error: Any = future.exception()
             output.stop("cancelled" if error is None else error)
             return
-        read = future.result()
-        output.reused_tokens = read.reused
-        self._admit([output], read=read)
+        self._admit([output], read=future.result())
 
     def _join_short(self) -> None:
         """Let the first prompts that wait join, where all but a few of their tokens are known from earlier ones."""
@@ -283,17 +279,16 @@ class DecodingLoop:
                 break
             with self._changed:
                 self._waiting.remove(output)
-            output.reused_tokens = prefix.tokens
             joining.append(output)
             prefixes.append(prefix)
-            if self._engine is None or self._engine.reads_alone or not self._copies:
+            if self._engine is None or self._engine.reads_alone or not self._reads_apart:
                 break
         if joining:
             self._admit(joining, prefixes=prefixes)
 
     def _is_short(self, unread: int) -> bool:
-        """Whether so many tokens are read between two steps, as all are where what is read elsewhere is not copied."""
-        return unread <= _SHORT or not self._copies
+        """Whether so many tokens are read between two steps, as all are where nothing is read apart."""
+        return unread <= _SHORT or not self._reads_apart
 
     def _unread_of(self, output: Output) -> tuple[int, Prefix]:
         """How many tokens of a prompt are not known from earlier ones, and what is."""
@@ -304,16 +299,19 @@ class DecodingLoop:
     def _admit(self, outputs: list[Output], **known: Any) -> None:
         """Let outputs join the rows; what is known of their prompts is as of `Engine.admit`."""
         rows = [output.row for output in outputs if output.row is not None]
+        lengths = [row.tokens for row in rows]
         for row, output in zip(rows, outputs, strict=True):
-            self._read_tokens += row.tokens - output.reused_tokens
-            self._reused_tokens += output.reused_tokens
             self._running[row.index] = output
         if self._engine is None:
             self._engine = self._assemble(outputs[0])
         needs = [self._slots_of(each) for each in self._running.values()]
         with self._engine.serving():
             make_room(self._engine.cache, needs, self._cache_tokens, self.rows)
-            self._tell(self._engine.admit(rows, **known))
+            step_outputs = self._engine.admit(rows, **known)
+            for row, length in zip(rows, lengths, strict=True):
+                self._read_tokens += length - row.stats.reused_tokens
+                self._reused_tokens += row.stats.reused_tokens
+            self._tell(step_outputs)
 
     def _first_waiting(self, joining: Sequence[Output] = ()) -> Output | None:
         """The first output that waits, if there is a row and room in the cache for it."""
@@ -336,7 +334,7 @@ class DecodingLoop:
             is_foreign=plan.is_foreign,
             predicts=True,
             is_constrained=True,
-            keep_cache=self._keeps,
+            keep_cache=self.store.most_bytes > 0,
         )
 
     def _slots_of(self, output: Output) -> int:
@@ -360,9 +358,8 @@ class DecodingLoop:
         """Keep the keys and values of a row that has left the engine."""
         assert self._engine is not None
         held = self._engine.kept.pop(row.index, None)
-        if held is not None and held.kv and not held.states:
-            tokens = next(iter(held.kv.values()))[0].shape[1]
-            self.store.put(row.text[:tokens], held)
+        if held is not None:
+            self.store.put(row.text[: held.tokens], held)
 
     def _end_cancelled(self) -> None:
         """Take out the outputs that nobody wants any more."""

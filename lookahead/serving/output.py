@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -37,7 +35,6 @@ class Output:
         request: GenerationRequest,
     ) -> None:
         self.plan, self.row, self.ticket, self.has_ended = plan, row, Ticket(), False
-        self.reused_tokens = 0
         self.seed, self._top = request.seed, request.top_logprobs
         self._pieces, self._on_update = TextPieces(tokenizer), on_update
 
@@ -63,7 +60,7 @@ class Output:
 
     def _tell(self, update: Update) -> None:
         self.has_ended = update.is_last
-        self._on_update(replace(update, reused_tokens=self.reused_tokens))
+        self._on_update(update)
 
     def _logprobs(self, row: Row, tokens: list[int]) -> list[TokenLogprobs]:
         """Those of new tokens, whose logits the chooser kept; they are dropped."""

@@ -64,7 +64,6 @@ class Update:
         end: Why the output ended; None where it goes on, or where there was an error.
         error: What ended the output otherwise.
         stats: The counters so far.
-        reused_tokens: Tokens of the prompt whose keys and values were copied from an earlier one.
     """
 
     text: str = ""
@@ -73,7 +72,6 @@ class Update:
     end: EndReason | None = None
     error: Exception | None = None
     stats: DecodingStats = field(default_factory=DecodingStats)
-    reused_tokens: int = 0
 
     @property
     def is_last(self) -> bool:
