@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 import lookahead
+from lookahead.serving.api_errors import ApiError
+from lookahead.serving.request_schemas import ChatBody, parsed
 from lookahead.serving.stop_texts import StopTexts
 from lookahead.serving.tool_calls import calls_in
+from lookahead.serving.translation import Translator
 from tests.support.running_server import folder, server
 
 __all__ = ["folder", "server"]  # fixtures
@@ -122,7 +125,10 @@ def test_logarithms_come_with_tokens(server):
     assert len(chat) == len(text.tokens) == 5
     assert all(each.logprob <= 0 and len(each.top_logprobs) == 2 for each in chat)
     assert all(each.top_logprobs[0].token == each.token for each in chat)  # greedily
-    assert text.text_offset == [len("".join(text.tokens[:at])) for at in range(5)]
+    offsets = [len("".join(text.tokens[:at])) for at in range(5)]
+    assert text.text_offset == offsets
+    chunks = [each.choices[0].logprobs for each in server.complete("abab", logprobs=2, max_tokens=5, stream=True)]
+    assert [at for each in chunks if each for at in each.text_offset] == offsets
 
 
 def test_several_prompts_are_continued_in_order(server, plain):
@@ -154,7 +160,7 @@ def test_a_prediction_is_counted(server, plain):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_tool_that_must_be_called_is_called(server, streams):
-    asked = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}, "max_tokens": 100}
+    asked = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}, "max_tokens": 400}
     got = server.ask("abc", stream=streams, **asked)
     if streams:
         chunks = [chunk.choices[0] for chunk in got]
@@ -163,6 +169,12 @@ def test_a_tool_that_must_be_called_is_called(server, streams):
         (call,), reason = got.choices[0].message.tool_calls, got.choices[0].finish_reason
     assert (call.function.name, reason) == ("f", "tool_calls")
     assert json.loads(call.function.arguments)["x"] in ("a", "b")
+
+
+def test_tools_are_refused_where_the_template_of_the_model_takes_none(tiny_llama, chat_tokenizer):
+    body = {"messages": [{"role": "user", "content": "abc"}], "tools": [TOOL]}
+    with pytest.raises(ApiError, match="tools: the chat template of the model takes none"):
+        Translator(tiny_llama, chat_tokenizer, 50).of_chat(parsed(ChatBody, json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize(

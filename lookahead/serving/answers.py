@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,7 @@ class Choice:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self.text, self.tokens = StopTexts(stops), "", 0
         self.logprobs = list[TokenLogprobs]()
+        self.offset = 0  # characters of the tokens whose logarithms were given
         self.finish_reason: str | None = None
         self.stats = DecodingStats()
 
@@ -141,13 +143,13 @@ class Answer:
     def _chunk(
         self, i: int, delta: dict[str, Any], reason: str | None, logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
-        told = self._logprobs(logprobs) if logprobs else None
+        told = self._logprobs(self.choices[i], logprobs) if logprobs else None
         choice: dict[str, Any] = {"index": i, "logprobs": told, "finish_reason": reason}
         choice |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
     def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
-        told = self._logprobs(choice.logprobs) if choice.logprobs else None
+        told = self._logprobs(choice, choice.logprobs) if choice.logprobs else None
         made: dict[str, Any] = {"index": i, "finish_reason": choice.finish_reason, "logprobs": told}
         if not self._is_chat:
             return made | {"text": choice.text}
@@ -157,15 +159,16 @@ class Answer:
             message["tool_calls"], made["finish_reason"] = calls, "tool_calls"
         return made | {"message": message}
 
-    def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
         if self._is_chat:
             return {"content": [self._entry(each) for each in found], "refusal": None}
         texts = [self._text(each.token) for each in found]
+        *offsets, choice.offset = accumulate(map(len, texts), initial=choice.offset)
         return {
             "tokens": texts,
             "token_logprobs": [each.logprob for each in found],
             "top_logprobs": [{self._text(token): log for token, log in each.top} for each in found],
-            "text_offset": [sum(map(len, texts[:at])) for at in range(len(texts))],
+            "text_offset": offsets,
         }
 
     def _entry(self, each: TokenLogprobs) -> dict[str, Any]:

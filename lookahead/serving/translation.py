@@ -125,10 +125,15 @@ class Translator:
         for name in kwargs:
             if name in taken:
                 raise invalid(f"chat_template_kwargs.{name}", "cannot be set by clients")
-        if tools:
-            kwargs["tools"] = [each.model_dump(exclude_none=True) for each in tools]
         given = [_with_objects(each.for_template()) for each in messages]
-        return self._read(given, chat_template_kwargs=kwargs)
+        ids = self._read(given, chat_template_kwargs=kwargs)
+        if not tools:
+            return ids
+        kwargs["tools"] = [each.model_dump(exclude_none=True) for each in tools]
+        with_tools = self._read(given, chat_template_kwargs=kwargs)
+        if with_tools == ids:
+            raise invalid("tools", "the chat template of the model takes none")
+        return with_tools
 
     def _read(self, prompt: Any, **options: Any) -> list[int]:
         field = "messages" if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else "prompt"

@@ -82,6 +82,7 @@ def save_chatty(path: Path) -> str:
     """Save a tiny model with a tokenizer of bytes and a chat template as any other; returns the folder."""
     tokenizer = copy.deepcopy(json_tokenizer())
     tokenizer.chat_template = (
+        "{% if tools %}{{ tools | map(attribute='function.name') | join }}{% endif %}"
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
         "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
