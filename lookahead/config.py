@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -213,8 +214,29 @@ def refuses_removed(function: _F) -> _F:
     return cast(_F, checked)
 
 
+def _refuses_unknown(function: _F) -> _F:
+    """Let the initializer of `LookaheadConfig` refuse removed and unknown options by name."""
+
+    @wraps(function)
+    def checked(self: Any, /, **options: Any) -> None:
+        refuse_removed(options)
+        names = [each.name for each in fields(LookaheadConfig)]
+        for name in options:
+            if name not in names:
+                raise ConfigError(f"LookaheadConfig has no option {name!r}{did_you_mean(name, names)}")
+        function(self, **options)
+
+    return cast(_F, checked)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about a name that is none of some names: the nearest of them, or all where none is near."""
+    near = get_close_matches(name, names := list(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; it must be of {', '.join(names)}"
+
+
 # The signature, which `wraps` keeps, names no removed option.
-LookaheadConfig.__init__ = refuses_removed(LookaheadConfig.__init__)  # type: ignore[method-assign]
+LookaheadConfig.__init__ = _refuses_unknown(LookaheadConfig.__init__)  # type: ignore[method-assign]
 
 
 def _path_of(value: Any) -> str | None:

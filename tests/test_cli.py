@@ -236,7 +236,7 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
         (["a.txt", "--model", "./gone"], "model './gone' does not exist: looked for the folder /"),
         (["a.txt", "--model", "."], "no config.json in the folder"),
         (["a.txt", "--dtype", "int3"], "dtype must be auto, fp32, bf16, fp16, got 'int3'"),
-        (["a.txt", "--device", "gpu"], "device 'gpu' is not available"),
+        (["a.txt", "--device", "gpu"], "device 'gpu' is not available; did you mean 'cuda'?"),
         (["a.txt", "--device", "privateuseone"], "device 'privateuseone' is not available: No module named"),
         (["a.txt", "--format", "xml"], "format must be auto, text, json, got 'xml'"),
         (["a.txt", "--format", "json", "-o", "x"], "format is that of stdout"),

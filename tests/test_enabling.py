@@ -197,3 +197,9 @@ def test_no_warning_is_shown_for_an_ordinary_call(tiny_llama: PreTrainedModel) -
     with warnings.catch_warnings(), lookahead.enable(tiny_llama):
         warnings.simplefilter("error")
         tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False)
+
+
+def test_a_switch_shows_its_model_and_whether_it_is_on(tiny_llama):
+    with lookahead.enable(tiny_llama, LookaheadConfig(max_nodes=7)) as switch:
+        assert repr(switch).startswith("<lookahead on for LlamaForCausalLM") and "max_nodes=7" in repr(switch)
+    assert repr(switch).startswith("<lookahead off for LlamaForCausalLM")

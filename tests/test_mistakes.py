@@ -319,3 +319,17 @@ def test_every_error_is_one_of_ours_and_a_value_error():
     for error in (ConfigError, PromptError, UnsupportedModelError):
         assert issubclass(error, LookaheadError)
         assert issubclass(error, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("windw", "did you mean 'window'"),
+        ("max_node", "did you mean 'max_nodes'"),
+        ("xyzzy", "it must be of proposers,"),
+    ],
+)
+def test_an_option_that_there_is_not_is_told_with_the_nearest_one(option, hint):
+    for make in (LookaheadConfig, partial(replace, LookaheadConfig())):
+        with pytest.raises(ConfigError, match=f"LookaheadConfig has no option '{option}'; {hint}"):
+            make(**{option: 4})

@@ -235,3 +235,46 @@ def test_scaled_positions_extend_the_context(small, rope, limit):
 
     Model.config = config
     assert context_limit(Model) == limit
+
+
+# Parts
+
+WORDS = [{"type": "text", "text": "abab "}, {"type": "text", "text": "abab"}]
+READS_PARTS = (
+    "<bos>{% for m in messages %}{{ m.role[0] }}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}{% if add_generation_prompt %}<a>a{% endif %}"
+)
+
+
+def test_text_in_parts_is_the_text_of_a_message(tiny_llama, chat_tokenizer):
+    parts = [CHAT[0], {**CHAT[1], "content": WORDS}]
+    expected = lookahead.generate(tiny_llama, chat_tokenizer, CHAT, **GREEDY)
+    assert lookahead.generate(tiny_llama, chat_tokenizer, parts, **GREEDY).token_ids == expected.token_ids
+    cut = {"truncate": "left", **GREEDY}
+    short = lookahead.generate(tiny_llama, chat_tokenizer, CHAT, **cut)
+    assert lookahead.generate(tiny_llama, chat_tokenizer, parts, **cut).token_ids == short.token_ids
+
+
+def test_a_template_that_reads_parts_gets_them(tiny_llama, chat_tokenizer):
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = READS_PARTS
+    parts = [{"role": "user", "content": WORDS}]
+    ids = tokenizer.apply_chat_template(parts, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert "abab abab" in tokenizer.decode(ids)
+    assert lookahead.generate(tiny_llama, tokenizer, parts, **GREEDY).token_ids == [plainly(tiny_llama, ids)]
+
+
+@pytest.mark.parametrize(
+    ("part", "got"),
+    [
+        ({"type": "image", "url": "a.png"}, "got type 'image'; images and sound go through the model's processor"),
+        ({"type": "text"}, "got {'type': 'text'}"),
+        ("abc", "got 'abc'"),
+        ({"type": "text", "text": 5}, "got {'type': 'text', 'text': 5}"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_by_name(part, got, tiny_llama, chat_tokenizer):
+    chat = [CHAT[0], {"role": "user", "content": [WORDS[0], part]}]
+    with pytest.raises(PromptError, match="message 1 of prompt 0: parts of a content") as refused:
+        lookahead.generate(tiny_llama, chat_tokenizer, chat, **GREEDY)
+    assert got in str(refused.value)

@@ -82,6 +82,12 @@ class Enabled(AbstractContextManager["Enabled"]):
     def __exit__(self, *error: object) -> None:
         self.disable()
 
+    def __repr__(self) -> str:
+        model, is_on = self._serving.model, self in self._serving.switches
+        name = model.config.name_or_path
+        of_model = f"{type(model).__name__}{f' {name!r}' if name else ''}"
+        return f"<lookahead {'on' if is_on else 'off'} for {of_model}, {self.config or 'the default configuration'}>"
+
 
 class Generate:
     """Replaces `generate` of one model while a switch is on."""

@@ -22,6 +22,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.generation import validation
+from lookahead.generation.message_parts import text_messages
 from lookahead.generation.plan import RequestPlan, plan_request
 from lookahead.generation.prediction_reading import read_prediction, read_predictions
 from lookahead.hf.calls import resolve_call
@@ -29,7 +30,7 @@ from lookahead.hf.facts import context_limit, input_device, inputs_of, side_posi
 from lookahead.verification.stopping import has_own
 
 Message: TypeAlias = Mapping[str, Any]
-"""`{"role": ..., "content": ...}`."""
+"""`{"role": ..., "content": ...}`; the content may be a list of parts, `{"type": "text", "text": ...}`."""
 
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int] | Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]"
 """Text, chat messages, token ids `[tokens]`, or the output of a tokenizer or a processor for one text."""
@@ -244,6 +245,8 @@ class PromptReader:
 
     def read(self, prompt: Any, index: int) -> list[int]:
         """The token ids of one prompt, text, chat messages or ids; `index` is its number, for error messages."""
+        if is_chat(prompt):
+            prompt = text_messages(prompt, index, self.tokenizer, self._chat_kwargs)
         if isinstance(prompt, str):
             _check_text(prompt, f"prompt {index}")
             ids = self._encode(prompt, special=self._special)

@@ -37,6 +37,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLOSE = 0.7  # similarity of a name that is suggested for an unknown one
 _HUB_S = 10.0  # the Hub is asked once, without the retries of its client
 
+_DEVICES = "cpu", "cuda", "mps", "xpu"
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
@@ -196,7 +197,10 @@ def resolve_device(name: str | None) -> torch.device:
         # Allocating is the only check that also notices "cuda:7" on a machine with one GPU.
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:  # some devices are packages of their own
-        raise ConfigError(f"device {name!r} is not available: {first_line(error)}") from error
+        kind = name.partition(":")[0].lower()
+        near = "cuda" if kind in ("gpu", "nvidia") else next(iter(get_close_matches(kind, _DEVICES, n=1)), kind)
+        hint = "" if near == kind else f"; did you mean {name.lower().replace(kind, near)!r}?"
+        raise ConfigError(f"device {name!r} is not available{hint or ': ' + first_line(error)}") from error
     return device
 
 
