@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lookahead.summarization.summarizer import Summarized, Summary
 
 MAX_TABLE_ROWS = 20
+_LEAST_NAME = 12  # characters of a name in a table
 MAX_SKIPPED_FILES = 20  # files that are named
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
 
@@ -179,6 +180,14 @@ def status_line(text: str) -> Iterator[Callable[[str], None]]:
             notice.status = None
 
 
+def _cut_in_the_middle(text: str, room: int) -> str:
+    """A text of at most so many characters: of a name the beginning and the end tell it from others."""
+    if len(text) <= room:
+        return text
+    end = (room - 1) * 2 // 3
+    return f"{text[: room - 1 - end]}…{text[len(text) - end :]}"
+
+
 def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[str, str] | None = None) -> Table:
     """A table of rows by their headings, or of names and figures: numbers are aligned right, totals below a line."""
     named = [row if isinstance(row, Mapping) else {"": row[0], " ": row[1]} for row in rows]
@@ -187,8 +196,12 @@ def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[st
     for i, heading in enumerate(first):
         footer = total[heading] if total else ""
         drawn.add_column(heading, footer, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+    out, (_, *columns) = console(sys.stdout), (*first, "")
+    others = sum(max(map(len, (heading, *(row.get(heading, "") for row in named)))) + 3 for heading in columns)
+    room = max(_LEAST_NAME, out.width - others - 3) if out.is_terminal else sys.maxsize
     for row in named:
-        drawn.add_row(*row.values())
+        name, *figures = row.values()
+        drawn.add_row(_cut_in_the_middle(name, room), *figures)
     return drawn
 
 
@@ -208,8 +221,8 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
         if os.path.lexists(memory):
             with pool_errors(memory):
                 read_memory_header(memory)
-    with _without_collection(), console(sys.stderr).status("loading the model"):
-        prepare(options, location)
+    with _without_collection(), console(sys.stderr).status("loading the model") as shown:
+        prepare(options, location, shown.update)
     with _without_collection(), status_line("loading the model") as update:
         loaded = _load_fastest(options, name) if options.dtype == FASTEST else _load(options, name, options.dtype)
         with warnings.catch_warnings():
@@ -265,14 +278,22 @@ def _without_collection() -> Iterator[None]:
         gc.enable()
 
 
-def prepare(options: DeviceOptions, location: str) -> None:
-    """Prepare the process for a model: wrong options are refused before a GGUF file is read, which takes long."""
+def prepare(options: DeviceOptions, location: str, update: Callable[[str], None] = lambda _: None) -> None:
+    """Prepare the process for a model: wrong options are refused before a GGUF file is read, which takes long.
+
+    `update` shows what takes long, in a line that moves.
+    """
     from lookahead.hf.quantized import resolve_quantize
 
     watch_compilation()
     loading.prepare_process(options.threads)
     resolve_quantize(options.quantize, loading.resolve_device(options.device))
-    loading.prepare_files(location, options.quantize, lambda line: say("note", line))
+
+    def announce(line: str) -> None:
+        say("note", line)
+        update(line)
+
+    loading.prepare_files(location, options.quantize, announce)
 
 
 @contextmanager

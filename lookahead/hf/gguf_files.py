@@ -95,7 +95,7 @@ def _convert(file: Path, announce: Callable[[str], None] | None, folder: Path) -
     reader = open_checked(file)
     if announce is not None:
         seconds = max(5, round(file.stat().st_size / 1e6 * _S_PER_MB, -1))
-        announce(f"converting {file.stem.partition('.Q')[0]} once (about {seconds:.0f} seconds)")
+        announce(f"converting {file.name} once (about {seconds:.0f} seconds)")
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     with one_error(file):
