@@ -15,6 +15,7 @@ from lookahead.errors import LogitsError
 from lookahead.generation.cache_room import cache_tokens_of
 from lookahead.generation.prompts import PromptReader
 from lookahead.generation.scheduler import Scheduler
+from tests.support.families import FAMILIES, build
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 
@@ -84,6 +85,32 @@ def test_processors_and_stop_strings_are_those_of_every_prompt(tiny_llama, tiny_
     options = {"max_new_tokens": 24, "repetition_penalty": 1.3, "stop_strings": [stop]}
     expected = [plainly(tiny_llama, tiny_tokenizer, p, tokenizer=tiny_tokenizer, **options) for p in prompts]
     assert [each.token_ids for each in many(tiny_llama, tiny_tokenizer, prompts, rows=2, **options)] == expected
+
+
+@pytest.mark.parametrize("seed", [0, -3, (1 << 64) - 2])
+def test_with_a_seed_prompts_are_sampled_together_as_each_alone(seed, tiny_llama, tiny_tokenizer):
+    prompts, options = texts(4), {"max_new_tokens": 12, "do_sample": True, "temperature": 0.9}
+    state = torch.get_rng_state()
+    done = list(lookahead.stream_many(tiny_llama, tiny_tokenizer, prompts, rows=3, seed=seed, **options))
+    assert torch.equal(torch.get_rng_state(), state)  # rows have random numbers of their own
+    for each in done:
+        own = seed + each.index if seed + each.index < 1 << 64 else seed + each.index - (1 << 64)
+        alone = lookahead.generate(tiny_llama, tiny_tokenizer, prompts[each.index], seed=own, **options)
+        assert alone.token_ids == [each.token_ids]
+
+
+@pytest.mark.filterwarnings("ignore:RecurrentGemma")
+def test_with_a_seed_what_is_decoded_apart_is_sampled_as_alone_too(tiny_tokenizer):
+    model, options = build(FAMILIES["RecurrentGemma"]), {"max_new_tokens": 9, "do_sample": True}
+    done = list(lookahead.stream_many(model, tiny_tokenizer, texts(3), seed=5, **options))
+    for each in done:
+        alone = lookahead.generate(model, tiny_tokenizer, texts(3)[each.index], seed=5 + each.index, **options)
+        assert alone.token_ids == [each.token_ids]
+
+
+def test_a_seed_that_is_none_is_refused_by_name(tiny_llama, tiny_tokenizer):
+    with pytest.raises(ConfigError, match="seed must be a whole number"):
+        next(lookahead.stream_many(tiny_llama, tiny_tokenizer, "abc", seed=0.5))
 
 
 def test_sampled_tokens_are_those_of_one_call_after_the_other(tiny_llama, tiny_tokenizer):

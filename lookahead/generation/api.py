@@ -188,6 +188,7 @@ def stream_many(
     rows: int | None = None,
     config: LookaheadConfig | None = None,
     generation_config: GenerationConfig | None = None,
+    seed: int | None = None,
     prediction: Iterable[Prediction | Sequence[Prediction] | None] | None = None,
     json_schema: Any = None,
     regex: str | None = None,
@@ -206,10 +207,10 @@ def stream_many(
     The tokens are those that `generate` gives for every prompt alone. A prompt that cannot be served is yielded with
     its `error`. Where `prompts` itself raises, what is being decoded is finished and yielded first.
 
-    Prompts are decoded one after the other where nothing else is exact: where tokens are sampled, with processors or
-    criteria that you give, or sources of drafts of your own, and with models that score no trees; inputs of
-    encoder-decoder models that verify chains, or are on a GPU, are decoded in batches: the next is taken when the one
-    before has ended.
+    Prompts are decoded one after the other where nothing else is exact: where tokens are sampled without a seed, with
+    processors or criteria that you give, or sources of drafts of your own, and with models that score no trees. Inputs
+    of encoder-decoder models that verify chains, or are on a GPU, are decoded in batches: the next is taken when the
+    one before has ended.
 
     Args:
         model: As for `generate`, as are the others.
@@ -218,6 +219,8 @@ def stream_many(
         rows: Prompts that are decoded together, 1 to 1024. None decides: 16 on a CPU, 32 on a GPU.
         config: How to draft.
         generation_config: As for `model.generate`.
+        seed: Of the draws of the first prompt; each prompt has the number behind that of the one before, and is sampled
+            as `generate` samples it with its seed.
         prediction: What the output of each prompt will largely be, one entry for each, None for none; it may come from
             a stream, too.
         json_schema: A JSON schema that the output follows.
@@ -260,7 +263,8 @@ def stream_many(
     if isinstance(prediction, str | Mapping) or not isinstance(prediction, Iterable | None):
         raise PromptError(f"prediction must have an entry for each prompt, got {type(prediction).__name__}")
     expected = repeat(None) if prediction is None else iter(prediction)
-    scheduler = Scheduler(reader, rows, cache_tokens, prefix_bytes=prefix_bytes, predicts=prediction is not None)
+    kept: dict[str, Any] = {"prefix_bytes": prefix_bytes, "seed": seed}
+    scheduler = Scheduler(reader, rows, cache_tokens, predicts=prediction is not None, **kept)
     return _stream(scheduler, separated, expected)
 
 

@@ -198,6 +198,13 @@ class RequestPlan:
         return engine
 
 
+def generator_for(model: PreTrainedModel, seed: int | None) -> torch.Generator:
+    """Random numbers of one row, those of `torch.manual_seed`; of any seed for None."""
+    generator = torch.Generator(input_device(model))
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    return generator
+
+
 def plan_request(
     call: ResolvedCall,
     config: LookaheadConfig | None = None,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
@@ -20,9 +21,9 @@ from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.assembly import assemble, backend_options
 from lookahead.generation.cache_room import MAX_ROWS, cache_tokens_of, fits, make_room, rows_of
-from lookahead.generation.plan import RequestPlan, joins_alone
+from lookahead.generation.plan import RequestPlan, generator_for, joins_alone
 from lookahead.generation.prompts import Prompt, PromptReader
-from lookahead.generation.validation import validate_call
+from lookahead.generation.validation import check_seed, validate_call
 from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, stateful_name
@@ -68,8 +69,9 @@ class Completion:
 class Scheduler:
     """Decodes the prompts of a reader in `rows` rows; they may be added while others are being decoded.
 
-    `rows`, `cache_tokens` and `prefix_bytes` are those of `stream_many`; `on_prefill` may be set to that of `generate`.
-    A prompt is decoded apart from these rows where nothing else is exact: if tokens are sampled, with a user's own
+    `rows`, `cache_tokens`, `prefix_bytes` and `seed` are those of `stream_many`; `on_prefill` may be set to that of
+    `generate`. A prompt is decoded apart from these rows where nothing else is exact: if tokens are sampled without a
+    seed, with a user's own
     processors, criteria or sources of drafts, and with models that score no trees.
     """
 
@@ -80,6 +82,7 @@ class Scheduler:
         cache_tokens: int | None = None,
         *,
         prefix_bytes: int = 0,
+        seed: int | None = None,
         predicts: bool = False,  # whether prompts may come with predictions
     ) -> None:
         self._reader, self._model, self._tokenizer = reader, reader.model, reader.tokenizer
@@ -117,7 +120,8 @@ class Scheduler:
         self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
         check_whole("prefix_bytes", prefix_bytes, 0)
-        self._prefix_bytes, self._predicts = prefix_bytes, predicts
+        check_seed(seed)
+        self._prefix_bytes, self._seed, self._predicts = prefix_bytes, seed, predicts
         self._prefixes: PrefixStore | None = None
         self._reader_ahead: ReadingAhead | None = None
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
@@ -151,6 +155,8 @@ class Scheduler:
 
     def _row_of(self, index: int, plan: RequestPlan) -> Row | None:
         """A row for a prompt, if it can be decoded beside others."""
+        if self._seed is not None and plan.is_sampled:
+            plan = replace(plan, generator=generator_for(self._model, self._seed_of(index)))
         validate_call(plan.call.model, plan.call.generation_config, plan.call.model_kwargs)
         if not plan.can_join:
             return None
@@ -159,6 +165,12 @@ class Scheduler:
         if encoded is not None:
             row.read_by_encoder(encoded.tokens[0], encoded)
         return row
+
+    def _seed_of(self, index: int) -> int:
+        """The seed of a prompt."""
+        assert self._seed is not None
+        seed = self._seed + index
+        return seed if seed < 1 << 64 else seed - (1 << 64)
 
     def step(self) -> list[Completion]:
         """Admit the prompts that fit; if there are none, advance the rows until one ends, or by a few passes."""
@@ -233,6 +245,8 @@ class Scheduler:
         """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
         self._running |= {request.index: request for request in group}
         try:
+            if self._seed is not None:
+                torch.manual_seed(self._seed_of(group[0].index))
             ids, predictions = zip(*((request.ids, request.prediction) for request in group), strict=True)
             engine = self._reader.plan(ids, group[0].max_new_tokens, predictions).begin()
             engine.report_prefill(self.on_prefill)

@@ -29,7 +29,7 @@ from lookahead.errors import ConfigError
 from lookahead.generation.api import with_row_processors
 from lookahead.generation.assembly import assemble, backend_options
 from lookahead.generation.cache_room import MAX_ROWS, bytes_of_token, cache_tokens_of, fits, make_room, rows_of
-from lookahead.generation.plan import RequestPlan
+from lookahead.generation.plan import RequestPlan, generator_for
 from lookahead.generation.prompts import PromptReader
 from lookahead.generation.validation import validate_call
 from lookahead.hf.facts import input_device, prefills_at_once
@@ -146,9 +146,7 @@ class DecodingLoop:
         plan = reader.plan([reader.read(request.ids, 0)], None, [request.prediction])
         if not plan.is_sampled:
             return plan
-        generator = torch.Generator(input_device(self.model))
-        generator.seed() if request.seed is None else generator.manual_seed(request.seed)
-        return replace(plan, generator=generator)
+        return replace(plan, generator=generator_for(self.model, request.seed))
 
     def _row_of(self, plan: RequestPlan) -> Row | None:
         """A row for the prompt, if it can be decoded beside others."""
