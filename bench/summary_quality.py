@@ -28,13 +28,10 @@ PROMPTS = {
     "now": INSTRUCTION,
     "about": "{document}\n\nWhat is the text above about? Answer with its main facts in two sentences.",
     "before and behind": "Summarize this article:\n\n{document}\n\nSummary of the article in two sentences:",
-    "own language": "{document}\n\nSummarize the text above in two sentences, in the language of the text.",
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
-    "penalty 1.1": {"repetition_penalty": 1.1},
-    "penalty 1.2": {"repetition_penalty": 1.2},
-    "no 4-gram twice": {"no_repeat_ngram_size": 4},
+    "no 8-gram twice": {"no_repeat_ngram_size": 8},
 }
 NEW_TOKENS = 96
 KEPT_BYTES = 2 << 30  # prompts begin with one document each
