@@ -56,6 +56,25 @@ def test_summaries_that_the_token_limit_cut_off_are_counted_and_marked(report):
     assert "cut at the token limit · 2 s" in words
 
 
+def test_summaries_that_loop_are_counted_and_the_speed_is_given_without_them(report):
+    def line(decoded, passes, plain_s, **fields):
+        stats = {"acceptance_histogram": {"1": decoded}, "target_forwards": passes, "decode_s": 1.0, "prefill_s": 1.0}
+        stats["mean_acceptance_length"] = decoded / passes
+        plain = {"tokens_per_s": decoded / plain_s, "decode_s": plain_s}
+        return {"stats": stats, "plain": plain, "speedup": plain_s, **fields}
+
+    looping, straight = line(100, 10, 9.0, loops=True), line(100, 50, 2.0, loops=False)
+    _, words, _ = report([looping, straight, line(100, 100, 1.0)])  # a line of an earlier release does not tell
+    assert "4× the speed of plain decoding, prefill excluded 2× without summaries that loop" in words
+    assert "All of them together: 4×, and 2× without summaries that loop." in words
+    assert "All passes together: 1.88, and 2 without summaries that loop." in words
+    assert "summaries that loop: they repeat one phrase to the end 1 of 2" in words
+    assert "speedup 4× speedup without summaries that loop 2×" in words
+    assert "· loops ·" in words or "loops · 2 s" in words
+    _, words, _ = report([straight])
+    assert "summaries that loop: they repeat one phrase to the end 0 of 1" in words and "without" not in words
+
+
 def test_a_file_of_any_number_of_names_has_a_table_of_fifty(report):
     sources = [{f"source-{file}-{number}": 2 for number in range(30)} for file in range(3)]
     lines = [{"model": f"model-{number}", "stats": {"drafted_by_source": sources[number % 3]}} for number in range(60)]

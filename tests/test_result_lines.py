@@ -111,7 +111,7 @@ HOLDS = {
     "id": {"text", "hash"} | NUMBERS, "copy_of": {"text", "hash"} | NUMBERS, "document": {"hash"},
     **{name: {"text", "hash"} for name in ("summary", "split", "finish_reason", "model", "fingerprint")},
     **{name: {"count"} for name in ("document_tokens", "summary_tokens", "parts")},
-    "stats": {"object"}, "plain": {"object"}, "tree": {"list"}, "identical": {"flag"},
+    "stats": {"object"}, "plain": {"object"}, "tree": {"list"}, "identical": {"flag"}, "loops": {"flag"},
     "speedup": {"count", "below zero", "fraction"},
 }  # fmt: skip
 

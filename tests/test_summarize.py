@@ -198,8 +198,8 @@ def test_a_summary_is_a_json_ready_dict(tiny_llama, tiny_tokenizer):
     summary = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=16, compare=True).summarize(SENTENCE)
     record = json.loads(json.dumps(summary.to_dict()))
     assert list(record) == [
-        "summary", "document_tokens", "summary_tokens", "parts", "split", "finish_reason", "stats", "plain",
-        "speedup", "identical",
+        "summary", "document_tokens", "summary_tokens", "parts", "split", "finish_reason", "loops", "stats",
+        "plain", "speedup", "identical",
     ]  # fmt: skip
     assert record["stats"]["emitted_tokens"] == record["plain"]["emitted_tokens"] == 16
     assert record["identical"] is True

@@ -16,6 +16,7 @@ from lookahead.cli.options import (
     DocumentOptions,
     DraftingOptions,
     ModelOptions,
+    RepetitionOptions,
     new_tokens_option,
     option,
     options_of,
@@ -48,7 +49,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummaryOptions(DraftingOptions, ModelOptions):
+class SummaryOptions(RepetitionOptions, DraftingOptions, ModelOptions):
     panel: ClassVar[str] = "Summaries"
 
     max_new_tokens: int = new_tokens_option(200)
@@ -85,7 +86,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
     retry_rejects: bool = option(False, "With --resume: try documents that failed again.")
     limit: int | None = option(None, "Only the first N documents.", min=1)
     sample: int | None = option(None, "Only N documents, drawn at random.", min=1)
-    seed: int = option(0, "Seed of --sample and --dry-run: the same seed draws the same documents.")
+    seed: int = option(0, "Seed of --sample and --dry-run, which draw documents, and of --min-p, which draws tokens.")
     dry_run: bool = option(False, "Only count documents and tokens, and estimate the time.")
     price_per_hour: float | None = option(
         None, "Price of an hour on this machine, for --dry-run.", min=0, max=1_000_000
@@ -130,7 +131,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
     def settings(self) -> JobSettings:
         """What these options ask the job for; ConfigError if one of them is out of its range."""
         from lookahead.jobs.job_settings import JobSettings
-        from lookahead.summarization.prompting import SummaryRequest
+        from lookahead.summarization.prompting import DEFAULT_SAMPLING, SummaryRequest
 
         path = self.prompt_file
         prompt = None if path is None else decode_bytes(read_bounded(str(path), MEGABYTE), str(path))
@@ -140,7 +141,10 @@ class JobOptions(DocumentOptions, SummaryOptions):
         if self.dtype == FASTEST:  # workers on several machines would choose several types
             shared["dtype"] = "auto"
         predicts = self.prediction_field is not None
-        return JobSettings(**shared, request=request, config=self.config(), predicts=predicts)
+        sampling = self.sampling
+        if self.model == DEFAULT_MODEL and not {"repetition_penalty", "no_repeat_ngram_size"} & sampling.keys():
+            sampling |= DEFAULT_SAMPLING
+        return JobSettings(**shared, request=request, config=self.config(), predicts=predicts, sampling=sampling)
 
     def for_workers(self, settings: JobSettings) -> JobSettings:
         """These settings for processes in other folders, on this machine or others: with absolute paths."""

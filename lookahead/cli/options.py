@@ -130,7 +130,41 @@ class DocumentOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class RepetitionOptions:
+    """What keeps an output from looping, and what ends it: of every command that decodes."""
+
+    panel: ClassVar[str] = "Sampling"
+
+    repetition_penalty: float | None = option(
+        None, "Above 1, tokens of the prompt and the text so far are less likely; 1 is off.", min=0.01, max=10.0
+    )
+    no_repeat_ngram_size: int | None = option(
+        None, "Never write N tokens in a row that the prompt or the text so far holds; 0 is off.", min=0
+    )
+    min_p: float | None = option(
+        None, "Sample from tokens whose probability is at least this share of the highest.", min=0.0, max=1.0
+    )
+    stop: list[str] | None = option(None, "Text that ends the output; may be repeated.", metavar="TEXT")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of `model.generate`: greedy, unless `min_p` asks for sampling."""
+        if self.stop is not None and not all(self.stop):
+            raise ConfigError("--stop must be a text of at least one character, got ''")
+        given = {
+            "repetition_penalty": self.repetition_penalty,
+            "no_repeat_ngram_size": self.no_repeat_ngram_size,
+            "min_p": self.min_p,
+            "stop_strings": self.stop or None,
+        }
+        return {
+            "do_sample": self.min_p is not None,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(RepetitionOptions):
     panel: ClassVar[str] = "Sampling"
 
     temperature: float | None = option(None, "Sample at this temperature; 0 takes the likeliest token.", min=0.0)
@@ -140,10 +174,13 @@ class SamplingOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Arguments of `model.generate`: greedy without an option or with temperature 0."""
-        chosen = {"temperature": self.temperature or None, "top_k": self.top_k, "top_p": self.top_p}
-        given = {name: value for name, value in chosen.items() if value is not None and self.temperature != 0}
-        return {"do_sample": bool(given), **given}
+        """Arguments of `model.generate`: greedy without an option that samples or with temperature 0."""
+        common = super().sampling
+        if self.temperature == 0:
+            return {name: value for name, value in common.items() if name != "min_p"} | {"do_sample": False}
+        chosen = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return common | given | {"do_sample": bool(given) or common["do_sample"]}
 
 
 @dataclass(frozen=True, kw_only=True)

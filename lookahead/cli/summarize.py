@@ -70,6 +70,11 @@ def summarize(options: SummarizeOptions) -> None:
     kill or a power failure, the same command with --resume does the rest; at the
     end the lines are in the order of the inputs.
 
+    A summary that repeats one phrase to its end is flagged: it loops. Most of the
+    default model's would, so that it writes with --no-repeat-ngram-size 8, unless
+    that or --repetition-penalty is given; 0 turns it off. Any other model writes as
+    its own generation configuration says.
+
     For example:
 
       lookahead summarize article.txt --compare

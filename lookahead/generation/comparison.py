@@ -103,6 +103,7 @@ def decode_plainly(
         max_new_tokens=max_new_tokens,
         pad_token_id=pad,
         stopping_criteria=StoppingCriteriaList([tick]),
+        **({"tokenizer": tokenizer} if options.get("stop_strings") else {}),
         **{"do_sample": False, **options},
     )
     begin_s, end = ticks[0][0], time.perf_counter()

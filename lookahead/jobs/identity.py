@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _repr = Repr()
 _repr.maxstring = 80
 shortened = _repr.repr  # of a value in an error message: a prompt may be pages long
+_OFF = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # values of options that change nothing
 _KEYS = {"generation_fingerprint": "manners"}  # fields that the manifest names otherwise, as it always did
 
 
@@ -31,7 +32,9 @@ class JobIdentity:
     tokenizer: str  # likewise
     generation_fingerprint: str = ""  # a hash of the generation configuration and the chat template
     dtype: str
-    options: Mapping[str, Any]  # by name: `JobSettings.identity`, and `num_beams` if more than 1
+    # By name: `JobSettings.identity`, `num_beams` if more than 1, and the other options of `model.generate` that differ
+    # from the model's own, with a seed if tokens are sampled.
+    options: Mapping[str, Any]
 
     @classmethod
     def of(cls, settings: JobSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> JobIdentity:
@@ -42,6 +45,10 @@ class JobIdentity:
         generating = {} if config is None else config.to_diff_dict()
         generating.pop("transformers_version", None)
         beams = settings.num_beams or generating.get("num_beams") or 1
+        asked = {name: value for name, value in settings.sampling.items() if name != "do_sample"}
+        asked = {name: value for name, value in asked.items() if value != (generating.get(name) or _OFF.get(name))}
+        if settings.sampling.get("do_sample"):
+            asked["seed"] = settings.seed
         generation = json.dumps([generating, tokenizer.chat_template], sort_keys=True, default=str)
         return cls(
             model=settings.model,
@@ -49,7 +56,7 @@ class JobIdentity:
             tokenizer=f"{tokenizer_fingerprint(tokenizer):016x}",
             generation_fingerprint=xxhash.xxh3_64_hexdigest(generation.encode()),
             dtype=str(model.dtype).removeprefix("torch."),
-            options=settings.identity | ({"num_beams": beams} if beams > 1 else {}),
+            options=settings.identity | ({"num_beams": beams} if beams > 1 else {}) | asked,
         )
 
     @property
@@ -67,7 +74,7 @@ class JobIdentity:
     def differences(self, other: Mapping[str, Any]) -> str:
         """How another job, given by its `to_dict`, differs; empty if it does not."""
         mine = self.to_dict()
-        names = dict.fromkeys([*mine, "num_beams"])
+        names = dict.fromkeys([*mine, *other])
         changed = [name for name in names if name != "model" and mine.get(name) != other.get(name)]
         for name, what in (("weights", "weights"), ("manners", "settings for generation, or chat template")):
             if name in changed:

@@ -43,8 +43,11 @@ class JobTotals:
     rejected: int = 0  # failed, in this run or an earlier one
     skipped: int = 0  # files of folders that were not read
     cut: int = 0  # summaries cut off at the token limit
+    loops: int = 0  # summaries that repeat one phrase up to their end
     stats: DecodingStats = field(default_factory=DecodingStats)
     plain: PlainFigures | None = None  # of plain decoding, if it was asked for
+    straight: DecodingStats = field(default_factory=DecodingStats)  # those of summaries that do not loop
+    straight_plain: PlainFigures | None = None  # likewise
     different: list[DocumentId] = field(default_factory=list)  # plain decoding gave other tokens
     notes: list[str] = field(default_factory=list)  # for the user
 
@@ -142,10 +145,15 @@ class _Run:
         totals, summary = self._totals, done.summary
         totals.summarized += 1
         totals.cut += summary.finish_reason == "length"
+        totals.loops += summary.loops
         totals.stats = total_in_sequence([totals.stats, summary.stats])
-        if summary.plain is not None:
-            totals.plain = summary.plain if totals.plain is None else totals.plain + summary.plain
-            totals.different += [done.document.id] * (not summary.plain.identical)
+        if not summary.loops:
+            totals.straight = total_in_sequence([totals.straight, summary.stats])
+        if (plain := summary.plain) is not None:
+            totals.plain = plain if totals.plain is None else totals.plain + plain
+            if not summary.loops:
+                totals.straight_plain = plain if totals.straight_plain is None else totals.straight_plain + plain
+            totals.different += [done.document.id] * (not plain.identical)
         self._observer(done, self._totals)
         for twin in self._twins.pop(content, []):
             self._copy(line, twin, content)

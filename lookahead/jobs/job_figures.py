@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from lookahead.summarization.summarizer import PlainFigures, Summary
 
 _RAISE = "--max-new-tokens raises it"
+_AGAINST_LOOPS = "--repetition-penalty and --no-repeat-ngram-size are against that"
 
 
 def describe_summary(summary: Summary) -> str:
     """One summary in a line."""
     parts = f" in {summary.parts} parts" if summary.parts > 1 else ""
     cut = f"; cut at {summary.summary_tokens} tokens; {_RAISE}" if summary.finish_reason == "length" else ""
+    loops = f"; it loops: it repeats one phrase to its end; {_AGAINST_LOOPS}" if summary.loops else ""
     return (
         f"{summary.document_tokens} tokens{parts} summarized in {summary.summary_tokens}, "
-        f"{_describe_speed(summary.stats, summary.stats.tokens_per_s)}{cut}"
+        f"{_describe_speed(summary.stats, summary.stats.tokens_per_s)}{cut}{loops}"
     )
 
 
@@ -45,7 +47,25 @@ def describe_totals(totals: JobTotals, seconds: float) -> str:
     cut = f"; {totals.cut} cut at the token limit, {_RAISE}" if totals.cut else ""
     speed = _describe_speed(totals.stats, speed_of(totals, seconds))
     emitted = f"; {totals.stats.emitted_tokens} tokens at {speed}" if totals.summarized else ""
-    return f"{count(totals.summarized, 'document')} summarized{copied}{earlier}{failed}{skipped}{emitted}{cut}"
+    loops = f"; {_describe_loops(totals)}" if totals.loops else ""
+    return f"{count(totals.summarized, 'document')} summarized{copied}{earlier}{failed}{skipped}{emitted}{cut}{loops}"
+
+
+def _describe_loops(totals: JobTotals) -> str:
+    """How many summaries loop, and the speed with and without them."""
+    verb = "loops: it repeats" if totals.loops == 1 else "loop: they repeat"
+    said = f"{totals.loops} of {count(totals.summarized, 'summary', 'summaries')} {verb} one phrase to the end"
+    if totals.plain is not None:
+        whole = totals.plain.speedup(totals.stats)
+        straight = None if totals.straight_plain is None else totals.straight_plain.speedup(totals.straight)
+        figures = ["-" if each is None else f"{each:.2f}x" for each in (whole, straight)]
+        what = "speedup"
+    else:
+        straight_length = totals.straight.mean_acceptance_length
+        whole_length = totals.stats.mean_acceptance_length
+        figures = [f"{each:.2f}" if each else "-" for each in (whole_length, straight_length)]
+        what = "tokens per pass"
+    return f"{said}; {what} with loops {figures[0]}, without {figures[1]}; {_AGAINST_LOOPS}"
 
 
 def describe_stop(totals: JobTotals, output: Path | None) -> str:
@@ -85,6 +105,7 @@ def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
         ("failed", f"{totals.rejected:,}"),
         ("files skipped", f"{totals.skipped:,}"),
         ("cut at the token limit", f"{totals.cut:,}"),
+        ("that loop", f"{totals.loops:,}"),
         ("tokens read", f"{stats.prompt_tokens:,}"),
         ("tokens written", f"{stats.emitted_tokens:,}"),
         ("tokens per pass", f"{stats.mean_acceptance_length:.2f}"),
@@ -143,6 +164,7 @@ def comparison_row(name: str, stats: DecodingStats, plain: PlainFigures) -> dict
         "speedup": "-" if speedup is None else f"{speedup:.2f}x",
         "tokens\nper pass": f"{stats.mean_acceptance_length:.2f}",
         "identical": "yes" if plain.identical else "NO",
+        "loops": "yes" if plain.loops else "no",
     }
 
 

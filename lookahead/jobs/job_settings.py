@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ class JobSettings:
         request: What the model is asked for.
         max_new_tokens: Most tokens of a summary, at least 1.
         num_beams: Beams of the search, at least 1; `None` is the model's own number.
+        sampling: Other options of `model.generate`; greedy without `do_sample`.
+        seed: Of every call that samples.
         keep_parts: Whether the summaries of parts are written too.
         compare: Whether every document is decoded plainly too.
         config: How drafts are made; `None` is the default.
@@ -40,6 +43,8 @@ class JobSettings:
     request: SummaryRequest = field(default_factory=SummaryRequest)
     max_new_tokens: int = 200
     num_beams: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
     keep_parts: bool = False
     compare: bool = False
     config: LookaheadConfig | None = None
@@ -48,7 +53,7 @@ class JobSettings:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that a summary depends on, besides the model and its beams."""
+        """The settings that a summary depends on, besides the model and what `model.generate` is asked for."""
         return {"max_new_tokens": self.max_new_tokens, **asdict(self.request), "keep_parts": self.keep_parts}
 
     def summarizer(self, loaded: LoadedModel) -> Summarizer:
@@ -56,7 +61,7 @@ class JobSettings:
         from lookahead.summarization.summarizer import Summarizer
 
         return Summarizer(
-            *loaded, max_new_tokens=self.max_new_tokens, num_beams=self.num_beams, config=self.config,
-            compare=self.compare, request=self.request, keep_parts=self.keep_parts,
+            *loaded, max_new_tokens=self.max_new_tokens, num_beams=self.num_beams, sampling=self.sampling,
+            seed=self.seed, config=self.config, compare=self.compare, request=self.request, keep_parts=self.keep_parts,
             predicts=self.predicts,
         )  # fmt: skip

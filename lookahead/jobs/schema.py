@@ -143,6 +143,7 @@ class ResultLine(Line):
     parts: int | None = None  # that the document was cut into, 1 if it fitted
     split: str | None = None  # where it was cut
     finish_reason: str | None = None  # "length" if the token limit cut the summary off, else "stop"
+    loops: bool | None = None  # whether it, or the summary of a part, repeats one phrase up to its end
     stats: Record | None = None  # counters of the decoding; `None` for a copy
     tree: list[Any] | None = None  # summaries of the parts, level by level, if they are kept
     plain: Record | None = None  # counters of plain decoding, if it is compared

@@ -183,6 +183,18 @@ class Aggregate:
         ours, plain = ("decoded", "decode_s"), ("plain_decoded", "plain_decode_s")
         return self.ratio(*ours, *plain) / (self.ratio(*plain, *ours) or math.nan)
 
+    def straight_ratio(self, above: str, below: str, *names: str) -> float:
+        """`ratio` over those of the lines whose summaries are known not to loop."""
+        columns = self.known(above, below, "is_looping", *names)
+        above_sum, below_sum, *_ = columns[:, columns[2] == 0].sum(axis=1).tolist()
+        return above_sum / below_sum if below_sum else math.nan
+
+    @property
+    def straight_speedup(self) -> float:
+        """`speedup` over those of the documents whose summaries do not loop."""
+        ours, plain = ("decoded", "decode_s"), ("plain_decoded", "plain_decode_s")
+        return self.straight_ratio(*ours, *plain) / (self.straight_ratio(*plain, *ours) or math.nan)
+
     def _add(self, line: ResultLine) -> None:
         text, stats = line.summary or "", line.stats or {}
         if len(text) > MAX_TEXT_CHARS:
@@ -229,6 +241,7 @@ def _figures(line: ResultLine) -> dict[str, float]:
         "plain_decode_s": plain_decode_s,
         "is_identical": math.nan if line.identical is None else float(line.identical),  # to plain decoding
         "is_cut": float(reason == "length") if reason in ("stop", "length") else math.nan,  # by the token limit
+        "is_looping": math.nan if line.loops is None else float(line.loops),  # repeats one phrase to its end
         "is_copy": float(line.copy_of is not None),  # of an equal document; then there are no statistics
     }
 

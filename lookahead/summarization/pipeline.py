@@ -16,10 +16,11 @@ from lookahead.verification.stopping import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class PlainFigures:
-    """Counters of plain decoding, and whether lookahead decoding gave the same tokens."""
+    """Counters of plain decoding, whether lookahead decoding gave the same tokens, and whether an output loops."""
 
     stats: DecodingStats = field(default_factory=DecodingStats)  # no draft is counted
     identical: bool = True
+    loops: bool = False  # which drafts follow with ease
 
     def speedup(self, stats: DecodingStats) -> float | None:
         """Tokens per second of lookahead decoding over those of plain decoding; `None` with nothing to compare."""
@@ -27,7 +28,8 @@ class PlainFigures:
 
     def __add__(self, other: PlainFigures) -> PlainFigures:
         """The figures of prompts that were decoded one after the other."""
-        return PlainFigures(total_in_sequence([self.stats, other.stats]), self.identical and other.identical)
+        stats = total_in_sequence([self.stats, other.stats])
+        return PlainFigures(stats, self.identical and other.identical, self.loops or other.loops)
 
     def to_dict(self) -> dict[str, Any]:
         """Tokens, seconds and the rate as a JSON-ready dict."""
@@ -74,6 +76,8 @@ class Summary:
         plain: Figures of plain decoding for the same prompts, if asked for.
         tree: The summaries of the parts, level by level, if asked for.
         finish_reason: `"length"` if the token limit cut the summary off, else `"stop"`.
+        loops: Whether it, or the summary of a part, repeats one phrase up to its end, as
+            `lookahead.generation.loops.loops` tells.
     """
 
     text: str
@@ -85,13 +89,14 @@ class Summary:
     plain: PlainFigures | None = None
     tree: Levels | None = None
     finish_reason: FinishReason = "stop"
+    loops: bool = False
 
     def __str__(self) -> str:
         return self.text
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as a JSON-ready dict, whose keys are fields of a line of results."""
-        names = ("document_tokens", "summary_tokens", "parts", "split", "finish_reason")
+        names = ("document_tokens", "summary_tokens", "parts", "split", "finish_reason", "loops")
         record = {"summary": self.text, **{name: getattr(self, name) for name in names}, "stats": self.stats.to_dict()}
         if self.tree is not None:
             record["tree"] = [[part.to_dict() for part in level] for level in self.tree]
@@ -128,6 +133,7 @@ class SummaryPipeline:
         self.summary: Summary | None = None
         self._document, self._keep_parts = fitter.fit(text), keep_parts
         self._stats: list[DecodingStats] = []
+        self._loops = False
         self._levels: list[tuple[PartSummary, ...]] = []
         rounds = _refine if fitter.request.refine else _merge
         self._rounds = rounds(self._document, fitter, self._levels)
@@ -137,9 +143,19 @@ class SummaryPipeline:
         """What the outputs of this round will largely be, by a prediction of the summary."""
         return prediction if len(self.prompts) == 1 else None  # several are summaries of parts
 
-    def take(self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop") -> None:
-        """Take the new text of each prompt and the counters of all; `finish_reason` is that of the last prompt."""
+    def take(
+        self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop", *, loops: bool = False
+    ) -> None:
+        """Take the new text of each prompt and the counters of all.
+
+        Args:
+            texts: The new text of each prompt.
+            stats: The counters of all prompts.
+            finish_reason: Why the output of the last prompt ended.
+            loops: Whether the output of one of them loops.
+        """
         self._stats.append(stats)
+        self._loops |= loops
         try:
             self.prompts, self.limit = self._rounds.send(([text.strip() for text in texts], stats, finish_reason))
         except StopIteration as end:
@@ -154,6 +170,7 @@ class SummaryPipeline:
                 stats=total_in_sequence(self._stats),
                 tree=tuple(self._levels) if self._keep_parts else None,
                 finish_reason=finish_reason,
+                loops=self._loops,
             )
             if not text:
                 raise DocumentError(f"the model wrote no summary of the document's {document.tokens} tokens") from None

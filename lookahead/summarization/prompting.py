@@ -27,6 +27,8 @@ REFINING = (
 )
 PLACEHOLDER = "{document}"
 MIN_DOCUMENT_TOKENS = 16
+DEFAULT_SAMPLING: Final = {"no_repeat_ngram_size": 8}
+"""Options of `model.generate` for the default model, most of whose summaries loop without them."""
 
 _NO_LIMIT = 10**9  # tokenizers without a limit state 10**30
 _WHITESPACE = re.compile(r"\s+")

@@ -43,7 +43,8 @@ def summarize(
         text: The document, or the `pathlib.Path` of its file: text, HTML, PDF or Word. A string is always the text
             itself.
         model: Any causal language model. Without model and tokenizer the default one of `lookahead.load` is used; it is
-            loaded once per process.
+            loaded once per process. Most of its summaries would loop, so that it writes no 8 tokens in a row that the
+            text or the summary holds; a model that you pass writes as its generation configuration says.
         tokenizer: The tokenizer of `model`.
         max_new_tokens: Most tokens of the summary.
         num_beams: Beams of the search, at least 1; `None` means the model's own number, which is 1 for most.
@@ -65,21 +66,22 @@ def summarize(
     from lookahead.generation.validation import check_config, check_pair
     from lookahead.hf.facts import check_model
     from lookahead.hf.loading import load_default
-    from lookahead.summarization.prompting import SummaryRequest
+    from lookahead.summarization.prompting import DEFAULT_SAMPLING, SummaryRequest
     from lookahead.summarization.summarizer import Summarizer
 
     request = SummaryRequest(overlap=overlap, refine=refine)
     document = _read(text)
     check_config("config", config)
+    options: Any = {"num_beams": num_beams, "config": config, "request": request, "keep_parts": keep_parts}
     if model is None and tokenizer is None:
         model, tokenizer = load_default()
+        options["sampling"] = DEFAULT_SAMPLING
     elif model is None:
         raise ConfigError("model and tokenizer must be given together, got a tokenizer but no model")
     elif tokenizer is None:
         check_model(model)
         raise ConfigError("model and tokenizer must be given together, got a model but no tokenizer")
     check_pair(model, tokenizer)
-    options: Any = {"num_beams": num_beams, "config": config, "request": request, "keep_parts": keep_parts}
     return Summarizer(model, tokenizer, max_new_tokens=max_new_tokens, **options).summarize(document)
 
 

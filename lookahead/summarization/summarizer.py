@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.protocol import OnPrefill
@@ -18,6 +19,7 @@ from lookahead.errors import ConfigError, LookaheadError
 from lookahead.generation.api import GenerationResult, generate
 from lookahead.generation.cache_room import cache_tokens_of
 from lookahead.generation.comparison import decode_plainly
+from lookahead.generation.loops import loops
 from lookahead.generation.prompts import PromptReader
 from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.stats import total, total_in_sequence
@@ -39,6 +41,9 @@ class Summarizer:
         tokenizer: The tokenizer of `model`.
         max_new_tokens: Most tokens of a summary, at least 1.
         num_beams: Beams of the search, at least 1; `None` means the model's own number.
+        sampling: Options of `model.generate`, such as `repetition_penalty` or `stop_strings`; greedy without
+            `do_sample`.
+        seed: Seeds torch's random numbers before every call that samples.
         config: How drafts are made.
         compare: Whether every document is decoded plainly too.
         request: What the model is asked for; `None` is a summary in two sentences.
@@ -56,6 +61,8 @@ class Summarizer:
         *,
         max_new_tokens: int = 200,
         num_beams: int | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        seed: int = 0,
         config: LookaheadConfig | None = None,
         compare: bool = False,
         request: SummaryRequest | None = None,
@@ -71,7 +78,11 @@ class Summarizer:
             raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
         own = model.generation_config.num_beams if model.generation_config is not None else None
         self._num_beams: int = num_beams or own or 1
-        self._is_alone = compare or self._num_beams > 1  # prompts of other documents are not decoded with those of one
+        self._sampling = {"do_sample": False, **(sampling or {})}
+        self._seed = seed if self._sampling["do_sample"] else None
+        self._is_alone = (
+            compare or self._num_beams > 1 or self._seed is not None
+        )  # prompts of other documents are not decoded with those of one
 
     def summarize(self, text: str, prediction: str | None = None) -> Summary:
         """Summarize one document; `prediction` is what its summary will largely be.
@@ -83,7 +94,9 @@ class Summarizer:
             done, figures = self._decode(pipeline.prompts, pipeline.limit, pipeline.expected(prediction))
             plain += figures
             texts = [each for result in done for each in result.texts]
-            pipeline.take(texts, total_in_sequence(result.stats for result in done), done[-1].finish_reasons[-1])
+            stats = total_in_sequence(result.stats for result in done)
+            is_looping = any(loops(tokens) for result in done for tokens in result.token_ids)
+            pipeline.take(texts, stats, done[-1].finish_reasons[-1], loops=is_looping)
         return replace(pipeline.summary, plain=plain if self._compare else None)
 
     def summarize_all(self, documents: Iterable[Document | None], rows: int | None = None) -> Iterator[Outcome]:
@@ -91,8 +104,8 @@ class Summarizer:
 
         A document is taken when a row is free for it, so memory does not grow with their number; `rows`, 1 to 1024, is
         decided if `None`. One that cannot be summarized is rejected alone. The summaries are those of `summarize`. With
-        `compare` or beams, documents are summarized one after the other. A stream of documents may give None, while
-        documents that it gave are not done, to say that the next one has not come yet.
+        `compare`, beams or sampling, documents are summarized one after the other. A stream of documents may give None,
+        while documents that it gave are not done, to say that the next one has not come yet.
         """
         if self._is_alone:
             return (self.summarize_or_reject(document) for document in documents if document is not None)
@@ -124,7 +137,7 @@ class Summarizer:
 
     def open_scheduler(self, rows: int | None) -> Scheduler:
         """A scheduler that decodes the prompts of several documents together."""
-        reader = PromptReader(self._model, self._tokenizer, self._config, do_sample=False, **self._encoding)
+        reader = PromptReader(self._model, self._tokenizer, self._config, **self._sampling, **self._encoding)
         scheduler = Scheduler(reader, rows, predicts=self._predicts)
         scheduler.on_prefill = self.on_prefill
         return scheduler
@@ -136,6 +149,8 @@ class Summarizer:
         ids: list[list[int]] = self._tokenizer(list(prompts), **self._encoding, verbose=False)["input_ids"]
         room = cache_tokens_of(self._model, _ROWS_TOGETHER) // (max(map(len, ids)) + limit)
         rows = max(1, min(_ROWS_TOGETHER // self._num_beams, room))
+        if self._compare and "stop_strings" in self._sampling:
+            rows = 1  # transformers pads an output that ended before others of its batch, and does not tell where
         done: list[GenerationResult] = []
         plain = PlainFigures()
         for start in range(0, len(prompts), rows):
@@ -143,17 +158,19 @@ class Summarizer:
             result = self._generate(batch, limit, prediction=prediction)
             if self._compare:
                 beams = self._num_beams
+                if self._seed is not None:
+                    torch.manual_seed(self._seed)
                 tokens, stats = decode_plainly(
-                    self._model, self._tokenizer, ids[start : start + rows], limit, num_beams=beams
+                    self._model, self._tokenizer, ids[start : start + rows], limit, num_beams=beams, **self._sampling
                 )
-                plain += PlainFigures(stats, tokens == result.token_ids)
+                plain += PlainFigures(stats, tokens == result.token_ids, any(map(loops, tokens)))
             done.append(result)
         return done, plain
 
     def _generate(self, prompts: list[str], limit: int, **changed: Any) -> GenerationResult:
         options = {"config": self._config, "num_beams": self._num_beams, "on_prefill": self.on_prefill, **changed}
-        options |= {"max_new_tokens": limit, "do_sample": False, **self._encoding}
-        return generate(self._model, self._tokenizer, prompts, **options)
+        options |= {"max_new_tokens": limit, **self._sampling, **self._encoding}
+        return generate(self._model, self._tokenizer, prompts, seed=self._seed, **options)
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +266,10 @@ class _BatchSummarizer:
             return
         done, task.done = [task.done[index] for index in range(len(task.done))], {}
         task.pipeline.take(
-            [each.text for each in done], total(each.stats for each in done), done[-1].finish_reason or "stop"
+            [each.text for each in done],
+            total(each.stats for each in done),
+            done[-1].finish_reason or "stop",
+            loops=any(loops(each.token_ids) for each in done),
         )
         if task.pipeline.summary is None:
             self._queue_round(task)
