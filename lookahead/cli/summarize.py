@@ -15,8 +15,8 @@ import typer
 
 from lookahead.cli.job_options import JobOptions, read_job_file, to_toml
 from lookahead.cli.options import option
+from lookahead.cli.part_progress import PartDisplay
 from lookahead.cli.terminal import (
-    JobDisplay,
     console,
     find_sources,
     load,
@@ -132,9 +132,9 @@ def summarize(options: SummarizeOptions) -> None:
         total = min((number for number in (known, options.limit, options.sample) if number is not None), default=None)
         is_stdout, is_text = options.output is None, _prints_text(options)
         shows_bar = not is_stdout or is_text or not sys.stdout.isatty()
-        display = JobDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
+        display = PartDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
         if not options.ray:
-            summarizer.on_prefill = display.reading
+            summarizer.on_prefill, summarizer.on_progress = display.reading, display.parts
         totals = JobTotals(skipped=skipped, notes=notes)
         documents = documents if memory is None else memory.save_while(documents)
         run = partial(run_job, documents, summarize_all, paths, identity, totals=totals, is_part=total != known)
@@ -203,7 +203,7 @@ def _run(
     options: JobOptions,
     totals: JobTotals,
     memory: OutputFile | None,
-    display: JobDisplay,
+    display: PartDisplay,
     *,
     is_exact: bool,
 ) -> int:

@@ -142,6 +142,11 @@ class Scheduler:
         """Whether nothing is left to do."""
         return not (self._failed or self._waiting or self._running)
 
+    @property
+    def written(self) -> list[int]:
+        """New tokens of every prompt that is being decoded in a row."""
+        return [request.row.emitted for request in self._running.values() if request.row is not None]
+
     def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None, prediction: Any = None) -> None:
         """Add a prompt as `generate` takes it; its `index` is unique among the prompts that are not done."""
         try:

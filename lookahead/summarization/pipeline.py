@@ -116,6 +116,23 @@ class Summarized:
     summary: Summary
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a document is that is being summarized.
+
+    Attributes:
+        parts: Parts that it was cut into.
+        parts_done: Parts that are summarized.
+        steps: Outputs that it takes: of the parts, and of their summaries together.
+        written: Share of the next output that is written, 0 to 1, by its token limit.
+    """
+
+    parts: int
+    parts_done: int
+    steps: int
+    written: float = 0.0
+
+
 # The text of each prompt of a round, the counters of all, and why the last one ended.
 _Output = tuple[list[str], DecodingStats, FinishReason]
 # Yields the prompts of a round with the most new tokens of each, is sent their output, and returns the summary's.
@@ -134,14 +151,27 @@ class SummaryPipeline:
         self._document, self._keep_parts = fitter.fit(text), keep_parts
         self._stats: list[DecodingStats] = []
         self._loops = False
+        self._parts_done = 0
         self._levels: list[tuple[PartSummary, ...]] = []
-        rounds = _refine if fitter.request.refine else _merge
+        self._refines = fitter.request.refine
+        rounds = _refine if self._refines else _merge
         self._rounds = rounds(self._document, fitter, self._levels)
         self.prompts, self.limit = next(self._rounds)
 
     def expected(self, prediction: str | None) -> str | None:
         """What the outputs of this round will largely be, by a prediction of the summary."""
         return prediction if len(self.prompts) == 1 else None  # several are summaries of parts
+
+    def progress(self, outputs: int, tokens: int) -> Progress:
+        """How far the document is.
+
+        Args:
+            outputs: Outputs of the round that are written.
+            tokens: New tokens of the next one.
+        """
+        parts = len(self._document.parts)
+        steps = parts + (parts > 1 and not self._refines)  # the summaries of the parts are summarized together
+        return Progress(parts, min(self._parts_done + outputs, parts), steps, min(1.0, tokens / self.limit))
 
     def take(
         self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop", *, loops: bool = False
@@ -156,6 +186,7 @@ class SummaryPipeline:
         """
         self._stats.append(stats)
         self._loops |= loops
+        self._parts_done = min(self._parts_done + len(texts), len(self._document.parts))
         try:
             self.prompts, self.limit = self._rounds.send(([text.strip() for text in texts], stats, finish_reason))
         except StopIteration as end:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -23,7 +23,7 @@ from lookahead.generation.loops import loops
 from lookahead.generation.prompts import PromptReader
 from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.stats import total, total_in_sequence
-from lookahead.summarization.pipeline import PlainFigures, Summarized, Summary, SummaryPipeline
+from lookahead.summarization.pipeline import PlainFigures, Progress, Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompting import PromptFitter, SummaryRequest
 
 __all__ = ["PlainFigures", "Summarized", "Summarizer", "Summary"]
@@ -71,6 +71,8 @@ class Summarizer:
     ) -> None:
         self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
         self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
+        # Is told how far a document is, where it is the only one that is being summarized.
+        self.on_progress: Callable[[Progress], None] | None = None
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._compare, self._keep_parts, self._predicts = compare, keep_parts, predicts
         self._encoding: Any = {"add_special_tokens": self.fitter.add_special_tokens}
@@ -80,9 +82,8 @@ class Summarizer:
         self._num_beams: int = num_beams or own or 1
         self._sampling = {"do_sample": False, **(sampling or {})}
         self._seed = seed if self._sampling["do_sample"] else None
-        self._is_alone = (
-            compare or self._num_beams > 1 or self._seed is not None
-        )  # prompts of other documents are not decoded with those of one
+        # Whether prompts of other documents are not decoded with those of one.
+        self._is_alone = compare or self._num_beams > 1 or self._seed is not None
 
     def summarize(self, text: str, prediction: str | None = None) -> Summary:
         """Summarize one document; `prediction` is what its summary will largely be.
@@ -91,7 +92,12 @@ class Summarizer:
         """
         pipeline, plain = self.begin(text), PlainFigures()
         while pipeline.summary is None:
-            done, figures = self._decode(pipeline.prompts, pipeline.limit, pipeline.expected(prediction))
+            done, figures = self._decode(
+                pipeline.prompts,
+                pipeline.limit,
+                pipeline.expected(prediction),
+                on_outputs=lambda outputs: self.report(pipeline, outputs, 0),
+            )
             plain += figures
             texts = [each for result in done for each in result.texts]
             stats = total_in_sequence(result.stats for result in done)
@@ -142,10 +148,26 @@ class Summarizer:
         scheduler.on_prefill = self.on_prefill
         return scheduler
 
+    def report(self, pipeline: SummaryPipeline, outputs: int, tokens: int) -> None:
+        """Tell `on_progress` how far a document is; the arguments are those of `SummaryPipeline.progress`."""
+        if self.on_progress is not None:
+            self.on_progress(pipeline.progress(outputs, tokens))
+
     def _decode(
-        self, prompts: Sequence[str], limit: int, prediction: str | None = None
+        self,
+        prompts: Sequence[str],
+        limit: int,
+        prediction: str | None = None,
+        on_outputs: Callable[[int], None] = lambda _: None,
     ) -> tuple[list[GenerationResult], PlainFigures]:
-        """Continue each prompt by at most `limit` tokens, as many together as the cache has room for."""
+        """Continue each prompt by at most `limit` tokens, as many together as the cache has room for.
+
+        Args:
+            prompts: The prompts.
+            limit: Most new tokens of each.
+            prediction: What their outputs will largely be.
+            on_outputs: Is told how many outputs are written, before every call of the model.
+        """
         ids: list[list[int]] = self._tokenizer(list(prompts), **self._encoding, verbose=False)["input_ids"]
         room = cache_tokens_of(self._model, _ROWS_TOGETHER) // (max(map(len, ids)) + limit)
         rows = max(1, min(_ROWS_TOGETHER // self._num_beams, room))
@@ -154,6 +176,7 @@ class Summarizer:
         done: list[GenerationResult] = []
         plain = PlainFigures()
         for start in range(0, len(prompts), rows):
+            on_outputs(start)
             batch = list(prompts[start : start + rows])
             result = self._generate(batch, limit, prediction=prediction)
             if self._compare:
@@ -217,6 +240,7 @@ class _BatchSummarizer:
                     if error is not None:
                         raise error
                     return
+                self._report()
                 self._step()
             while self._outcomes:
                 yield self._outcomes.pop(0)
@@ -230,6 +254,13 @@ class _BatchSummarizer:
             self._queue = deque(each for each in self._queue if each[0] is not task)
             self._running = {number: each for number, each in self._running.items() if each[0] is not task}
             self._outcomes.append(self._summarizer.summarize_or_reject(task.document))
+
+    def _report(self) -> None:
+        """Tell how far the document is, if it is the only one."""
+        tasks = {task for task, _ in (*self._running.values(), *self._queue)}
+        if len(tasks) == 1:
+            (task,) = tasks
+            self._summarizer.report(task.pipeline, len(task.done), max(self._scheduler.written, default=0))
 
     def _queue_round(self, task: _Task) -> None:
         self._queue.extend((task, index) for index in range(len(task.pipeline.prompts)))
