@@ -177,7 +177,8 @@ class Answer:
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        # A token may be a part of a character, whose bytes its text does not tell.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     def _text(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))
