@@ -26,6 +26,7 @@ from lookahead.errors import PoolError as PoolError
 from lookahead.errors import PromptError as PromptError
 from lookahead.errors import ProposerError as ProposerError
 from lookahead.errors import ResultsError as ResultsError
+from lookahead.errors import SessionError as SessionError
 from lookahead.errors import TrainingError as TrainingError
 from lookahead.errors import UnsupportedModelError as UnsupportedModelError
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from lookahead.generation.api import generate as generate
     from lookahead.generation.api import stream as stream
     from lookahead.generation.api import stream_many as stream_many
+    from lookahead.generation.conversation import Conversation as Conversation
     from lookahead.generation.decode import decode as decode
     from lookahead.generation.enable import enable as enable
     from lookahead.generation.path_report import backend_report as backend_report
@@ -60,6 +62,7 @@ _NAMES_BY_MODULE = {
     "config": ["LookaheadConfig"],
     "generation.api": ["GenerationResult", "generate", "stream", "stream_many"],
     "generation.enable": ["enable"],
+    "generation.conversation": ["Conversation"],
     "generation.decode": ["decode"],
     "generation.successor_building": ["save_memory"],
     "generation.path_report": ["backend_report"],

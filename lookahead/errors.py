@@ -5,6 +5,7 @@
     ├── UnsupportedModelError  a model or generation mode is not supported (also a ValueError)
     ├── PromptError            a prompt is empty or leaves no room for output (also a ValueError)
     │   └── PromptTooLongError a prompt has more tokens than the model has positions
+    ├── SessionError           a file holds no conversation, or cannot be written (also a ValueError)
     ├── LogitsError            logits, or scores to sample by, are not a number (also a RuntimeError)
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
     ├── ProposerError          a custom proposer breaks its interface (also a ValueError)
@@ -59,6 +60,10 @@ class PromptTooLongError(PromptError):
 
     def __str__(self) -> str:
         return f"{self.lengths}; {self.remedy}"
+
+
+class SessionError(LookaheadError, ValueError):
+    """A file holds no conversation, cannot be read or written, or was changed by another process."""
 
 
 class LogitsError(LookaheadError, RuntimeError):

@@ -260,6 +260,14 @@ def cli_folder(tmp_path: Path, workplace: None) -> Path:
 
 
 @pytest.fixture
+def chat_folder(tmp_path: Path, tiny_llama: LlamaForCausalLM, chat_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A tiny model with a chat template, saved as any other."""
+    tiny_llama.save_pretrained(tmp_path / "chatty")
+    chat_tokenizer.save_pretrained(tmp_path / "chatty")
+    return tmp_path / "chatty"
+
+
+@pytest.fixture
 def summarize(cli_folder: Path, model_folder: Path) -> Callable[..., Any]:
     """Runs `lookahead summarize` with a tiny model and short summaries."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -11,21 +12,12 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.torch_backend import TorchBackend
-from lookahead.cli import generate as cli_generate
+from lookahead.cli import chat as cli_chat
 from lookahead.cli.app import app
 from lookahead.errors import PromptError
 from lookahead.generation.conversation import Conversation
 from lookahead.hf.call_caches import CACHE
-
-GREEDY = {"do_sample": False, "pad_token_id": 0}
-
-
-@pytest.fixture
-def chat_folder(tmp_path, tiny_llama, chat_tokenizer):
-    """A tiny model with a chat template, saved as any other."""
-    tiny_llama.save_pretrained(tmp_path / "chatty")
-    chat_tokenizer.save_pretrained(tmp_path / "chatty")
-    return tmp_path / "chatty"
+from tests.support.chats import GREEDY, answers
 
 
 @pytest.fixture
@@ -37,18 +29,6 @@ def run(cli_folder, chat_folder):
         return CliRunner().invoke(app, [command, *options, *arguments], input=input)
 
     return invoke
-
-
-def answers(model, tokenizer, *questions, system=None, **options):
-    """What every question of a chat is answered, each asked anew with all that was said before."""
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    said = []
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        text = lookahead.generate(model, tokenizer, messages, **{**GREEDY, "max_new_tokens": 12, **options}).texts[0]
-        messages.append({"role": "assistant", "content": text})
-        said.append(text)
-    return said
 
 
 # The conversation
@@ -160,7 +140,28 @@ def test_a_chat_takes_the_options_of_drafting(run, tiny_llama, chat_tokenizer):
 def test_commands_are_no_messages_and_quit_ends(run):
     result = run("chat", input="/help\n/hepl\n/quit\nabab\n")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr.splitlines() == [cli_generate._HELP, f"no command /hepl: {cli_generate._HELP}"]
+    *shown, unknown = result.stderr.splitlines()
+    assert [line.split("  ")[0] for line in shown] == [command for command, _ in cli_chat._HELP]
+    assert unknown.startswith("no command /hepl; /help shows the commands")
+
+
+def test_a_session_of_a_pipe_holds_its_turns_and_what_is_none_is_refused(run, cli_folder, tiny_llama, chat_tokenizer):
+    first, second = answers(tiny_llama, chat_tokenizer, "ab\ncd", "what?")
+    result = run("chat", "--session", "chat.json", input='"""ab\ncd"""\n/save\n')
+    assert (result.exit_code, result.stdout) == (1, f"{first}\n")
+    assert result.stderr.endswith("error: /save needs the name of a file\n")
+    result = run("chat", "--session", "chat.json", input="what?\nlost\n/undo\n")
+    assert result.stdout.splitlines()[0] == second
+    assert result.stderr.startswith("chat.json: 2 messages\n") and result.stderr.endswith("taken back: lost\n")
+    written = (cli_folder / "chat.json").read_text()
+    assert [each["content"] for each in json.loads(written)] == ["ab\ncd", first, "what?", second]
+    refused = run("chat", "--session", "a.txt", input="abab\n")
+    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert "a.txt is no session: it holds no JSON" in refused.stderr
+    for command in ("/load a.txt", "/save a.txt", "/edit"):
+        told = run("chat", "--session", "chat.json", input=f"{command}\n")
+        assert told.exit_code == 1 and told.stderr.count("\n") == 2
+    assert (cli_folder / "chat.json").read_text() == written
 
 
 def test_a_message_that_is_too_long_does_not_end_a_pipe_but_its_status_tells(run, tiny_llama, chat_tokenizer):
@@ -173,46 +174,6 @@ def test_a_model_without_a_chat_template_is_refused_in_one_line(run, model_folde
     result = run("chat", "--model", str(model_folder), input="abab\n")
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "has no chat template" in result.stderr
-
-
-class Terminal:
-    """Stands for a terminal where lines are typed, and Ctrl-C is."""
-
-    def __init__(self, monkeypatch, *lines):
-        self.lines = list(lines)
-        monkeypatch.setattr("builtins.input", self.read)
-        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-
-    def read(self, prompt=""):
-        if not self.lines:
-            raise EOFError
-        line = self.lines.pop(0)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_llama, chat_tokenizer, monkeypatch, capsys):
-    conversation = Conversation(tiny_llama, chat_tokenizer, max_new_tokens=40, **GREEDY)
-    Terminal(monkeypatch, KeyboardInterrupt(), "abab", "what?")
-    plain, asked = conversation.ask, []
-
-    def ask(question):
-        asked.append(question)
-        pieces = plain(question)
-        yield next(pieces)
-        if len(asked) == 1:
-            pieces.close()
-            raise KeyboardInterrupt
-        yield from pieces
-
-    monkeypatch.setattr(conversation, "ask", ask)
-    assert cli_generate._talk(conversation, 40)
-    shown = capsys.readouterr()
-    assert asked == ["abab", "what?"]
-    assert shown.out.count("\n") == 2
-    assert ", stopped\n" in shown.err
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
 
 
 def test_what_commands_a_terminal_is_taken_out_of_answers(run, monkeypatch):

@@ -11,10 +11,11 @@ import typer
 
 import lookahead
 from lookahead.cli.bench import bench
+from lookahead.cli.chat import chat
 from lookahead.cli.commands import App
 from lookahead.cli.doctor import doctor
 from lookahead.cli.draft_files import memory_app, pool_app
-from lookahead.cli.generate import chat, generate
+from lookahead.cli.generate import generate
 from lookahead.cli.measure import calibrate, explain, pick_draft, train
 from lookahead.cli.serve import serve
 from lookahead.cli.summarize import report, summarize

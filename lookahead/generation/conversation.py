@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Generator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from lookahead.generation.api import stream
 from lookahead.generation.hf_outputs import TextStream, append_states
 from lookahead.generation.prediction_reading import Predictions
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
+from lookahead.generation.session_file import SessionFile, read_session
 from lookahead.generation.validation import check_pair
 from lookahead.hf.call_caches import CACHE, tokens_in
 from lookahead.hf.facts import context_limit
@@ -36,9 +39,16 @@ class Conversation:
         options: As of `lookahead.stream`.
 
     Attributes:
-        messages: The history, the system message included.
-        dropped: Messages of the history that the last question left out because the context was full.
+        history: Every message, the system message included.
+        messages: What the model reads of them: those that the context has room for.
+        dropped: Messages that the last question left out because the context was full.
         stream: That of the last answer, for its stats and finish reason; None before the first.
+
+    Example:
+        >>> conversation = lookahead.Conversation(model, tokenizer, system="Be brief.")  # doctest: +SKIP
+        >>> for piece in conversation.ask("What is a lemma?"):  # doctest: +SKIP
+        ...     print(piece, end="")
+        >>> conversation.save("chat.json")  # doctest: +SKIP
 
     Raises:
         PromptError: The tokenizer has no chat template.
@@ -71,17 +81,41 @@ class Conversation:
         self._reader = PromptReader(model, tokenizer, chat_template_kwargs=chat_template_kwargs, **fitting)
         self._options: dict[str, Any] = {"config": config, "max_new_tokens": max_new_tokens, **options}
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._has_own_system = system is not None
         self.stream: TextStream | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget everything that was said."""
-        self.messages: list[Message] = list(self._system)
-        self.dropped = 0
+        self._set_history(self._system)
         self._cache = DynamicCache(config=self._model.config)
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
 
-    def ask(self, question: str, prediction: Predictions = None) -> Iterator[str]:
+    def undo(self) -> Message | None:
+        """Take the last question and its answer back; returns the question, or None if there is none."""
+        last = max((i for i, message in enumerate(self.history) if message["role"] == "user"), default=None)
+        if last is None:
+            return None
+        question = self.history[last]
+        self._set_history(self.history[:last])
+        return question
+
+    def restore(self, messages: Sequence[Message]) -> None:
+        """Go on from the messages of another conversation; a system message of this one takes the place of theirs."""
+        theirs = list(takewhile(lambda message: message["role"] == "system", messages))
+        if not self._has_own_system:
+            self._system = theirs
+        self._set_history([*self._system, *messages[len(theirs) :]])
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the history to a JSON file; SessionError if it holds something else, or cannot be written."""
+        SessionFile(file).write(self.history)
+
+    def load(self, file: str | os.PathLike[str]) -> None:
+        """Go on from the history of such a file, as by `restore`; SessionError if it holds none."""
+        self.restore(read_session(file))
+
+    def ask(self, question: str, prediction: Predictions = None) -> Generator[str, None, None]:
         """The answer to a message, piece by piece. If it is closed early, the history keeps the pieces so far.
 
         `prediction` is what the answer will largely be, as of `lookahead.stream`.
@@ -100,9 +134,15 @@ class Conversation:
         self.stream = stream(self._model, self._tokenizer, ids, **options)
         return self._answer(self.stream, fitting, ids)
 
-    def _answer(self, pieces: TextStream, messages: list[Message], ids: list[int]) -> Iterator[str]:
+    def _set_history(self, messages: Sequence[Message]) -> None:
+        self.history: list[Message] = list(messages)
+        self.messages: list[Message] = list(messages)
+        self.dropped = 0
+
+    def _answer(self, pieces: TextStream, messages: list[Message], ids: list[int]) -> Generator[str, None, None]:
         said = []
         self.messages = messages
+        self.history.append(messages[-1])
         try:
             for piece in pieces:
                 said.append(piece)
@@ -113,7 +153,9 @@ class Conversation:
                 prefixes_of(self._model, self._prefix_bytes).put(text, kept)
         finally:
             pieces.close()
-            self.messages.append({"role": "assistant", "content": "".join(said)})
+            answer = {"role": "assistant", "content": "".join(said)}
+            self.messages.append(answer)
+            self.history.append(answer)
 
     def _continue_from(self, ids: list[int]) -> None:
         """Cut the cache to the prefix it shares with a prompt; begin an empty one if it cannot be cut."""

@@ -1,0 +1,253 @@
+"""The command `lookahead chat`."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import textwrap
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from lookahead.cli.options import DraftingOptions, ModelOptions, SamplingOptions, new_tokens_option, option
+from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, say
+from lookahead.cli.word_wrap import WordWrap
+from lookahead.errors import ConfigError, PromptError, SessionError, count
+
+if TYPE_CHECKING:
+    from lookahead.generation.conversation import Conversation
+    from lookahead.generation.session_file import SessionFile
+
+_QUOTES = '"""'
+_HELP = (
+    (_QUOTES, "begins and ends a message of several lines"),
+    ("/edit", "write a message in the editor of $VISUAL or $EDITOR"),
+    ("/undo", "take the last turn back"),
+    ("/save FILE", "write the conversation to a file"),
+    ("/load FILE", "go on with the conversation of a file"),
+    ("/reset", "forget what was said"),
+    ("/quit, Ctrl-D", "end the chat"),
+    ("Ctrl-C", "stop an answer; what was written of it stays"),
+)
+_HINT = "/help shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
+
+_SHOWN = 76  # characters of a message that is named
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(SamplingOptions, DraftingOptions, ModelOptions):
+    system: str | None = option(None, "System message.", metavar="TEXT")
+    max_new_tokens: int = new_tokens_option(512, "Most tokens of an answer.")
+    session: Path | None = option(
+        None, "JSON file of the messages: read where there is one, and written after each turn.", metavar="FILE"
+    )
+
+
+def chat(options: ChatOptions) -> None:
+    """Chat with a model: answers are shown as they are generated, token for token those of transformers.
+
+    Each answer is followed by its speed, on stderr. When the model's context is
+    full, the oldest turns are left out. Without a terminal every line of stdin is
+    a message. /help shows the commands.
+
+    For example:
+
+      lookahead chat --model ./my-model
+      lookahead chat --system "Answer in one sentence." --temperature 0.7
+      lookahead chat --session french.json
+      printf 'Hello!\\nAnd in French?\\n' | lookahead chat > answers.txt
+    """
+    config = options.config()
+    session, messages = None, None
+    if options.session is not None:
+        from lookahead.generation.session_file import SessionFile
+
+        session = SessionFile(options.session)
+        messages = session.read()
+    loaded = load(options)
+    import torch
+
+    from lookahead.generation.conversation import Conversation
+    from lookahead.generation.validation import check_seed
+
+    check_seed(options.seed)
+    conversation = Conversation(
+        *loaded, system=options.system, config=config, max_new_tokens=options.max_new_tokens, **options.sampling
+    )
+    if messages is not None:
+        conversation.restore(messages)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    with memory_file_saved_at_exit(options, loaded.model):
+        are_answered = Chat(conversation, options.max_new_tokens, session).run()
+    if not are_answered:
+        raise typer.Exit(1)
+
+
+class Chat:
+    """Reads messages and commands from stdin, and answers them.
+
+    Args:
+        conversation: Answers the messages.
+        max_new_tokens: The most tokens of an answer.
+        session: Where the messages are kept after every change; None for nowhere.
+    """
+
+    def __init__(self, conversation: Conversation, max_new_tokens: int, session: SessionFile | None = None) -> None:
+        self._conversation, self._max_new_tokens, self._session = conversation, max_new_tokens, session
+        self._is_terminal = sys.stdin.isatty()
+        self._commands = {"/help": _show_help, "/edit": self._edit, "/undo": self._undo, "/reset": self._reset}
+
+    def run(self) -> bool:
+        """Answer until the input ends; returns False if a message or a command of a pipe failed."""
+        are_answered = True
+        if self._is_terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401  # gives input() a history and editing
+            _hint(_HINT)
+        elif isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        if self._session is not None and self._conversation.history:
+            _hint(f"{self._session.path}: {count(len(self._conversation.history), 'message')}")
+        while True:
+            try:
+                line = self._read_line("> ").strip()
+                if line in ("/quit", "/exit"):
+                    return are_answered
+                self._handle(line)
+            except EOFError:
+                return are_answered
+            except (ConfigError, PromptError, SessionError) as error:
+                say("error", str(error))
+                are_answered = self._is_terminal
+            except KeyboardInterrupt:
+                if not self._is_terminal:
+                    raise
+                _hint(f"\n{_HINT}")
+
+    def _read_line(self, prompt: str) -> str:
+        is_shown = self._is_terminal and sys.stdout.isatty()
+        if self._is_terminal and not is_shown:
+            console(sys.stderr).print(prompt, end="")
+        return input(prompt if is_shown else "")
+
+    def _handle(self, line: str) -> None:
+        """Answer a line, or do what it commands."""
+        name, _, file = line.partition(" ")
+        if line.startswith(_QUOTES):
+            self._answer(self._read_quoted(line.removeprefix(_QUOTES)))
+        elif name in ("/save", "/load"):
+            self._keep(name, file.strip())
+        elif line in self._commands:
+            self._commands[line]()
+        elif line.startswith("/") and line[1:].isalpha():
+            _hint(f"no command {line}; {_HINT}")
+        else:
+            self._answer(line)
+
+    def _read_quoted(self, text: str) -> str:
+        """A message up to the quotes that end it, or the end of the input; `text` is its first line."""
+        with suppress(EOFError):
+            while not text.rstrip().endswith(_QUOTES):
+                text += "\n" + self._read_line("... ")
+        return text.strip().removesuffix(_QUOTES).strip()
+
+    def _edit(self) -> None:
+        if not self._is_terminal:
+            raise ConfigError("/edit needs a terminal")
+        message = _edited()
+        _hint(harmless(message) or "no message was written")
+        self._answer(message)
+
+    def _undo(self) -> None:
+        question = self._conversation.undo()
+        shown = "there is no turn to take back" if question is None else f"taken back: {question.get('content')}"
+        _hint(textwrap.shorten(harmless(shown), _SHOWN))
+        self._save()
+
+    def _reset(self) -> None:
+        self._conversation.reset()
+        self._save()
+
+    def _keep(self, command: str, file: str) -> None:
+        """Save the conversation to a file, or load one."""
+        if not file:
+            raise ConfigError(f"{command} needs the name of a file")
+        if command == "/load":
+            self._conversation.load(file)
+            self._save()
+        elif self._session is not None and self._session.path.resolve() == Path(file).expanduser().resolve():
+            self._session.write(self._conversation.history)
+        else:
+            self._conversation.save(file)
+        _hint(f"{file}: {count(len(self._conversation.history), 'message')}")
+
+    def _save(self) -> None:
+        if self._session is not None:
+            self._session.write(self._conversation.history)
+
+    def _answer(self, message: str) -> None:
+        """Stream the answer to stdout, and print its speed to stderr."""
+        if not message:
+            return
+        conversation, ending = self._conversation, ""
+        pieces = conversation.ask(message)
+        if conversation.dropped:
+            say("note", f"the context is full: {conversation.dropped} of the oldest messages were left out")
+        lines = WordWrap(console(sys.stdout).width) if sys.stdout.isatty() else None
+        try:
+            with closing(pieces):  # so that the history has the pieces so far
+                for piece in map(harmless, pieces):
+                    print(piece if lines is None else lines.put(piece), end="", flush=True)
+        except KeyboardInterrupt:
+            if not self._is_terminal:
+                raise
+            ending = ", stopped"
+        finally:
+            print("" if lines is None else lines.end(), flush=True)
+        assert conversation.stream is not None
+        stats = conversation.stream.stats
+        if conversation.stream.finish_reason == "length" and not ending:
+            is_limit = stats.emitted_tokens >= self._max_new_tokens
+            ending = ", cut at --max-new-tokens" if is_limit else ", cut as the context is full"
+        _hint(
+            f"{stats.emitted_tokens} tokens, the first after {stats.ttft_s:.1f} s, {stats.tokens_per_s:.1f} tokens/s, "
+            f"{stats.mean_acceptance_length:.2f} tokens a pass{ending}"
+        )
+        self._save()
+
+
+def _hint(text: str) -> None:
+    """Print a line to stderr, broken between words on a terminal."""
+    stderr = console(sys.stderr)
+    stderr.print(Text(text, "dim"), soft_wrap=not stderr.is_terminal)
+
+
+def _show_help() -> None:
+    rows = Table.grid(padding=(0, 2))
+    for command, meaning in _HELP:
+        rows.add_row(Text(command, no_wrap=True), meaning)
+    console(sys.stderr).print(rows)
+
+
+def _edited() -> str:
+    """A text that the user writes in an editor."""
+    is_windows = os.name == "nt"
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ("notepad" if is_windows else "vi")
+    with tempfile.TemporaryDirectory(prefix="lookahead-") as folder:
+        file = Path(folder, "message.txt")
+        file.touch()
+        try:
+            subprocess.run([*shlex.split(editor, posix=not is_windows), str(file)], check=True)
+            return file.read_text("utf-8", errors="replace").strip()
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            raise ConfigError(f"the editor {editor!r} of $VISUAL or $EDITOR failed: {error}") from error

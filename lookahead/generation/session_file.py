@@ -1,0 +1,84 @@
+"""Sessions: JSON files that hold the messages of a conversation, `[{"role": ..., "content": ...}, ...]`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lookahead.errors import SessionError
+from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.locks import locked
+
+Messages: TypeAlias = "list[Mapping[str, Any]]"
+
+
+def read_session(file: str | os.PathLike[str]) -> Messages:
+    """The messages of a session; SessionError if the file is none, or cannot be read."""
+    path = _path_of(file)
+    with _one_error(path):
+        messages = read_json(path)
+    if not isinstance(messages, list):
+        raise SessionError(f"{path} is no session: expected a list of messages, got {type(messages).__name__}")
+    for number, message in enumerate(messages):
+        if not _is_message(message):
+            raise SessionError(f"{path} is no session: message {number} is no object with 'role' and 'content'")
+    return messages
+
+
+class SessionFile:
+    """A session that is read once, and written as a whole, under its lock, after every change.
+
+    Args:
+        file: The path; `~` is the home folder.
+    """
+
+    def __init__(self, file: str | os.PathLike[str]) -> None:
+        self.path = _path_of(file)
+        self._is_followed = False
+        self._seen: Messages | None = None  # what it held when it was last read or written
+
+    def read(self) -> Messages | None:
+        """The messages; None if there is no file yet. `write` then refuses to replace what another process wrote."""
+        with _one_error(self.path), locked(self.path):  # which fails where the file could not be written either
+            self._seen = self._messages()
+        self._is_followed = True
+        return self._seen
+
+    def write(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Write the messages; SessionError, and the file stays as it is, if it is no session or was changed."""
+        with _one_error(self.path), locked(self.path):
+            held = self._messages()
+            if self._is_followed and held != self._seen:
+                raise SessionError(f"{self.path} was changed by another process; save this conversation elsewhere")
+            write_atomically(self.path, json.dumps(list(messages), ensure_ascii=False, indent=1) + "\n")
+            self._seen = list(messages)
+
+    def _messages(self) -> Messages | None:
+        return read_session(self.path) if self.path.exists() else None
+
+
+def _path_of(file: str | os.PathLike[str]) -> Path:
+    return Path(os.path.expanduser(file))  # that of pathlib raises for a user who does not exist
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str | list) or "tool_calls" in message
+
+
+@contextmanager
+def _one_error(path: Path) -> Iterator[None]:
+    """A SessionError for what the file system and the parser raise."""
+    try:
+        yield
+    except SessionError:
+        raise
+    except OSError as error:
+        raise SessionError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise SessionError(f"{path} is no session: it holds no JSON ({error})") from error

@@ -1,0 +1,153 @@
+"""`lookahead chat` at a terminal: lines that are typed, keys that are pressed, and what is shown."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+
+import lookahead
+from tests.support.chats import answers
+
+if sys.platform == "win32":
+    pytest.skip("there is no pseudo terminal", allow_module_level=True)
+
+from tests.support.pseudo_terminal import CTRL_C, CTRL_D, at_terminal, path_of_script
+
+
+@pytest.fixture
+def chat(chat_folder, cli_folder, monkeypatch):
+    """Chats with a tiny model at a terminal."""
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setenv("TERM", "xterm")
+
+    def start(*arguments, columns=80, limit=12):
+        options = ("--model", str(chat_folder), "--max-new-tokens", str(limit), "--threads", "1")
+        return at_terminal("chat", *options, *arguments, columns=columns)
+
+    return start
+
+
+@pytest.fixture
+def endless(chat_folder):
+    """Gives the model a context that no answer fills while a test runs."""
+    file = chat_folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 1 << 20}))
+
+
+@pytest.fixture
+def writer(float32_summarizer, tmp_path):
+    """A small model that writes English, with a chat template."""
+    folder = shutil.copytree(float32_summarizer, tmp_path / "writer")
+    (folder / "chat_template.jinja").write_text("{% for each in messages %}{{ each.content }}\n{% endfor %}")
+    return folder
+
+
+def contents(file):
+    """What the messages of a session say."""
+    return [message["content"] for message in json.loads(file.read_text())]
+
+
+def test_ctrl_c_keeps_what_was_written_and_the_chat_goes_on(chat, endless, cli_folder):
+    with chat("--session", "chat.json", "--proposers", "none", limit=1 << 19) as terminal:
+        terminal.enter("abab")
+        terminal.until(lambda shown: len(shown) > 40)
+        terminal.type(CTRL_C)
+        shown = terminal.until(", stopped\n> ")
+        first = contents(cli_folder / "chat.json")
+        terminal.enter("what?")
+        terminal.until(lambda shown: len(shown) > 40)
+        terminal.type(CTRL_C)
+        terminal.until(", stopped\n")
+        terminal.enter("/quit")
+        assert terminal.wait() == 0
+    question, answer = first
+    assert (question, len(answer) > 10) == ("abab", True)
+    assert "".join(answer.split()) in "".join(shown.split())
+    assert contents(cli_folder / "chat.json")[:3] == [*first, "what?"]
+
+
+def test_ctrl_c_at_the_prompt_says_what_ends_the_chat(chat):
+    with chat() as terminal:
+        terminal.until("\n> ")
+        terminal.type(CTRL_C)
+        terminal.until(lambda shown: shown.count("Ctrl-C stops an answer, Ctrl-D ends\n> ") == 2)
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 0
+
+
+def test_quotes_begin_and_end_a_message_of_several_lines(chat, cli_folder, tiny_llama, chat_tokenizer):
+    with chat("--session", "chat.json") as terminal:
+        for line in ('"""ab', "  /undo", 'c"""', '"""what?"""', '"""', "lost"):
+            terminal.enter(line)
+        terminal.until("\n... ")
+        terminal.type(CTRL_C)
+        terminal.until("Ctrl-D ends\n> ")
+        terminal.enter("/quit")
+        assert terminal.wait() == 0
+    first, second = answers(tiny_llama, chat_tokenizer, "ab\n  /undo\nc", "what?")
+    assert contents(cli_folder / "chat.json") == ["ab\n  /undo\nc", first, "what?", second]
+
+
+def test_a_session_is_continued_and_turns_are_taken_back(chat, cli_folder, tiny_llama, chat_tokenizer):
+    first, second = answers(tiny_llama, chat_tokenizer, "abab", "what?")
+    file = cli_folder / "chat.json"
+    with chat("--session", "chat.json") as terminal:
+        terminal.enter("abab")
+        terminal.enter("/quit")
+        assert terminal.wait() == 0
+    assert contents(file) == ["abab", first]
+    with chat("--session", "chat.json") as terminal:
+        terminal.until("chat.json: 2 messages\n")
+        for line in ("other", "/undo"):
+            terminal.enter(line)
+        terminal.until("taken back: other\n")
+        terminal.enter("what?")
+        terminal.enter("/save other.json")
+        terminal.until("other.json: 4 messages\n")
+        terminal.enter("/reset")
+        terminal.enter("/load other.json")
+        terminal.enter("/quit")
+        assert terminal.wait() == 0
+    assert contents(file) == contents(cli_folder / "other.json") == ["abab", first, "what?", second]
+
+
+def test_a_long_message_is_written_in_an_editor(chat, cli_folder, monkeypatch, tiny_llama, chat_tokenizer):
+    monkeypatch.setenv("EDITOR", path_of_script(cli_folder, "printf 'abab\\n\\nxyz\\n' > \"$1\""))
+    monkeypatch.delenv("VISUAL", raising=False)
+    with chat("--session", "chat.json") as terminal:
+        terminal.enter("/edit")
+        terminal.until(" tokens a pass")
+        terminal.enter("/quit")
+        assert terminal.wait() == 0
+    assert contents(cli_folder / "chat.json") == ["abab\n\nxyz", *answers(tiny_llama, chat_tokenizer, "abab\n\nxyz")]
+
+
+def test_an_editor_that_fails_and_one_that_writes_nothing_ask_nothing(chat, cli_folder, monkeypatch):
+    monkeypatch.setenv("VISUAL", path_of_script(cli_folder, "exit $(cat status)"))
+    (cli_folder / "status").write_text("3")
+    with chat("--session", "chat.json") as terminal:
+        terminal.enter("/edit")
+        terminal.until("of $VISUAL or $EDITOR failed: ")
+        (cli_folder / "status").write_text("0")
+        terminal.enter("/edit")
+        terminal.until("no message was written\n")
+        terminal.enter("/quit")
+        assert terminal.wait() == 0
+    assert not (cli_folder / "chat.json").exists()
+
+
+def test_lines_of_a_narrow_terminal_end_between_words(chat, writer):
+    with chat("--model", str(writer), columns=40, limit=120) as terminal:
+        terminal.enter("/help")
+        shown = terminal.until("\nCtrl-C")
+        terminal.enter("The cat sat on the mat.")
+        _, *written = terminal.until("--max-new-tokens\n").splitlines()
+        terminal.enter("/quit")
+        assert terminal.wait() == 0
+    model, tokenizer = lookahead.load(writer)
+    (answer,) = answers(model, tokenizer, "The cat sat on the mat.", max_new_tokens=120)
+    assert all(len(line) <= 40 for line in [*shown.splitlines(), *written])
+    assert len(answer) > 80 and " ".join(written).split()[: len(answer.split())] == answer.split()
