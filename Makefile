@@ -20,7 +20,7 @@ TWO_CORES := --numprocesses 2 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-changed test-all test-gpu test-front-ends test-newest test-vllm install-newest lint types format clean
+.PHONY: help demo test test-changed test-all test-gpu test-front-ends test-newest test-vllm install-newest dist lint types format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,13 @@ test-gpu: $(VENV)/.installed-test ## what a machine with an NVIDIA GPU runs firs
 	$(BIN)/python -m bench.kernel --output build/gpu/kernel.json || status=1; \
 	$(BIN)/python -m bench.gpu_decode --output build/gpu/gpu_decode.json || status=1; \
 	$(BIN)/python -m bench.targets build/gpu; exit $$status
+
+# The wheel is made from the sdist; the tests install both, and import the package from a new environment.
+dist: $(VENV)/.installed-dist ## build the sdist and the wheel into dist/, and check both
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m pytest tests/test_packaging.py --built dist
 
 types: $(VENV)/.installed-test ## mypy only
 	$(BIN)/python -m mypy --strict -p lookahead
@@ -86,6 +93,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dist: $(VENV)/.installed-test
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.installed-quantizers: tests/quantizers.txt $(VENV)/.installed-test

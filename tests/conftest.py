@@ -54,6 +54,13 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         yield folder
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `make dist` name what it built."""
+    parser.addoption(
+        "--built", metavar="FOLDER", help="a folder with the sdist and wheel that tests/test_packaging.py checks"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the number of Hypothesis examples by the tests that are asked for."""
     settings.load_profile("brief" if "not exhaustive" in config.option.markexpr else "exhaustive")

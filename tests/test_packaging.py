@@ -1,4 +1,7 @@
-"""What a user gets: built, installed and imported for real, with nothing downloaded."""
+"""What a user gets: built, installed and imported for real, with nothing downloaded.
+
+With `--built FOLDER`, as in `make dist`, the sdist and the wheel are taken from that folder.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = ("lookahead", "ngram", "kernels")
@@ -92,16 +96,24 @@ def source(tmp_path_factory) -> Path:
     return copy
 
 
-@pytest.fixture(scope="module")
-def wheel(source, tmp_path_factory) -> Path:
-    return _build("wheel", source, tmp_path_factory.mktemp("wheel"))
+def _built(kind: str, request: pytest.FixtureRequest, source: Path, out: Path) -> Path:
+    """The only `wheel` or `sdist` of the folder named by `--built`, or else a new one in `out`."""
+    if (folder := request.config.getoption("--built")) is None:
+        return _build(kind, source, out)
+    (file,) = Path(folder).glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return file.resolve()
 
 
 @pytest.fixture(scope="module")
-def wheel_from_sdist(source, tmp_path_factory) -> Path:
+def wheel(request, source, tmp_path_factory) -> Path:
+    return _built("wheel", request, source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel_from_sdist(request, source, tmp_path_factory) -> Path:
     """The wheel that pip makes where only the sdist is offered."""
     folder = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(_build("sdist", source, folder)) as archive:
+    with tarfile.open(_built("sdist", request, source, folder)) as archive:
         archive.extractall(folder, filter="data")
     (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
     return _build("wheel", unpacked, folder / "wheel")
@@ -137,6 +149,29 @@ def test_a_wheel_holds_every_file_of_the_package(each_wheel, source):
     expected = {path.relative_to(source).as_posix() for path in files}
     packed = {name for name in _names(each_wheel) if name.startswith("lookahead/")}
     assert packed == expected
+
+
+def test_a_checkout_with_text_files_in_place_of_links_builds_the_same_wheel(source, wheel, tmp_path):
+    copy = tmp_path / "checkout"  # as git writes it on Windows
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "kernels", "ngram"))
+    for folder in ("kernels", "ngram"):
+        shutil.copytree(source / folder, copy / folder)
+        (copy / "lookahead" / folder).write_text(f"../{folder}")
+    assert _names(_build("wheel", copy, tmp_path / "wheel")) == _names(wheel)
+
+
+def test_an_installed_package_satisfies_the_name_that_pages_install_extras_by(installed, tmp_path):
+    pip = (sys.executable, "-m", "pip", "--python", installed.python, "install", "--no-deps", "--no-index")
+    assert "already satisfied" in _run(*pip, "lookahead-decoding[gguf]", cwd=tmp_path)
+
+
+def test_the_workflow_publishes_what_make_dist_checks_and_holds_no_secret():
+    text = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    assert "secrets." not in text and "password" not in text
+    assert jobs["publish"]["needs"] == "build" and jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "permissions" not in jobs["build"]
+    assert any(step.get("run") == "make dist" for step in jobs["build"]["steps"])
 
 
 def test_a_wheel_brings_its_types_and_its_licence_and_no_model(each_wheel):
