@@ -38,6 +38,7 @@ NOT_RUN = {
     ("README.md", "python -m bench.llm"),
     ("README.md", "pip install torch"),
     ("README.md", "lookahead summarize docs/"),
+    ("docs/how-fast.md", "python -m bench.llm"),
     ("docs/models.md", "pip install 'lookahead-decoding[gguf]'"),
     ("docs/models.md", 'lookahead generate "The'),
     ("docs/models.md", "model, tokenizer ="),
@@ -312,6 +313,19 @@ def test_links_lead_to_files(page: str) -> None:
 def test_the_index_has_a_line_for_every_page() -> None:
     index = links_of(PAGES["docs/README.md"].read_text("utf-8"))
     assert {Path(page).name for page in PAGES if page.startswith("docs/")} - {"README.md"} <= index
+
+
+def test_the_page_of_speeds_shows_the_figures_of_its_result_files() -> None:
+    text = PAGES["docs/how-fast.md"].read_text("utf-8")
+    rows = re.findall(r"^\| .* \| (\d) \| (.*) \| \[file\]\(\.\./(.*)\) \|$", text, re.M)
+    assert len(rows) > 5
+    for threads, shown, file in rows:
+        result = json.loads((ROOT / file).read_text())
+        found, clock = result["lookahead"], "cpu" if result["threads"] == 1 else "wall"
+        assert found["identical"] == result["prompts"] and int(threads) == result["threads"], file
+        ms = result["methods"]["greedy"]["ms_per_token"][clock], found["ms_per_token"]
+        times = [f"{found[name]:.2f}x" for name in ("speedup", "end_to_end", "lowest")]
+        assert shown.split(" | ") == [f"{ms[0]:.1f}", f"{ms[1]:.1f}", *times], file
 
 
 # That these tests can fail
