@@ -271,7 +271,7 @@ def test_the_states_of_a_pass_bound_its_nodes_unless_the_options_do() -> None:
     assert {*offered} == {most, 24}
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5", "Mamba"])
+@pytest.mark.parametrize("name", ["Qwen3_5", "Mamba", "Jamba", "Zamba"])
 def test_every_answer_of_a_chat_is_that_of_the_whole_history(name: str, chat_tokenizer: Any) -> None:
     model, questions = build(FAMILIES[name]), ["abab", "what?", "and xyz"]
     conversation = Conversation(model, chat_tokenizer, max_new_tokens=12, do_sample=False, pad_token_id=0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.backend.probes import continues_texts
 from lookahead.backend.read_prompt import prefixes_of
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.errors import PromptError
@@ -163,7 +164,8 @@ class Conversation:
         shared = is_same.index(False) if False in is_same else len(is_same)
         is_whole = tokens_in(self._cache) == len(self._held)
         is_cut, layers = shared < len(self._held), self._cache.layers
-        cannot = any(getattr(layer, "is_sliding", False) or (is_cut and has_states(layer)) for layer in layers)
+        cannot = any(getattr(layer, "is_sliding", False) for layer in layers)
+        cannot |= any(map(has_states, layers)) and (is_cut or not continues_texts(self._model))
         if not shared or not is_whole or cannot:
             self._cache, self._held = DynamicCache(config=self._model.config), []
         elif is_cut:
