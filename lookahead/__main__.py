@@ -1,5 +1,39 @@
-"""`python -m lookahead`: the command line."""
+"""The command line, as `lookahead` and `python -m lookahead`. Ctrl-C ends it with status 130, also while it loads."""
 
-from lookahead.cli.app import main
+import atexit
+import os
+import sys
 
-main()
+
+def run() -> None:
+    """Run the command line."""
+    try:
+        from lookahead.cli.app import main
+
+        main()
+    except KeyboardInterrupt:  # modules were being imported
+        print("interrupted: stopped before it was finished", file=sys.stderr)
+        _end()
+    except SystemExit as end:
+        if end.code == 130:
+            _end()
+        raise
+
+
+def _end() -> None:
+    """End the process with status 130 now, after what was registered for its end.
+
+    To take the modules apart takes seconds on a busy machine, and after an interrupt within code that is compiled from
+    text, such as that of a named tuple, Python would end by a signal.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # its reader is gone
+            continue
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    run()

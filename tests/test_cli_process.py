@@ -6,8 +6,10 @@ import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import get_args
 from unittest.mock import MagicMock, Mock
@@ -88,6 +90,49 @@ def test_ctrl_c_leaves_whole_lines_and_status_130(folder):
     assert done == [f"docs.jsonl:{i + 1}" for i in range(len(done))]
     said = rf"interrupted: {len(done)} finished summar(y|ies) in out\.jsonl; --resume goes on\n"
     assert re.fullmatch(said, process.stderr)
+
+
+# Sends what Ctrl-C sends when a module is about to be imported, and runs the command line.
+INTERRUPTED = """
+import os, signal, sys
+module = sys.argv.pop(1)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from lookahead.__main__ import run
+run()
+"""
+
+
+@pytest.mark.parametrize("module", ["lookahead.cli.app", "typer", "torch", "transformers.generation.utils"])
+def test_ctrl_c_while_the_command_loads_says_so_in_a_line(folder, module):
+    words = [sys.executable, "-c", INTERRUPTED, module, "summarize", "docs.jsonl", "-o", "out.jsonl", *OPTIONS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stdout) == (130, "")
+    assert ran.stderr.splitlines()[-1] == "interrupted: stopped before it was finished"
+    assert "Traceback" not in ran.stderr and not (folder / "out.jsonl").exists()
+
+
+def test_ctrl_c_while_a_long_document_is_read_ends_the_job_by_status_130(folder):
+    (folder / "long.txt").write_text("The cat sat on the mat, and the dog saw it. " * 20_000)
+    words = [sys.executable, "-m", "lookahead", "summarize", "long.txt", "-o", "out.jsonl", *OPTIONS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 300
+        while not (folder / "out.jsonl.manifest.json").exists():  # from then on it reads
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr.splitlines()[-1] == "interrupted: 0 finished summaries in out.jsonl; --resume goes on"
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize("option", ["--compare", "--format=text"])
