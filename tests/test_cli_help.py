@@ -73,7 +73,14 @@ def test_every_command_that_limits_new_tokens_takes_the_short_name_too():
     named = [option.opts for command in COMMANDS.values() for option in command.params]
     limits = [names for names in named if "--max-new-tokens" in names]
     assert limits
-    assert all("--max-tokens" in names for names in limits)
+    assert all({"--max-tokens", "-n"} <= {*names} for names in limits)
+
+
+def test_every_command_that_names_a_model_takes_the_short_name_too():
+    named = [option.opts for command in COMMANDS.values() for option in command.params]
+    models = [names for names in named if "--model" in names]
+    assert models
+    assert all("-m" in names for names in models)
 
 
 def test_every_option_of_a_summary_is_a_flag_a_key_of_a_job_file_and_part_of_what_workers_are_sent(model_folder):
@@ -82,7 +89,7 @@ def test_every_option_of_a_summary_is_a_flag_a_key_of_a_job_file_and_part_of_wha
     shown = to_toml(JobOptions(**{each.name: "x" for each, _ in options_of(JobOptions)}))
     keys = {line.partition(" = ")[0] for line in shown.splitlines()}
     assert {f"--{key}" for key in keys - {"inputs"}} == flags - {"inputs", "-o", "--help", "--job", "--show-job"} - {
-        "--field", "--max-tokens"
+        "--field", "--max-tokens", "-n", "-m"
     }  # fmt: skip
     options = JobOptions(model=str(model_folder), style="bullets", rows=3)
     sent = options.for_workers(options.settings())

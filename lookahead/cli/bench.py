@@ -65,9 +65,8 @@ def bench(options: BenchOptions) -> None:
     config, texts = options.config(), _read_prompts(options)
     loaded = load(options, measures_costs=False)
     from lookahead.generation.comparison import PROMPTS, TRANSFORMERS, Score, compare
-    from lookahead.generation.prompts import as_chat
 
-    prompts = [text if options.raw else as_chat(loaded.tokenizer, text) for text in texts or PROMPTS]
+    prompts = [options.prompt_of(loaded.tokenizer, text) for text in texts or PROMPTS]
     settings: Any = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "num_beams": 1}
     configs = {_NO_DRAFTS: LookaheadConfig(proposers=()), _OURS: config}
     with console(sys.stderr).status("measuring"):

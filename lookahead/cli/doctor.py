@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from rich.filesize import decimal
 
-from lookahead.cli.options import FASTEST, DeviceOptions, ModelOptions, fastest_option, option
+from lookahead.cli.options import FASTEST, DeviceOptions, ModelOptions, fastest_option, model_option, option
 from lookahead.cli.terminal import console, load, say
 from lookahead.errors import ConfigError
 from lookahead.hf import loading
@@ -26,7 +26,7 @@ _PRODUCTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(DeviceOptions):
-    model: str | None = option(None, "Say what serves this model too, and how fast. (default: none is loaded)")
+    model: str | None = model_option(None, "Say what serves this model too, and how fast. (default: none is loaded)")
     dtype: str = fastest_option()
     as_json: bool = option(False, "Print one JSON object.", "--json")
 

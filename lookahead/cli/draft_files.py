@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from lookahead.cli.commands import App
-from lookahead.cli.options import INPUTS, DocumentOptions, ModelOptions, option
+from lookahead.cli.options import INPUTS, DocumentOptions, ModelOptions, model_option, option
 from lookahead.cli.terminal import PoolDisplay, console, find_sources, load, say, table
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.inputs import Input, check_output
@@ -31,7 +31,7 @@ class FileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(FileOptions):
-    model: str | None = option(None, "Check that it belongs to this model.")
+    model: str | None = model_option(None, "Check that it belongs to this model.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,12 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolBuildOptions(SourceOptions, OutputOptions):
-    model: str = option(help=_MODEL)
+    model: str = model_option(help=_MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolAddOptions(FileOptions, SourceOptions):
-    model: str = option(help=_MODEL)
+    model: str = model_option(help=_MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)

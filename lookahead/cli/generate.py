@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lookahead
 from lookahead.cli.options import (
     DraftingOptions,
     ModelOptions,
-    PromptOptions,
+    OnePromptOptions,
     SamplingOptions,
     new_tokens_option,
     option,
@@ -18,13 +19,19 @@ from lookahead.cli.options import (
 )
 from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, reading, say, table
 from lookahead.config import LookaheadConfig
-from lookahead.documents.byte_sources import STDIN
-from lookahead.errors import ConfigError, PromptError
+from lookahead.errors import count
+
+if TYPE_CHECKING:
+    from lookahead.backend.protocol import OnPrefill
+    from lookahead.generation.hf_outputs import TextStream
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(PromptOptions, SamplingOptions, DraftingOptions, ModelOptions):
-    prompt: str = option(help="A question or a text to continue, or - for stdin.", argument=True, metavar="PROMPT")
+class GenerateOptions(OnePromptOptions, SamplingOptions, DraftingOptions, ModelOptions):
+    prompt: str | None = option(
+        None, "A question or a text to continue, or - for stdin. (default: stdin)", argument=True, metavar="PROMPT",
+        show_default=False,
+    )  # fmt: skip
     max_new_tokens: int = new_tokens_option(128)
     prediction: list[str] | None = option(
         None, "File with what the output will largely be, a source of drafts; may be repeated.", metavar="FILE"
@@ -37,8 +44,8 @@ class GenerateOptions(PromptOptions, SamplingOptions, DraftingOptions, ModelOpti
     num_beams: int | None = option(
         None, "Search with so many beams; the text comes at the end. (default: the model's own, or 1)", min=1, max=1024
     )
-    system: str | None = option(None, "System message for a chat model.", metavar="TEXT")
     stats: bool = option(False, "Show decoding statistics on stderr.")
+    as_json: bool = option(False, "Print one JSON object: text, tokens, why it ended, times and statistics.", "--json")
     draft_model: str | None = option(None, "Draft with this model too.", metavar="MODEL")
     acceptance: str = option(
         "exact", "exact; rejection: other tokens from the same distribution; typical: another distribution, lossy."
@@ -57,7 +64,8 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate - --system "Translate into French." < letter.txt
       lookahead generate "Once upon a time" --model ./my-model
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
-      lookahead generate - --max-new-tokens 64 < prompt.txt
+      lookahead generate -n 64 < prompt.txt
+      lookahead generate -m ./my-model -p "Once upon a time" --stop . --json
       lookahead generate "Once upon a time" --num-beams 4
       lookahead generate - --prediction code.py --max-new-tokens 2000 < edit.txt
       lookahead generate "Call the weather tool for Oslo." --json-schema tool.json
@@ -65,14 +73,10 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
-    if options.raw and options.system is not None:
-        raise ConfigError("--system is part of the chat template, which --raw leaves out")
     config = options.config()
     if options.acceptance != "exact":
         config = replace(config or LookaheadConfig(), acceptance=cast(Any, options.acceptance))
-    text = read_prompt_file(STDIN) if options.prompt == STDIN else options.prompt
-    if not text:
-        raise PromptError("the prompt is empty")
+    text = options.read_prompt()
     predictions = [read_prompt_file(name) for name in options.prediction or ()]
     decoding: dict[str, Any] = {
         **options.sampling,
@@ -85,28 +89,42 @@ def generate(options: GenerateOptions) -> None:
         draft, tokenizer = load(options, options.draft_model, measures_costs=False)
         config = config or LookaheadConfig()
         config = replace(config, proposers=(*config.proposers, lookahead.DraftModel(draft, tokenizer=tokenizer)))
-    from lookahead.generation.prompts import as_chat
-
     if options.num_beams is not None:
         decoding["num_beams"] = options.num_beams
     with memory_file_saved_at_exit(options, loaded.model), reading() as on_prefill:
-        prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
+        prompt = options.prompt_of(loaded.tokenizer, text)
         pieces = lookahead.stream(
             *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncate,
             prediction=predictions, max_new_tokens=options.max_new_tokens, **decoding,
         )  # fmt: skip
-        with pieces.serving():
-            try:
-                for piece in pieces:
-                    on_prefill(1, 1)  # a model that cannot score trees does not report its prefill
-                    print(harmless(piece), end="", flush=True)
-            finally:
-                print(flush=True)  # an interrupted text ends with its line, too
-    if pieces.finish_reason == "length" and len(pieces.token_ids) < options.max_new_tokens:
-        say("note", f"the model's context is full after {len(pieces.token_ids)} new tokens")
+        said = _shown(pieces, on_prefill, quietly=options.as_json)
+    if options.as_json:
+        ended = {"token_ids": pieces.token_ids, "finish_reason": pieces.finish_reason}
+        print(json.dumps({"model": options.model, "text": said, **ended, **pieces.stats.to_dict()}))
+    if pieces.finish_reason == "length":
+        written = len(pieces.token_ids)
+        is_limit = written >= options.max_new_tokens
+        why = "cut at --max-new-tokens," if is_limit else "the model's context is full"
+        say("note", f"{why} after {count(written, 'new token')}")
     if options.stats:
         rows = []
         for name, value in {**pieces.stats.to_dict(), "finish_reason": pieces.finish_reason}.items():
             counts = ", ".join(f"{key}: {n}" for key, n in value.items()) if isinstance(value, dict) else str(value)
             rows.append((name, counts or "-"))
         console(sys.stderr).print(table(rows))
+
+
+def _shown(pieces: TextStream, on_prefill: OnPrefill, *, quietly: bool) -> str:
+    """Print a text as it comes, unless `quietly`, and return it."""
+    said = []
+    with pieces.serving():
+        try:
+            for piece in pieces:
+                on_prefill(1, 1)  # a model that cannot score trees does not report its prefill
+                said.append(piece)
+                if not quietly:
+                    print(harmless(piece), end="", flush=True)
+        finally:
+            if not quietly:
+                print(flush=True)  # an interrupted text ends with its line, too
+    return "".join(said)

@@ -17,7 +17,7 @@ import lookahead
 from lookahead.cli.options import (
     DraftingOptions,
     ModelOptions,
-    PromptOptions,
+    OnePromptOptions,
     new_tokens_option,
     option,
     read_prompt_file,
@@ -87,8 +87,11 @@ def calibrate(options: CalibrateOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainOptions(PromptOptions, DraftingOptions, ModelOptions):
-    prompt: str = option(help="A text file with the prompt, or - for stdin.", argument=True, metavar="FILE")
+class ExplainOptions(OnePromptOptions, DraftingOptions, ModelOptions):
+    prompt: str | None = option(
+        None, "A text file with the prompt, or - for stdin. (default: stdin)", argument=True, metavar="FILE",
+        show_default=False,
+    )  # fmt: skip
     max_new_tokens: int = new_tokens_option(128)
     html: Path | None = option(None, "Write the trace as an HTML page too.", metavar="PAGE")
 
@@ -115,15 +118,14 @@ def explain(options: ExplainOptions) -> None:
     config = options.config()
     from lookahead.reporting.charts import check_page
 
-    text = read_prompt_file(options.prompt)
+    text = options.read_prompt(names_file=True)
     if options.html is not None:
         check_page(options.html, "html", "explain")
     loaded = load(options)
-    from lookahead.generation.prompts import as_chat
     from lookahead.hf.block_layers import weight_count
     from lookahead.reporting.trace import render_trace, source_rows, step_rows, total_line, trace
 
-    prompt = text if options.raw else as_chat(loaded.tokenizer, text)
+    prompt = options.prompt_of(loaded.tokenizer, text)
     settings: Any = {"max_new_tokens": options.max_new_tokens, "truncate": options.truncate, "do_sample": False}
     with memory_file_saved_at_exit(options, loaded.model):
         traced = trace(*loaded, prompt, config=config, **settings)

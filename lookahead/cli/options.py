@@ -6,12 +6,13 @@ option.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, ClassVar, Literal, cast
 
 from lookahead.config import LookaheadConfig
-from lookahead.documents.byte_sources import opened
+from lookahead.documents.byte_sources import STDIN, opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError, PromptError
 from lookahead.hf.loading import DEFAULT_MODEL
@@ -19,6 +20,10 @@ from lookahead.hf.loading import DEFAULT_MODEL
 INPUTS = (
     "Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
     "kind fsspec knows (https:// s3:// hf:// ...), - for stdin."
+)
+
+MODEL_HELP = (
+    "Folder of a saved model, a GGUF file, a name on the Hub (OWNER/NAME, hf://OWNER/NAME/FILE.gguf), or smollm2."
 )
 
 
@@ -32,8 +37,13 @@ def option(default: Any = MISSING, help: str = "", *flags: str, **details: Any) 
 
 
 def new_tokens_option(default: int, help: str = "Most tokens to write.", *, min: int = 1, **details: Any) -> Any:
-    """The option that limits new tokens, under its two names."""
-    return option(default, help, "--max-new-tokens", "--max-tokens", min=min, **details)
+    """The option that limits new tokens, under its names."""
+    return option(default, help, "--max-new-tokens", "--max-tokens", "-n", min=min, **details)
+
+
+def model_option(default: Any = MISSING, help: str = MODEL_HELP, **details: Any) -> Any:
+    """The option that names a model, under its names."""
+    return option(default, help, "--model", "-m", **details)
 
 
 def options_of(kind: type) -> list[tuple[Field[Any], type]]:
@@ -76,7 +86,7 @@ class ModelOptions(DeviceOptions):
     panel: ClassVar[str] = "Model"
 
     dtype: str = fastest_option()
-    model: str = option(DEFAULT_MODEL, "Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")
+    model: str = model_option(DEFAULT_MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +154,7 @@ class RepetitionOptions:
     min_p: float | None = option(
         None, "Sample from tokens whose probability is at least this share of the highest.", min=0.0, max=1.0
     )
-    stop: list[str] | None = option(None, "Text that ends the output; may be repeated.", metavar="TEXT")
+    stop: list[str] | None = option(None, "Text that ends the output, as its last; may be repeated.", metavar="TEXT")
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -185,10 +195,42 @@ class SamplingOptions(RepetitionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
+    system: str | None = option(None, "System message for a chat model.", metavar="TEXT")
     raw: bool = option(False, "Continue the text as it is, without the chat template.")
     truncate: Literal["left", "right"] | None = option(
         None, "Which end to cut off a prompt longer than the model's context."
     )
+
+    def __post_init__(self) -> None:
+        if self.raw and self.system is not None:
+            raise ConfigError("--system is part of the chat template, which --raw leaves out")
+
+    def prompt_of(self, tokenizer: Any, text: str) -> Any:
+        """A text as the model is asked: a user's message where the tokenizer has a chat template."""
+        from lookahead.generation.prompts import as_chat
+
+        return text if self.raw else as_chat(tokenizer, text, self.system)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePromptOptions(PromptOptions):
+    prompt: str | None = None
+    prompt_text: str | None = option(None, "The prompt, or - for stdin.", "--prompt", "-p", metavar="TEXT")
+
+    def read_prompt(self, *, names_file: bool = False) -> str:
+        """The text of the argument or the option, or of stdin; `names_file`: the argument is the name of a file."""
+        if self.prompt is not None and self.prompt_text is not None:
+            raise ConfigError("name one prompt: the argument or --prompt, got both")
+        given = self.prompt_text if self.prompt is None else self.prompt
+        if given is None:
+            if sys.stdin is not None and sys.stdin.isatty():
+                raise ConfigError("no prompt: pass it as the argument, by --prompt, or through a pipe")
+            given = STDIN
+        if given == STDIN or (names_file and self.prompt is not None):
+            return read_prompt_file(given)
+        if not given:
+            raise PromptError("the prompt is empty")
+        return given
 
 
 def read_prompt_file(name: str) -> str:

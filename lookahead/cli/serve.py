@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lookahead.cli.options import DeviceOptions, DraftingOptions, new_tokens_option, option
+from lookahead.cli.options import DeviceOptions, DraftingOptions, model_option, new_tokens_option, option
 from lookahead.cli.terminal import console, memory_file_saved_at_exit, prepare, say
 from lookahead.errors import ConfigError
 from lookahead.hf.loading import DEFAULT_MODEL, locate_model, resolve_device
@@ -23,6 +23,9 @@ class ServeOptions(DraftingOptions, DeviceOptions):
         None, "Models to serve; the first answers requests that name none. (default: smollm2)", argument=True,
         metavar="MODELS...",
     )  # fmt: skip
+    model: list[str] | None = model_option(
+        None, "A model to serve, in place of MODELS; may be repeated.", metavar="MODEL"
+    )
     host: str = option("localhost", "Address to listen on; 0.0.0.0 is every one of this machine.")
     port: int = option(8000, "Port to listen on; 0 is a free one.", min=0, max=65535)
     rows: int | None = option(None, "Outputs that are decoded together. (default: 16 on a CPU, 32 on a GPU)", min=1)
@@ -56,7 +59,9 @@ def serve(options: ServeOptions) -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'lookahead-decoding[serve]'")
-    names = options.models or [DEFAULT_MODEL]
+    if options.models and options.model:
+        raise ConfigError("name models as arguments or by --model, got both")
+    names = options.models or options.model or [DEFAULT_MODEL]
     locations = [locate_model(name)[0] for name in names]
     if options.memory is not None and len(names) > 1:
         raise ConfigError(f"memory {options.memory} is that of one model: name one model to serve")

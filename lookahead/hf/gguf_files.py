@@ -52,6 +52,11 @@ def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> P
     return kept_once(file, _VERSION, functools.partial(_convert, file, announce))
 
 
+def kept_models() -> Path:
+    """The folder where what is made of GGUF files is kept."""
+    return user_cache_path("lookahead", appauthor=False) / "models"
+
+
 def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
     """The folder that holds what is made of a GGUF file, made now unless an earlier call did.
 
@@ -66,7 +71,7 @@ def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
     Raises:
         UnsupportedModelError: A package is missing that reads such files.
     """
-    kept = user_cache_path("lookahead", appauthor=False) / "models"
+    kept = kept_models()
     folder = kept / f"{file.stem}-{kind}-{_hash_of(file)[:16]}"
     if folder.is_dir():
         return folder

