@@ -16,6 +16,7 @@ from lookahead.generation import validation
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prediction_reading import Prediction, Predictions
 from lookahead.generation.prompts import Prompt, PromptReader, Prompts, Truncation
+from lookahead.generation.sampling_rule import with_sampling
 from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.hf.call_caches import cache_in
 from lookahead.stats import DecodingStats, total
@@ -96,9 +97,11 @@ def generate(
         chat_template_kwargs: Further arguments of the chat template, such as `tools` or `enable_thinking`.
         on_prefill: Called as prompts are read, before the first pass and behind every one, with the tokens read of the
             longest prompt and those it has. A pass reads some 1024; in half precision most prompts take one.
-        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`. A
-            `DynamicCache` as `cache` is continued from, and grows in place; before transformers 5.24 its name is
-            `past_key_values`.
+        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens` or `temperature`. Tokens are sampled
+            if `do_sample=True`, `temperature`, `top_p`, `top_k` or `min_p` is given, unless `do_sample=False` is given
+            too. `temperature=0` takes the likeliest tokens. Without any of them the model's own `generation_config`
+            decides. `model.generate` itself heeds `do_sample` alone. A `DynamicCache` as `cache` is continued from, and
+            grows in place; before transformers 5.24 its name is `past_key_values`.
 
     Raises:
         ConfigError: An argument has the wrong type, or is out of its range.
@@ -108,7 +111,8 @@ def generate(
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
+    options = with_sampling(generation_config, generate_kwargs)
+    options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
@@ -160,7 +164,7 @@ def stream(
         truncate: What a prompt loses that is too long, `"left"` or `"right"`.
         chat_template_kwargs: Further arguments of the chat template.
         on_prefill: Called as the prompt is read.
-        **generate_kwargs: Options of `model.generate`.
+        **generate_kwargs: Options of `model.generate`; a `temperature` means sampling, as for `generate`.
 
     Returns:
         An iterator over the pieces of the text, which tells its `token_ids`, `stats` and `finish_reason`.
@@ -170,7 +174,8 @@ def stream(
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
+    options = with_sampling(generation_config, generate_kwargs)
+    options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
@@ -237,8 +242,8 @@ def stream_many(
         prefix_bytes: Bytes of keys and values of earlier texts that the model's calls keep: a prompt that begins as one
             of them reads only the rest, as `stats.reused_tokens` tells. In half precision the bits are those of a text
             that is read in parts, so that nearly equal tokens may differ. 0 reads every prompt whole.
-        **generate_kwargs: Options of `model.generate`; processors and criteria must be of transformers' own kinds that
-            keep no state. Processors of your own go into `per_row`.
+        **generate_kwargs: Options of `model.generate`; a `temperature` means sampling, as for `generate`. Processors
+            and criteria must be of transformers' own kinds that keep no state. Those of your own go into `per_row`.
 
     Example:
         >>> for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=128):  # doctest: +SKIP
@@ -253,7 +258,8 @@ def stream_many(
     """
     given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = with_row_processors(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
+    options = with_sampling(generation_config, generate_kwargs)
+    options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     separated = iter(reader.separate(prompts))
     if reader.further:

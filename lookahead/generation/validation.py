@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from copy import copy
-from math import inf
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
@@ -17,8 +16,9 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.config import LookaheadConfig, check_whole, refuse_removed
+from lookahead.config import LookaheadConfig, refuse_removed
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, warn, with_place
+from lookahead.generation.sampling_rule import checked_numbers
 from lookahead.hf.call_caches import CACHE, cache_in, may_be_callers
 from lookahead.hf.calls import mask_length
 from lookahead.hf.facts import (
@@ -38,9 +38,6 @@ from lookahead.proposers.pool_files import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.utils.kept_values import truth
 
-# The least value of options that are whole numbers, and the range of those that are any number.
-_WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0, "num_beams": 1}
-_NUMBERS = {"temperature": inf, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0, "repetition_penalty": inf}
 # Arguments of `model.generate` that the API does not take if they are set, or at all.
 _NOT_TAKEN = {
     "streamer": "use stream, or model.generate under lookahead.enable",
@@ -149,15 +146,7 @@ def check_options(
         if name in _NOT_TAKEN and options[name]:
             raise ConfigError(f"{name} is not taken here; {_NOT_TAKEN[name]}")
     check_seed(seed)
-    given = {name: value for name, value in options.items() if value is not None}  # None stands for the default
-    for name in given:
-        if name in _WHOLE:
-            check_whole(name, given[name], _WHOLE[name])
-        value, most = given[name], _NUMBERS.get(name)
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if most is not None and not (is_number and 0 <= value <= most):
-            span = f"from 0 to {most:g}" if most < inf else "of at least 0"
-            raise ConfigError(f"{name} must be a number {span}, got {value!r}")
+    given = checked_numbers(options)
     if not isinstance(given.get("do_sample", False), bool):
         raise ConfigError(f"do_sample must be True or False, got {given['do_sample']!r}")
     if given.get("temperature") == 0 and resolved(model, generation_config, options, "do_sample"):
