@@ -61,6 +61,7 @@ NOT_RUN = {
     ("docs/serving.md", "pip install 'lookahead-decoding[serve]'"),
     ("docs/grammars.md", "pip install 'lookahead-decoding[grammar]'"),
     ("docs/grammars.md", "schema = {"),
+    ("docs/grammars.md", 'lookahead generate "The'),
     ("docs/grammars.md", 'lookahead generate "What'),
     ("docs/grammars.md", "grammar = lookahead.Grammar(tokenizer,"),
     ("docs/serving.md", "from openai import"),
