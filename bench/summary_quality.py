@@ -25,9 +25,10 @@ from bench.prompts import loops
 from lookahead.summarization.prompting import INSTRUCTION
 
 PROMPTS = {
-    "now": INSTRUCTION,
-    "about": "{document}\n\nWhat is the text above about? Answer with its main facts in two sentences.",
-    "before and behind": "Summarize this article:\n\n{document}\n\nSummary of the article in two sentences:",
+    "around": INSTRUCTION,
+    "around an article": "Summarize this article:\n\n{document}\n\nSummary of the article in two sentences:",
+    "behind": "{document}\n\nSummarize the text above in two sentences.",
+    "question": "{document}\n\nWhat is the text above about? Answer with its main facts in two sentences.",
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -86,7 +87,7 @@ def main() -> None:
 
     scores = {pair: measure("chosen on", *pair) for pair in product(PROMPTS, OPTIONS)}
     best = max(scores, key=scores.__getitem__)
-    for pair in dict.fromkeys([("now", "none"), best]):
+    for pair in dict.fromkeys([best, *product(("around", "behind"), OPTIONS)]):
         measure("confirmed on", *pair)
     setting = setting_of(argparse.Namespace(**{**vars(arguments), "model": arguments.model or "smollm2"}))
     publish({**setting, "best": best, "found": found}, arguments.output)
