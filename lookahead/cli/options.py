@@ -154,7 +154,7 @@ class RepetitionOptions:
     min_p: float | None = option(
         None, "Sample from tokens whose probability is at least this share of the highest.", min=0.0, max=1.0
     )
-    stop: list[str] | None = option(None, "Text that ends the output, as its last; may be repeated.", metavar="TEXT")
+    stop: list[str] | None = option(None, "Text that ends the output, which keeps it; may be repeated.", metavar="TEXT")
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import sys
 import termios
@@ -36,6 +37,7 @@ class PseudoTerminal:
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
         def work() -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # tests before, or a shell, may have changed it
             os.setsid()
             fcntl.ioctl(other, termios.TIOCSCTTY, 0)
             for number in (0, 1, 2):
