@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core.cgutils import unpack_tuple
 
 from lookahead.kernels.scalars import to_intrinsic
+from lookahead.utils.machine import cpu_features
 
-FEATURES = llvm.get_host_cpu_features()
+FEATURES = cpu_features()
 LANES = 16 if FEATURES.get("avx512f") else 8  # float32 of a vector register
 ROWS = LANES // 2  # of a tile: with 2 registers each its sums fill half of them, and a product waits for no earlier one
 MOST_ROWS = max(6, ROWS)  # of 16 registers 12 hold sums, 2 a line of the right matrix, and one a number of the left one

@@ -147,7 +147,7 @@ def _open_local(path: str) -> io.BufferedReader[Any]:
     mode = os.stat(path).st_mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # /dev/zero has no end
         raise DocumentError(f"{path}: a device, not a file; - reads standard input")
-    if not stat.S_ISFIFO(mode):
+    if not stat.S_ISFIFO(mode) or not hasattr(os, "O_NONBLOCK"):  # Windows waits for a pipe as for a file
         return open(path, "rb")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a blocking open waits for a writer
     if not select.select([descriptor], [], [], TIMEOUT_S)[0]:

@@ -161,10 +161,17 @@ def build_pool(path: str, source: TokenSource, *, add: bool = False) -> CorpusHe
         what = f"no document to {'add' if add else 'make it of'}"
         raise PoolError(f"{path}: {what}, {source.totals.rejected} could not be used")
     with changing(path):
-        pool = Corpus.open(path, fingerprint) if add else None
-        before = [] if pool is None else [np.array(pool.tokens[1:])]
-        is_learned = pool is not None and pool.header.learned == 1  # it stays a memory, to which jobs add
+        before, is_learned = _read_pool(path, fingerprint) if add else ([], False)
         return write_corpus(path, join_documents(before + documents), fingerprint, is_learned=is_learned)
+
+
+def _read_pool(path: str, fingerprint: int) -> tuple[list[IntArray], bool]:
+    """A copy of the documents of a pool, and whether it stays a memory, to which jobs add.
+
+    The file is closed then: Windows replaces no file that is open.
+    """
+    pool = Corpus.open(path, fingerprint)
+    return [np.array(pool.tokens[1:])], pool.header.learned == 1
 
 
 def join_documents(documents: Sequence[IntArray]) -> IntArray:

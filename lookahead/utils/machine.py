@@ -39,6 +39,18 @@ def memory_bytes() -> int:
 
 
 @cache
+def cpu_features() -> dict[str, bool]:
+    """The instructions of this CPU by LLVM's names; none where LLVM cannot read them, as on some ARM systems.
+
+    A kernel that needs an instruction which is not named here does not serve.
+    """
+    try:
+        return dict(llvm.get_host_cpu_features())
+    except RuntimeError:
+        return {}
+
+
+@cache
 def machine_fingerprint() -> str:
     """16 hexadecimal digits for the CPU, the releases that compute on it, and the sources of this package.
 
@@ -47,7 +59,7 @@ def machine_fingerprint() -> str:
     """
     described = (
         processor(),
-        sorted(llvm.get_host_cpu_features().items()),
+        sorted(cpu_features().items()),
         torch.backends.cpu.get_cpu_capability(),
         torch.__config__.show(),
         sys.version,
