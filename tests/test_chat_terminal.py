@@ -72,8 +72,7 @@ def test_ctrl_c_keeps_what_was_written_and_the_chat_goes_on(chat, endless, cli_f
 def test_ctrl_c_at_the_prompt_says_what_ends_the_chat(chat):
     with chat() as terminal:
         terminal.until("\n> ")
-        terminal.type(CTRL_C)
-        terminal.until(lambda shown: shown.count("Ctrl-C stops an answer, Ctrl-D ends\n> ") == 2)
+        terminal.interrupt_prompt(lambda shown: shown.count("Ctrl-C stops an answer, Ctrl-D ends\n> ") == 2)
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
 
@@ -83,8 +82,7 @@ def test_quotes_begin_and_end_a_message_of_several_lines(chat, cli_folder, tiny_
         for line in ('"""ab', "  /undo", 'c"""', '"""what?"""', '"""', "lost"):
             terminal.enter(line)
         terminal.until("\n... ")
-        terminal.type(CTRL_C)
-        terminal.until("Ctrl-D ends\n> ")
+        terminal.interrupt_prompt(lambda shown: shown.endswith("Ctrl-D ends\n> "))
         terminal.enter("/quit")
         assert terminal.wait() == 0
     first, second = answers(tiny_llama, chat_tokenizer, "ab\n  /undo\nc", "what?")

@@ -23,6 +23,7 @@ _FORK = multiprocessing.get_context("fork")
 CTRL_C, CTRL_D = "\x03", "\x04"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
 _MOST_S = 60.0
+_AGAIN_S = 5.0
 
 
 class PseudoTerminal:
@@ -68,6 +69,17 @@ class PseudoTerminal:
         deadline = time.monotonic() + _MOST_S
         while not happened(self.shown):
             assert time.monotonic() < deadline and self._read(), self.shown
+        return self.shown
+
+    def interrupt_prompt(self, expected: Callable[[str], object]) -> str:
+        """Press Ctrl-C at a prompt until it is heeded: Python's readline may miss a key right behind the prompt."""
+        deadline = time.monotonic() + _MOST_S
+        while not expected(self.shown):
+            assert time.monotonic() < deadline, self.shown
+            self.type(CTRL_C)
+            pressed = time.monotonic()
+            while time.monotonic() < pressed + _AGAIN_S and not expected(self.shown):
+                assert self._read(), self.shown
         return self.shown
 
     def wait(self) -> int | None:
