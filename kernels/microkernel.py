@@ -15,7 +15,7 @@ from numba import types
 from numba.core.cgutils import unpack_tuple
 
 from lookahead.kernels.scalars import to_intrinsic
-from lookahead.utils.machine import cpu_features
+from lookahead.utils.cpu_features import cpu_features
 
 FEATURES = cpu_features()
 LANES = 16 if FEATURES.get("avx512f") else 8  # float32 of a vector register

@@ -14,7 +14,7 @@ import torch
 
 from lookahead.documents.byte_sources import opened
 from lookahead.kernels import gguf_product, large_pages
-from lookahead.utils import machine
+from lookahead.utils import cpu_features
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,10 +58,8 @@ def test_a_cpu_whose_features_cannot_be_read_has_none(monkeypatch):
     def fail() -> Any:
         raise RuntimeError("no host CPU features")
 
-    machine.cpu_features.cache_clear()
-    monkeypatch.setattr(machine.llvm, "get_host_cpu_features", fail)
-    assert machine.cpu_features() == {}
-    machine.cpu_features.cache_clear()
+    monkeypatch.setattr(cpu_features.llvm, "get_host_cpu_features", fail)
+    assert cpu_features.cpu_features.__wrapped__() == {}
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])

@@ -10,10 +10,10 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import torch
 import xxhash
 
+from lookahead.utils.cpu_features import cpu_features
 from lookahead.utils.shipped import source_files, sources_digest
 
 _PACKAGES = ("torch", "transformers", "numba", "llvmlite", "numpy")
@@ -36,18 +36,6 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return 0
-
-
-@cache
-def cpu_features() -> dict[str, bool]:
-    """The instructions of this CPU by LLVM's names; none where LLVM cannot read them, as on some ARM systems.
-
-    A kernel that needs an instruction which is not named here does not serve.
-    """
-    try:
-        return dict(llvm.get_host_cpu_features())
-    except RuntimeError:
-        return {}
 
 
 @cache
