@@ -366,7 +366,7 @@ def test_the_commands_search_with_beams(
     expected = lookahead.generate(tiny_llama, tiny_tokenizer, "abc", num_beams=3, max_new_tokens=8).texts[0]
     shared = ["--model", str(model_folder), "--max-new-tokens", "8", "--num-beams", "3"]
     run = CliRunner().invoke(app, ["generate", "abc", "--raw", *shared])
-    assert run.exit_code == 0 and run.output.strip() == expected.strip(), run.output
+    assert run.exit_code == 0 and run.stdout.strip() == expected.strip(), run.output
     (tmp_path / "a.txt").write_text("The zebra ran. The horse ran.")
     line = ["summarize", str(tmp_path / "a.txt"), *shared, "-o", str(tmp_path / "out.jsonl"), "--compare"]
     run = CliRunner().invoke(app, line)

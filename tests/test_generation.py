@@ -283,7 +283,7 @@ def test_a_configuration_says_how_the_model_is_run() -> None:
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(TypeError, match="windw"):
+    with pytest.raises(ConfigError, match="windw"):
         LookaheadConfig(windw=3)  # type: ignore[call-arg]
 
 

@@ -11,8 +11,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lookahead.backend.step_costs import prepare_costs
 from lookahead.config import LookaheadConfig
+from lookahead.drafting.select import BatchValue, Draft, fit
+from lookahead.drafting.tree import TokenTree
 from lookahead.errors import LookaheadError
 from lookahead.hf.loading import load
 from lookahead.serving.api_errors import ApiError
@@ -59,6 +63,7 @@ class ServedModel:
 
     def _warm_up(self) -> None:
         """Compile the kernels before the first request, for one row and for several."""
+        _compile_passes_by_layers()
         ended, options = threading.Semaphore(0), {"max_new_tokens": 16, "do_sample": False}
         prompts = _WARM_UP[: self.loop.rows]
         for last in prompts:
@@ -66,6 +71,14 @@ class ServedModel:
             self.loop.submit(request, lambda update: ended.release() if update.is_last else None)
         for _ in prompts:
             ended.acquire(timeout=_WARM_UP_S)
+
+
+def _compile_passes_by_layers() -> None:
+    """Compile what passes over several rows need where they are not one call, as beside a prompt that is read."""
+    tree = TokenTree.from_parents([1, 2], [0, 0])
+    tree.ancestor_words()
+    draft = Draft(tree, (), np.ones(2), np.zeros(2, np.int32))
+    fit([draft, draft], np.ones(3), BatchValue.of([1, 1], np.arange(3.0), 0.5))
 
 
 class ServedModels:
