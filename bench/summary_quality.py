@@ -26,7 +26,7 @@ from lookahead.summarization.prompting import INSTRUCTION
 
 PROMPTS = {
     "around": INSTRUCTION,
-    "around an article": "Summarize this article:\n\n{document}\n\nSummary of the article in two sentences:",
+    "around a text": "Summarize this text:\n\n{document}\n\nSummary of the text in two sentences:",
     "behind": "{document}\n\nSummarize the text above in two sentences.",
     "question": "{document}\n\nWhat is the text above about? Answer with its main facts in two sentences.",
 }

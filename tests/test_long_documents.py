@@ -377,7 +377,7 @@ def test_a_model_that_follows_no_instructions_is_not_asked_to_refine(tiny_llama,
     ("options", "message"),
     [
         ({"overlap": -1}, "overlap must be at least 0 tokens, got -1"),
-        ({"overlap": 300}, "overlap must be at most 121 tokens, half of what a prompt holds of a document, got 300"),
+        ({"overlap": 300}, "overlap must be at most 118 tokens, half of what a prompt holds of a document, got 300"),
         ({"refine": True, "max_new_tokens": 150}, "max_new_tokens must be at most .* beside it in the model's context"),
     ],
 )

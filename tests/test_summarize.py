@@ -116,7 +116,7 @@ def test_another_chat_template_gets_an_instruction_and_the_document_as_it_is(tin
     for templates in (template, {"default": template, "tool_use": "unused"}):
         prompting = Prompting(with_template(tiny_tokenizer, templates))
         asked = INSTRUCTION.replace("{document}", "One.\n\nTwo.")
-        assert asked.startswith("Summarize this text:\n\nOne.\n\nTwo.\n\nSummary")
+        assert asked.startswith("Summarize this article:\n\nOne.\n\nTwo.\n\nSummary")
         assert prompting.render(prompting.clean("One.\n\nTwo.")) == f"[user]{asked}[bot]"
         assert not prompting.add_special_tokens
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SUMMARIZE_TEMPLATE: Final = "summarize"
 # Small models follow what comes last, and do better if they know before they read what is wanted (`summary_quality` of
 # the benchmarks).
-INSTRUCTION = "Summarize this text:\n\n{document}\n\nSummary of the text in two sentences:"
+INSTRUCTION = "Summarize this article:\n\n{document}\n\nSummary of the article in two sentences:"
 STYLES = {
     "bullets": "Summarize the following text as a list of three to six bullet points, each on a line of its own.",
     "paragraph": "Summarize the following text in one paragraph.",
