@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lookahead.summarization.summarizer import Summarized, Summary
 
 MAX_TABLE_ROWS = 20
-_LEAST_NAME = 12  # characters of a name in a table
+_LEAST_NAME = 8  # characters of a name in a table
 MAX_SKIPPED_FILES = 20  # files that are named
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
 
@@ -196,9 +196,8 @@ def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[st
     for i, heading in enumerate(first):
         footer = total[heading] if total else ""
         drawn.add_column(heading, footer, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
-    out, (_, *columns) = console(sys.stdout), (*first, "")
-    others = sum(max(map(len, (heading, *(row.get(heading, "") for row in named)))) + 3 for heading in columns)
-    room = max(_LEAST_NAME, out.width - others - 3) if out.is_terminal else sys.maxsize
+    columns = [[*heading.splitlines(), *(row[heading] for row in named)] for heading in [*first][1:]]
+    room = max(_LEAST_NAME, console(sys.stdout).width - sum(max(map(len, each)) + 3 for each in columns) - 5)
     for row in named:
         name, *figures = row.values()
         drawn.add_row(_cut_in_the_middle(name, room), *figures)
