@@ -69,6 +69,17 @@ def fma(context: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
+def _exp_parts(x):
+    """A whole number, and what 2 to its power is multiplied by."""
+    whole = np.floor(x * _LOG2E + _F(0.5))
+    rest = x - whole * _LN2_HIGH - whole * _LN2_LOW
+    series = _SERIES[0]
+    for i in range(1, 6):
+        series = series * rest + _SERIES[i]
+    return whole, series * rest * rest + rest + _F(1.0)
+
+
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def exp(x):
     """The exponential of a float32, with a relative error of 1e-7; 0 where it is no normal float32, NaN for NaN.
 
@@ -76,13 +87,7 @@ def exp(x):
 
     Source: Moshier 1989, "Methods and Programs for Mathematical Functions", the polynomial of Cephes' expf.
     """
-    bounded = _LARGEST if x > _LARGEST else x
-    whole = np.floor(bounded * _LOG2E + _F(0.5))
-    rest = bounded - whole * _LN2_HIGH - whole * _LN2_LOW
-    series = _SERIES[0]
-    for i in range(1, 6):
-        series = series * rest + _SERIES[i]
-    series = series * rest * rest + rest + _F(1.0)
+    whole, series = _exp_parts(_LARGEST if x > _LARGEST else x)
     # 2 to the whole in two factors: those of the largest and the smallest results are no normal float32.
     power = np.int32(whole)
     first = np.int32(power >> np.int32(1))
@@ -95,11 +100,6 @@ def exp(x):
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def exp_of_negative(x):
     """`exp` of what is at most 0, by half as many operations."""
-    whole = np.floor(x * _LOG2E + _F(0.5))
-    rest = x - whole * _LN2_HIGH - whole * _LN2_LOW
-    series = _SERIES[0]
-    for i in range(1, 6):
-        series = series * rest + _SERIES[i]
-    series = series * rest * rest + rest + _F(1.0)
+    whole, series = _exp_parts(x)
     scaled = series * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
     return _F(0.0) if x < _SMALLEST else scaled

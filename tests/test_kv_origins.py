@@ -84,13 +84,16 @@ def test_rows_that_read_shared_keys_once_attend_as_each_alone(dtype: torch.dtype
             of_nodes[row, 1, node] = of_nodes[row, 1, of_nodes[row, 0, node]] + 1
         first += count
     groups = torch.tensor([[shared, 4, 5, 0, 2, 3], [shared, 2, 1, 4, 0, 0], *[[0] * 6] * 4])
+    own = keys.clone(), values.clone()
+    for row in (0, 2, 3, 4):  # of each group the first row is read
+        keys[row, :shared] = values[row, :shared] = torch.nan
     run(row_attention.attention(query, keys, values, out, nodes=of_nodes, trees=trees, groups=groups, scale=dim**-0.5))
     for row, count in enumerate(nodes):
         start, _, _, first = trees[row].tolist()
         alone = row_attention.row_attention(
             query[:, first : first + count],
-            keys[row : row + 1],
-            values[row : row + 1],
+            own[0][row : row + 1],
+            own[1][row : row + 1],
             nodes=of_nodes[row : row + 1],
             trees=torch.tensor([[start, count, 0]]),
             scale=dim**-0.5,

@@ -18,6 +18,7 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.protocol import BitPolicy
+from lookahead.backend.read_prompt import PrefixStore, ReadingAhead
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.hf.model_state import state_of
@@ -333,6 +334,58 @@ def test_the_first_pass_that_several_threads_may_share_counts_for_no_other(fused
         finally:
             torch.set_num_threads(before)
     assert 3 in state_of(model).threads
+
+
+@on_x86
+@pytest.mark.parametrize(("dtype", "shared"), [(HALF, 540), (SINGLE, 70)])
+def test_rows_that_copied_a_text_read_it_once_and_compute_what_each_does_alone(dtype, shared, calls, tables):
+    """They leave in any order, the one that the others read too; rows that copied nothing take their places."""
+    model = made("llama", dtype, **WIDE)
+    if dtype == HALF and not takes_rows(model.config):
+        pytest.skip("there is no kernel for the nodes of half precision on this CPU")
+    text = np.arange(shared, dtype=np.int32) % 60 + 3
+    prompts = [np.append(text, np.arange(5, 7 + row, dtype=np.int32)) for row in range(8)]
+    for row in (2, 5, 6, 7):
+        prompts[row] = prompts[row][::-1].copy()
+    store = PrefixStore(1 << 30)
+    ReadingAhead(model, store, {}).read(text)
+    together, alone = backend_for(model, rows=5, capacity=700), []
+    together.cache.slots.active, places, shared_rows = 0, list[int](), list[int]()
+
+    def join(row: int) -> None:
+        places.append(row)
+        alone.append(backend_for(model, rows=1, capacity=700))
+        together.cache.slots.active += 1
+        for target, place in ((together, len(places) - 1), (alone[row], 0)):
+            with target.serving():
+                store.longest(prompts[row]).copy_to(target.cache, place)
+                target.read([prompts[row]], place)
+
+    for row in range(5):
+        join(row)
+    for step, gone in enumerate((0, 1, 0, 3)):
+        trees = [trees_of(1, 1 + (row + step) % 4, step + 10 * row)[0] for row in places]
+        with together.serving():
+            got = together.score(trees, BitPolicy.SOLO)
+        assert together.is_ragged
+        (groups,) = (table._groups for kind, table in together.cache.tables.items() if kind[2] == len(places))
+        shared_rows.append(max((rows for slots, rows, *_ in groups.tolist() if slots), default=0))
+        for at, row in enumerate(places):
+            with alone[row].serving():
+                expected = alone[row].score([trees[at]], BitPolicy.SOLO)[0]
+            error = 0.0 if dtype == HALF else 1e-4 * float(expected.abs().max())
+            torch.testing.assert_close(got[at, : len(expected)], expected, rtol=0, atol=error)
+            path = np.arange(min(len(trees[at]), 2), dtype=np.int32)
+            together.commit(at, path)
+            alone[row].commit(0, path)
+        with together.serving():
+            together.retire(gone)
+        last = places.pop()
+        if gone < len(places):
+            places[gone] = last
+        if len(alone) < len(prompts):
+            join(len(alone))
+    assert shared_rows[:2] == [4, 3]
 
 
 @on_x86

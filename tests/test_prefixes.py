@@ -115,6 +115,18 @@ def test_a_conversation_begins_with_what_another_one_has_read(llama, chat_tokeni
     assert "".join(plain.ask("xyxy")) == conversation.messages[-1]["content"]
 
 
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral", "Qwen3_5", "Jamba", "Mamba"])
+def test_conversations_of_models_with_windows_or_states_say_the_same_whatever_is_kept(name, chat_tokenizer):
+    model, system = build(FAMILIES[name]), "the cat sat on the mat and the cat sat on the hat"
+
+    def talk(**options: Any) -> list[str]:
+        conversation = Conversation(model, chat_tokenizer, system=system, pad_token_id=0, **GREEDY, **options)
+        return ["".join(conversation.ask(question)) for question in ("abab", "cdcd", "abab")]
+
+    expected = talk()
+    assert [talk(prefix_bytes=ROOM) for _ in range(2)] == [expected] * 2
+
+
 @pytest.mark.parametrize("prefix_bytes", [-1, 0.5, "1"])
 def test_a_number_of_bytes_out_of_range_is_refused_by_name(prefix_bytes, llama, tiny_tokenizer, chat_tokenizer):
     with pytest.raises(ConfigError, match="prefix_bytes"):

@@ -164,14 +164,14 @@ class Conversation:
         shared = is_same.index(False) if False in is_same else len(is_same)
         is_whole = tokens_in(self._cache) == len(self._held)
         is_cut, layers = shared < len(self._held), self._cache.layers
-        cannot = any(getattr(layer, "is_sliding", False) for layer in layers)
-        cannot |= any(map(has_states, layers)) and (is_cut or not continues_texts(self._model))
-        if not shared or not is_whole or cannot:
+        is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
+        cannot = any(map(has_states, layers)) and (is_cut or not continues_texts(self._model))
+        if not shared or not is_whole or cannot or is_sliding:
             self._cache, self._held = DynamicCache(config=self._model.config), []
         elif is_cut:
             self._cache.crop(shared - len(self._held))
             self._held = self._held[:shared]
-        if self._prefix_bytes:
+        if self._prefix_bytes and not is_sliding:  # a window holds too few tokens to go on from
             prefix = prefixes_of(self._model, self._prefix_bytes).longest(np.array(ids, np.int32))
             if prefix.held is not None and prefix.tokens > len(self._held):
                 self._cache, self._held = DynamicCache(config=self._model.config), ids[: prefix.tokens]
