@@ -69,6 +69,13 @@ def test_a_flag_has_no_type_in_the_help(name, monkeypatch):
     assert not re.search("<bool>|BOOLEAN", shown)
 
 
+def test_paragraphs_of_help_texts_are_wrapped_by_the_terminal_and_examples_fit_80_columns():
+    texts = [paragraph for command in COMMANDS.values() for paragraph in command.help.split("\n\n")]
+    examples = [line for text in texts for line in text.split("\n") if text.startswith("  lookahead ")]
+    assert len(examples) > 40 and max(map(len, examples)) <= 78
+    assert all(text.count("\n") == 0 for text in texts if not text.startswith("  "))
+
+
 def test_every_command_that_limits_new_tokens_takes_the_short_name_too():
     named = [option.opts for command in COMMANDS.values() for option in command.params]
     limits = [names for names in named if "--max-new-tokens" in names]
@@ -88,9 +95,8 @@ def test_every_option_of_a_summary_is_a_flag_a_key_of_a_job_file_and_part_of_wha
     flags = {flag for parameter in COMMANDS["summarize"].params for flag in parameter.opts}
     shown = to_toml(JobOptions(**{each.name: "x" for each, _ in options_of(JobOptions)}))
     keys = {line.partition(" = ")[0] for line in shown.splitlines()}
-    assert {f"--{key}" for key in keys - {"inputs"}} == flags - {"inputs", "-o", "--help", "--job", "--show-job"} - {
-        "--field", "--max-tokens", "-n", "-m"
-    }  # fmt: skip
+    others = {"--job", "--show-job", "--json", "--help", "--field", "--max-tokens", "-o", "-n", "-m", "inputs"}
+    assert {f"--{key}" for key in keys - {"inputs"}} == flags - others
     options = JobOptions(model=str(model_folder), style="bullets", rows=3)
     sent = options.for_workers(options.settings())
     assert (sent.request.style, sent.rows, sent.max_new_tokens) == ("bullets", 3, JobOptions().max_new_tokens)

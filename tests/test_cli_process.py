@@ -208,7 +208,7 @@ def test_a_closed_standard_input_is_told(monkeypatch):
 
 
 UNDECODED = os.fsdecode(b"n\xe9e")
-NAMES_OF_FILES = ("FILE", "FILE.lkm", "FILES...", "DIR", "INPUTS...", "PAGE", "RESULTS", "PATH")
+NAMES_OF_FILES = ("FILE", "FILE.lkm", "FILES", "DIR", "INPUTS", "PAGE", "RESULTS", "PATH")
 
 
 def commands_of(group, *words):
@@ -250,7 +250,7 @@ def test_a_text_that_is_none_in_the_encoding_of_the_locale_is_refused(words, nam
 
 
 def test_texts_and_names_of_models_are_checked_in_all_commands_that_take_any():
-    some = {("generate", "PROMPT"), ("chat", "--system"), ("serve", "MODELS..."), ("pool add", "--model")}
+    some = {("generate", "PROMPT"), ("chat", "--system"), ("serve", "MODELS"), ("pool add", "--model")}
     assert some | {("summarize", "--field"), ("train", "KIND"), ("memory build", "--model")} <= {*TEXTS}
 
 

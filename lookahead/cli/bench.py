@@ -1,4 +1,4 @@
-"""The command that measures lookahead beside transformers on a user's own prompts."""
+"""The command that compares lookahead with transformers on a user's own prompts."""
 
 from __future__ import annotations
 
@@ -33,33 +33,31 @@ _NO_DRAFTS, _OURS = "lookahead without drafts", "lookahead"
 class BenchOptions(PromptOptions, DocumentOptions, DraftingOptions, ModelOptions):
     prompts: list[str] | None = option(
         None,
-        "File of a prompt (.txt, .md), or of many (.jsonl); may be repeated. (default: a few of several kinds)",
+        "File with a prompt (.txt, .md) or many (.jsonl); may be repeated. (default: built-in prompts)",
         metavar="FILE",
     )
-    max_new_tokens: int = new_tokens_option(128, "Most tokens to write for each prompt.", min=2)
+    max_new_tokens: int = new_tokens_option(128, "Most new tokens for each prompt.", min=2)
     as_json: bool = option(False, "Print one JSON object.", "--json")
 
 
 def bench(options: BenchOptions) -> None:
-    """Measure lookahead beside transformers on your own prompts, and compare the tokens.
+    """Compare lookahead with transformers on your own prompts: speed and tokens.
 
-    Every prompt is decoded greedily by transformers, by its prompt lookup, by
-    lookahead without drafts and by lookahead, in turn, in an order that rotates. If
-    the tokenizer has a chat template, a prompt is a user's message; with --raw, and
-    for other models, it is text to continue. Prompts are read as documents are, so
-    that --field names the field of JSON lines.
+    Every prompt is decoded greedily by transformers, by its prompt lookup, by lookahead without drafts and by
+    lookahead. Their order rotates. If the tokenizer has a chat template, a prompt is a user's message; with --raw, and
+    for other models, it is text to continue. --field names the field of JSON lines that holds the prompt.
 
-    "ms a token" is of tokens behind the first, "times" how many times as fast as
-    transformers that is, and "with the prompt" the same of whole calls. What
-    lookahead has learned from one prompt drafts for the next ones. Nothing is written.
+    "ms a token" is the time of each token after the first. "times" is the speed relative to transformers, and "with
+    the prompt" the same for whole calls. lookahead learns from each prompt and drafts from it for the next ones.
+    Nothing is written.
 
     For example:
 
       lookahead bench --model ./my-model --dtype bf16
-      lookahead bench --model ./my-model --prompts mine.txt --prompts more.jsonl --field prompt --json
+      lookahead bench --prompts mine.txt --model ./my-model
+      lookahead bench --prompts mine.jsonl --field prompt --json
 
-    Exit status: 0 all outputs of lookahead are those of transformers; 1 one is not; 2
-    an argument is wrong.
+    Exit status: 0 all outputs equal the outputs of transformers; 1 one differs; 2 an argument is wrong.
     """
     locate_model(options.model)
     config, texts = options.config(), _read_prompts(options)

@@ -33,10 +33,10 @@ _HELP = (
     ("/edit", "write a message in the editor of $VISUAL or $EDITOR"),
     ("/undo", "take the last turn back"),
     ("/save FILE", "write the conversation to a file"),
-    ("/load FILE", "go on with the conversation of a file"),
-    ("/reset", "forget what was said"),
+    ("/load FILE", "continue the conversation of a file"),
+    ("/reset", "forget the conversation"),
     ("/quit, Ctrl-D", "end the chat"),
-    ("Ctrl-C", "stop an answer; what was written of it stays"),
+    ("Ctrl-C", "stop an answer; its text so far stays"),
 )
 _HINT = "/help shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
 
@@ -48,16 +48,15 @@ class ChatOptions(SamplingOptions, DraftingOptions, ModelOptions):
     system: str | None = option(None, "System message.", metavar="TEXT")
     max_new_tokens: int = new_tokens_option(512, "Most tokens of an answer.")
     session: Path | None = option(
-        None, "JSON file of the messages: read where there is one, and written after each turn.", metavar="FILE"
+        None, "JSON file of the conversation: read if it exists, and written after each turn.", metavar="FILE"
     )
 
 
 def chat(options: ChatOptions) -> None:
-    """Chat with a model: answers are shown as they are generated, token for token those of transformers.
+    """Chat with a model: answers appear as they are written, with the tokens of transformers.
 
-    Each answer is followed by its speed, on stderr. When the model's context is
-    full, the oldest turns are left out. Without a terminal every line of stdin is
-    a message. /help shows the commands.
+    After each answer stderr shows its speed. When the model's context is full, the oldest turns are left out. Without a
+    terminal every line of stdin is a message. /help shows the commands.
 
     For example:
 

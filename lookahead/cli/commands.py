@@ -20,13 +20,7 @@ from lookahead.config import refuse_removed
 from lookahead.errors import ConfigError
 
 _LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set counts
-_FILES = (
-    "FILE",
-    "FILE.lkm",
-    "FILES...",
-    "DIR",
-    "INPUTS...",
-)  # what options of files and folders take that are no `Path`
+_FILES = ("FILE", "FILE.lkm", "FILES", "DIR", "INPUTS")  # metavars of file names that are not of type `Path`
 
 
 def _parameters_of(options: type) -> list[inspect.Parameter]:
@@ -44,6 +38,12 @@ def _parameters_of(options: type) -> list[inspect.Parameter]:
         kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[hints[each.name], shown]
         parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=annotation))
     return parameters
+
+
+def _unwrapped(text: str) -> str:
+    """A docstring with each paragraph on one line, so that a terminal wraps it; indented lines, the examples, stay."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(each if each.startswith(" ") else each.replace("\n", " ") for each in paragraphs)
 
 
 def _check_texts(options: type, values: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ def _check_texts(options: type, values: Mapping[str, Any]) -> None:
 
 
 def _describe_locale(text: str, place: int) -> str:
-    """Why a character, which stands for a byte, is none."""
+    """Why a character that stands for a byte is no text."""
     encoding = sys.getfilesystemencoding()
     setting = next((f"{name}={value}, " for name in _LOCALE if (value := os.environ.get(name))), "")
     remedy = "pass UTF-8" if encoding == "utf-8" else "set a UTF-8 locale such as C.UTF-8"
@@ -131,5 +131,5 @@ class App(typer.Typer):
         context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         run.__signature__ = inspect.Signature([context, *_parameters_of(options)])  # type: ignore[attr-defined]
         run.__annotations__ = {}
-        run.__doc__ = function.__doc__
+        run.__doc__ = _unwrapped(function.__doc__ or "")
         self.command(name or function.__name__.replace("_", "-"), cls=_Command)(run)

@@ -1,4 +1,4 @@
-"""The command that says what serves a user on this machine, and what is broken."""
+"""The command that checks an installation and shows how a model is served."""
 
 from __future__ import annotations
 
@@ -26,25 +26,23 @@ _PRODUCTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(DeviceOptions):
-    model: str | None = model_option(None, "Say what serves this model too, and how fast. (default: none is loaded)")
+    model: str | None = model_option(None, "Show how this model is served too, and how fast. (default: none is loaded)")
     dtype: str = fastest_option()
     as_json: bool = option(False, "Print one JSON object.", "--json")
 
 
 def doctor(options: DoctorOptions) -> None:
-    """Say what serves you on this machine, what is missing, and with --model how fast a model is.
+    """Check this installation, and with --model show how a model is served and how fast.
 
-    Shown are the CPU and its speed, versions, extras that are not installed, and
-    the caches. With a model: which path serves it, why not a faster one, and the
-    time of a token with lookahead and without, measured for two seconds.
+    The report has the CPU and its speed, versions, missing extras, and the caches. With a model it names the path that
+    serves it, why faster paths do not, and the time of a token with lookahead and without, measured for two seconds.
 
     For example:
 
       lookahead doctor
       lookahead doctor --model ./my-model --dtype bf16 --json
 
-    Exit status: 0 nothing is broken; 1 something is, and a line says what; 2 an
-    argument is wrong.
+    Exit status: 0 nothing is broken; 1 a part is broken, and a line names it; 2 an argument is wrong.
     """
     loaded = None
     if options.model is not None:

@@ -36,7 +36,7 @@ class VerifyOptions(FileOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(DocumentOptions):
-    inputs: list[str] = option(help=INPUTS, argument=True, metavar="INPUTS...")
+    inputs: list[str] = option(help=INPUTS, argument=True, metavar="INPUTS")
     max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
 
 
@@ -59,9 +59,9 @@ class PoolAddOptions(FileOptions, SourceOptions):
 @dataclass(frozen=True, kw_only=True)
 class MemoryBuildOptions(SourceOptions, OutputOptions, ModelOptions):
     inputs: list[str] = option(
-        (), f"{INPUTS} (default: the vocabulary)", argument=True, metavar="INPUTS...", show_default=False
+        (), f"{INPUTS} (default: the vocabulary)", argument=True, metavar="INPUTS", show_default=False
     )
-    max_contexts: int = option(1 << 18, "Most contexts that it may hold, 40 bytes each.", min=1024, max=1 << 26)
+    max_contexts: int = option(1 << 18, "Most contexts in the file, 40 bytes each.", min=1024, max=1 << 26)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,26 +71,26 @@ class MemoryAddOptions(FileOptions, SourceOptions, ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryMergeOptions(OutputOptions):
-    files: list[str] = option(help="Memories of one model.", argument=True, metavar="FILES...")
+    files: list[str] = option(help="Memories of one model.", argument=True, metavar="FILES")
     max_contexts: int | None = option(
-        None, "Most contexts that it may hold. (default: the most that one of the files may)", min=1024, max=1 << 26
+        None, "Most contexts in the file. (default: the largest limit of the merged files)", min=1024, max=1 << 26
     )
 
 
 def pool_build(options: PoolBuildOptions) -> None:
     """Make a pool of documents.
 
-    A document that cannot be read is reported and left out. The file appears only
-    when all of it is written.
+    A document that cannot be read is reported and left out. The file appears when it is complete.
 
     For example:
 
       lookahead pool build corpus.jsonl --model ./my-model -o pool.lkp
-      lookahead pool build 'notes/*.md' docs.jsonl --field body --model ./my-model -o pool.lkp
+      lookahead pool build 'notes/*.md' -m ./my-model -o pool.lkp
+      lookahead pool build docs.jsonl --field body -m ./my-model -o pool.lkp
       lookahead summarize article.txt --model ./my-model --pool pool.lkp
 
-    Exit status: 0 all documents are in it; 1 some are left out; 2 an argument is
-    wrong, or nothing could be written; 130 interrupted, and nothing was written.
+    Exit status: 0 the pool holds all documents; 1 some were left out; 2 an argument is wrong, or nothing could be
+    written; 130 interrupted, and nothing was written.
     """
     _fill(options, options.output, overwrite=options.overwrite)
 
@@ -98,8 +98,7 @@ def pool_build(options: PoolBuildOptions) -> None:
 def pool_add(options: PoolAddOptions) -> None:
     """Add documents to a pool.
 
-    A new file replaces the old one when all of it is written; processes that have
-    the old one open continue to read it.
+    The new file replaces the old one when it is complete. Processes that have the old one open continue to read it.
 
     For example:
 
@@ -159,29 +158,28 @@ def pool_verify(options: VerifyOptions) -> None:
 
 
 def memory_build(options: MemoryBuildOptions) -> None:
-    """Make a memory of texts, or of the vocabulary: what the model expects after each context is kept.
+    """Make a memory: the tokens that a model expects after each context of a text.
 
-    The model reads and generates nothing. Without texts it reads every token of
-    its vocabulary, which takes a pass of as many tokens. Where there are more
-    contexts than fit, those read last are kept. Decoding with --memory starts
-    from them and adds its own.
+    The model reads the texts and generates nothing. Without texts it reads every token of its vocabulary once. If
+    there are more contexts than fit, the last ones are kept. Decoding with --memory drafts from the file and adds to
+    it.
 
     For example:
 
       lookahead memory build --model ./my-model -o my-model.lkm
       lookahead memory build corpus.jsonl --model ./my-model -o my-model.lkm
-      lookahead memory build 'notes/*.md' --model ./my-model --max-tokens 100000 -o my-model.lkm
+      lookahead memory build 'notes/*.md' --max-tokens 100000 -o smollm2.lkm
       lookahead generate - --model ./my-model --memory my-model.lkm < prompt.txt
 
-    Exit status: 0 all documents were read; 1 some are left out; 2 an argument is
-    wrong, or nothing could be written; 130 interrupted, and nothing was written.
+    Exit status: 0 all documents were read; 1 some were left out; 2 an argument is wrong, or nothing could be written;
+    130 interrupted, and nothing was written.
     """
     _check_name(options.output)
     _fill(options, options.output, overwrite=options.overwrite, max_contexts=options.max_contexts)
 
 
 def memory_add(options: MemoryAddOptions) -> None:
-    """Add what a model expects in more texts to a memory.
+    """Add more texts to a memory.
 
     For example: lookahead memory add my-model.lkm more.jsonl --model ./my-model
 
@@ -194,8 +192,8 @@ def memory_add(options: MemoryAddOptions) -> None:
 def memory_merge(options: MemoryMergeOptions) -> None:
     """Merge memories of one model into one.
 
-    Of a context in several files, what was learned last stays. Every byte is
-    checked, and a memory of another model is refused.
+    If several files hold the same context, the newest entry stays. Every byte is checked, and a memory of another model
+    is refused.
 
     For example: lookahead memory merge monday.lkm tuesday.lkm -o week.lkm
 
@@ -286,7 +284,7 @@ def _load_tokenizer(model: str) -> Any:
 
 
 def _check_name(output: Path) -> None:
-    if output.suffix != ".lkm":  # it would be none to --memory
+    if output.suffix != ".lkm":  # --memory takes no other name
         raise ConfigError(f"output must be a file *.lkm, got {str(output)!r}")
 
 
@@ -295,7 +293,7 @@ def _describe_memory(path: str, header: SuccessorHeader) -> str:
 
 
 pool_app = App(help="Make pools: files of your documents to draft from.")
-memory_app = App(help="Make memories: files of what a model expects after each context, to draft from.")
+memory_app = App(help="Make memories: files of the tokens that a model expects after each context, to draft from.")
 for pool_command in (pool_build, pool_add, pool_info, pool_verify):
     pool_app.add(pool_command, pool_command.__name__.removeprefix("pool_"))
 for memory_command in (memory_build, memory_add, memory_info, memory_verify, memory_merge):

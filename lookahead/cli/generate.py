@@ -34,29 +34,27 @@ class GenerateOptions(OnePromptOptions, SamplingOptions, DraftingOptions, ModelO
     )  # fmt: skip
     max_new_tokens: int = new_tokens_option(128)
     prediction: list[str] | None = option(
-        None, "File with what the output will largely be, a source of drafts; may be repeated.", metavar="FILE"
+        None, "File with a text close to the expected output, to draft from; may be repeated.", metavar="FILE"
     )
     json_schema: str | None = option(None, "File with a JSON schema that the output follows.", metavar="FILE")
     regex: str | None = option(None, "Regular expression that the output matches.", metavar="REGEX")
-    grammar: str | None = option(
-        None, "File with a grammar, as Lark writes them, that the output follows.", metavar="FILE"
-    )
+    grammar: str | None = option(None, "File with a Lark grammar that the output follows.", metavar="FILE")
     num_beams: int | None = option(
-        None, "Search with so many beams; the text comes at the end. (default: the model's own, or 1)", min=1, max=1024
+        None, "Number of beams; the text is shown at the end. (default: the model's own, or 1)", min=1, max=1024
     )
     stats: bool = option(False, "Show decoding statistics on stderr.")
-    as_json: bool = option(False, "Print one JSON object: text, tokens, why it ended, times and statistics.", "--json")
+    as_json: bool = option(False, "Print one JSON object: text, tokens, finish reason, times and statistics.", "--json")
     draft_model: str | None = option(None, "Draft with this model too.", metavar="MODEL")
     acceptance: str = option(
-        "exact", "exact; rejection: other tokens from the same distribution; typical: another distribution, lossy."
+        "exact", "exact; rejection: other tokens of the same distribution; typical: another distribution (lossy)."
     )
 
 
 def generate(options: GenerateOptions) -> None:
-    """Answer a prompt or continue it, token for token as transformers does.
+    """Answer or continue a prompt, with the tokens of transformers.
 
-    If the tokenizer has a chat template, the prompt is a user's message to the
-    model; with --raw, and for other models, it is text to continue.
+    If the tokenizer has a chat template, the prompt is a user's message; with --raw, and for other models, it is text
+    to continue.
 
     For example:
 

@@ -57,10 +57,12 @@ class SummaryOptions(RepetitionOptions, DraftingOptions, ModelOptions):
         None, "Beams of the search for a summary. (default: the model's own, or 1)", min=1, max=64
     )
     style: str | None = option(None, "bullets, paragraph or headline, by a model that follows instructions.")
-    overlap: int = option(0, "Tokens that each part of a long document repeats of the part before.")
-    refine: bool = option(False, "Read parts in turn, each with the summary so far; takes an instruction model.")
+    overlap: int = option(0, "Tokens of the previous part that each part of a long document repeats.")
+    refine: bool = option(False, "Read parts in turn, each with the summary so far; needs an instruction model.")
     keep_parts: bool = option(False, "Write the summaries of parts too, level by level.")
-    compare: bool = option(False, "Decode plainly too: show both speeds, and whether the tokens are identical.")
+    compare: bool = option(
+        False, "Decode with model.generate too: show both speeds, and whether the tokens are identical."
+    )
     rows: int | None = option(None, "Most documents decoded together. (default: 16, on a GPU 32)", min=1, max=1024)
 
 
@@ -70,31 +72,30 @@ class JobOptions(DocumentOptions, SummaryOptions):
 
     panel: ClassVar[str] = "Job"
 
-    inputs: list[str] | None = option(None, INPUTS, argument=True, metavar="INPUTS...", show_default=False)
+    inputs: list[str] | None = option(None, INPUTS, argument=True, metavar="INPUTS", show_default=False)
     output: Path | None = option(None, "File for the summaries: a JSON line each, or .parquet.", "--output", "-o")
     id_field: str | None = option(None, "Field or column that names the document. (default: id, where there is one)")
     prediction_field: str | None = option(
-        None, "Field or column with what the summary will largely be, such as an older one: a source of drafts."
+        None, "Field or column with a text close to the expected summary, to draft from."
     )
     prompt_file: Path | None = option(
-        None, "Instruction in your words; {document} in it stands for the document.", metavar="FILE"
+        None, "File with your own instruction; {document} in it stands for the document.", metavar="FILE"
     )
     format: str = option("auto", "Format of stdout: text, json, or auto: text on a terminal, else JSON lines.")
     overwrite: bool = option(False, "Replace output files that exist.")
-    resume: bool = option(False, "Continue an output: do what is missing in it.")
+    resume: bool = option(False, "Continue an output: add its missing summaries.")
     rejects: Path | None = option(None, "File for documents that fail. (default: OUTPUT.rejects.jsonl)")
-    retry_rejects: bool = option(False, "With --resume: try documents that failed again.")
+    retry_rejects: bool = option(False, "With --resume: try failed documents again.")
     limit: int | None = option(None, "Only the first N documents.", min=1)
     sample: int | None = option(None, "Only N documents, drawn at random.", min=1)
-    seed: int = option(0, "Seed of --sample and --dry-run, which draw documents, and of --min-p, which draws tokens.")
+    seed: int = option(0, "Seed of --sample, --dry-run and --min-p.")
     dry_run: bool = option(False, "Only count documents and tokens, and estimate the time.")
     price_per_hour: float | None = option(
         None, "Price of an hour on this machine, for --dry-run.", min=0, max=1_000_000
     )
     pool: str | None = option(
         None,
-        "Draft from this too: a corpus made by 'lookahead pool build', or a file that keeps this job's outputs for "
-        "later jobs.",
+        "Draft from this file too: a pool made by 'lookahead pool build', or a file that collects the outputs of jobs.",
         metavar="FILE",
     )
     ray: bool = option(False, "Use workers on a Ray cluster, or several on this machine.")
@@ -104,7 +105,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
         metavar="ADDRESS",
     )
     workers: int | None = option(
-        None, "Workers, each with the model. (default: one a GPU, without GPUs one a machine)", min=1, max=1024
+        None, "Number of workers. (default: one a GPU, or one a machine without GPUs)", min=1, max=1024
     )
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The commands that measure step costs, the steps of a decoding and draft models, and the one that trains heads."""
+"""The commands that measure costs, trace a decoding, compare draft models and train heads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STYLES = ("black on green", "black on yellow", "white on blue", "white on magen
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(ModelOptions):
-    context: list[int] | None = option(None, "Tokens in the cache, 256 by default; may be repeated.", min=1)
+    context: list[int] | None = option(None, "Tokens in the cache; may be repeated. (default: 256)", min=1)
     cache: Path | None = option(None, "Folder of the cost files. (default: the platform's)")
     as_json: bool = option(False, "Print one JSON object.", "--json")
 
@@ -41,11 +41,10 @@ class CalibrateOptions(ModelOptions):
 def calibrate(options: CalibrateOptions) -> None:
     """Measure the cost of drafts with a model on this machine, and save it.
 
-    A step of every number of nodes is timed, and compared with what the machine
-    needs at its best. "Tokens to break even" is how many tokens a step of that size
-    must emit, the one of plain decoding included, to be no slower. The costs are
-    written to a file that later commands read; `load_costs` reads it in Python.
-    Without it a command measures a few sizes, quickly, and saves them.
+    Steps of every number of nodes are timed and compared with the least time that this machine needs. A step of that
+    size must emit "tokens to break even" to be as fast as plain decoding. The costs are written to a file that later
+    commands read; in Python, `load_costs` reads it. Without this file, a command quickly measures a few sizes and saves
+    them.
 
     For example:
 
@@ -97,16 +96,14 @@ class ExplainOptions(OnePromptOptions, DraftingOptions, ModelOptions):
 
 
 def explain(options: ExplainOptions) -> None:
-    """Answer a prompt and show, step by step, what was drafted and accepted.
+    """Answer a prompt and show, step by step, the drafted and accepted tokens.
 
-    If the tokenizer has a chat template, the prompt is a user's message to the
-    model; with --raw, and for other models, it is text to continue.
+    If the tokenizer has a chat template, the prompt is a user's message; with --raw, and for other models, it is text
+    to continue.
 
-    The text is coloured by the source of each token; the model's own tokens are
-    plain. For every step: the nodes drafted, how many of them were expected to be
-    accepted, how many were, and the time. For every source: in how many passes it
-    drafted, and the same figures. The prompt is decoded once more without drafts,
-    to compare the speeds.
+    Each token of the text has the colour of its source; the model's own tokens are plain. A table lists, for every
+    step, the drafted nodes, the expected and the actual number of accepted ones, and the time. Another table has the
+    same figures by source. The prompt is decoded a second time without drafts, to compare the speeds.
 
     For example:
 
@@ -152,29 +149,26 @@ def explain(options: ExplainOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class PickDraftOptions(ModelOptions):
     candidates: str | None = option(
-        None, "Draft models to try, named as --model is, and folders of heads. (default: none)", metavar="MODEL,..."
+        None, "Draft models and folders of heads to try, named as for --model. (default: none)", metavar="MODEL,..."
     )
-    prompts: Path | None = option(
-        None, "Prompts to continue, one a line. (default: a few of several kinds)", metavar="FILE"
-    )
-    max_new_tokens: int = new_tokens_option(128, "Most tokens to write for each prompt.", min=2)
+    prompts: Path | None = option(None, "Prompts to continue, one a line. (default: built-in prompts)", metavar="FILE")
+    max_new_tokens: int = new_tokens_option(128, "Most new tokens for each prompt.", min=2)
     temperature: float = option(0.0, "Sample at this temperature; 0 takes the likeliest token.", min=0.0)
     as_json: bool = option(False, "Print one JSON object.", "--json")
 
 
 def pick_draft(options: PickDraftOptions) -> None:
-    """Try draft models and heads with a target, and say what makes it fastest.
+    """Try draft models and heads with a target model, and name the fastest combination.
 
-    Each is tried beside the sources that need no draft model, and these are
-    tried without it: a draft model has to be faster than none. Besides, says
-    what heads would take that are not trained yet, and how many tokens a pass
-    they must add to pay.
+    Each candidate is tried together with the sources that need no draft model, and these sources also alone: a draft
+    model has to be faster than none. The command also estimates the time of heads that are not trained yet, and the
+    number of tokens a pass that they must add.
 
     For example:
 
       lookahead pick-draft --model ./large
       lookahead pick-draft --model ./large --candidates ./small,./heads
-      lookahead pick-draft --model ./large --candidates ./small --prompts mine.txt --json
+      lookahead pick-draft -m ./large --candidates ./small --prompts mine.txt
     """
     names = [name.strip() for name in (options.candidates or "").split(",") if name.strip()]
     if (options.candidates is not None and not names) or len(set(names)) < len(names):
@@ -247,7 +241,7 @@ class TrainOptions(ModelOptions):
         None, "Peak learning rate of the heads (default: 0.001; of EAGLE-3 for a model of 8 layers or more 0.0001)."
     )
     max_length: int = option(1024, "Most tokens of an example.")
-    max_new_tokens: int = new_tokens_option(256, "Most tokens of an answer, if the model answers a prompt itself.")
+    max_new_tokens: int = new_tokens_option(256, "Most tokens of an answer that the model writes itself.")
     hold_out_every: int = option(20, "One example in N is held out for evaluation.")
     seed: int = option(0, "Seed of the initial weights and the order of the examples.")
     dtype: str = option("auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")
@@ -258,18 +252,16 @@ class TrainOptions(ModelOptions):
 def train(options: TrainOptions) -> None:
     r"""Train heads that draft several tokens at once.
 
-    A prompt without an output is first answered by the model itself, since its
-    heads predict what it writes. Prints for every position how many held-out tokens
-    the first guess and one of five guesses predict. Needs accelerate:
-    pip install 'lookahead-decoding\[train]'.
+    The model first answers every prompt that has no output, since its heads predict its own text. The command prints,
+    for every position, the share of held-out tokens that the first guess predicts, and that one of five guesses
+    predicts. It needs accelerate: pip install 'lookahead-decoding\[train]'.
 
     For example:
 
-      lookahead train medusa --model ./my-model --data prompts.jsonl -o heads
-      lookahead train medusa --model ./my-model --data prompts.jsonl -o heads --resume
+      lookahead train medusa -m ./my-model --data prompts.jsonl -o heads
+      lookahead train medusa -m ./my-model --data prompts.jsonl -o heads --resume
 
-    Exit status: 0 the heads are written; 2 an argument is wrong; 130 interrupted:
-    pass --resume to go on.
+    Exit status: 0 the heads are written; 2 an argument is wrong; 130 interrupted, and --resume continues.
     """
     locate_model(options.model)
     if options.quantize is not None:
@@ -283,7 +275,7 @@ def train(options: TrainOptions) -> None:
     try:
         metrics = train_heads(loaded, options.data, options.output, settings, resume=options.resume, say=tell)
     except KeyboardInterrupt as error:
-        say("interrupted", "pass --resume to go on")
+        say("interrupted", "--resume continues")
         raise typer.Exit(130) from error
     if options.as_json:
         print(json.dumps({"heads": str(options.output), **metrics}))

@@ -20,10 +20,10 @@ class ModelsOptions:
 
 
 def models(options: ModelsOptions) -> None:
-    """List the models on this machine: names for --model, sizes, types, and where they are.
+    """List the models on this machine: names for --model, sizes, types and places.
 
-    Listed are the default model, those in the cache of the Hugging Face Hub, and
-    GGUF files that were converted. Other folders and files are named by their path.
+    The list has the default model, the models in the cache of the Hugging Face Hub, and converted GGUF files. To use
+    another folder or file, pass its path.
 
     For example:
 

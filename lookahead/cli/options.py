@@ -77,7 +77,8 @@ FASTEST = "fastest"
 def fastest_option() -> Any:
     """The option of the type, for commands that decode."""
     return option(
-        FASTEST, "fp32, bf16, fp16, auto: fp32 on a CPU; or fastest: there the checkpoint's own bf16, if faster."
+        FASTEST,
+        "fp32, bf16, fp16; auto: fp32 on a CPU; fastest: on a CPU the checkpoint's bf16 if that is faster, else auto.",
     )
 
 
@@ -100,15 +101,17 @@ class DraftingOptions:
     pool: str | None = option(None, "Draft from a corpus too, made by 'lookahead pool build'.", metavar="FILE")
     memory: str | None = option(
         None,
-        "Start from what the model taught earlier commands, and keep what it teaches this one.",
+        "Draft from the predictions of earlier commands with this model, and add to them.",
         metavar="FILE.lkm",
     )
-    heads: str | None = option(None, "Draft with heads too: from 'lookahead train', or native.", metavar="DIR")
+    heads: str | None = option(None, "Draft with heads too: a folder of 'lookahead train', or native.", metavar="DIR")
     max_nodes: int | None = option(None, "Most draft tokens a step verifies. (default: by the proposers)")
-    window: str | None = option(None, "Draft from a Jacobi window of W columns too; auto: of 7, only while it pays.")
+    window: str | None = option(
+        None, "Draft from a Jacobi window of W columns too; auto: 7 columns, only while they pay."
+    )
     ngram_size: int | None = option(None, "N, length of the window's n-grams. (default: 5)")
     guesses: int | None = option(None, "G, most n-grams of the window that a step verifies. (default: 7)")
-    exactness: str = option("auto", "auto, or fast: quicker drafts in bf16, whose rounding may change a token.")
+    exactness: str = option("auto", "auto; fast: quicker passes in bf16, whose rounding may change a token.")
     cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
 
     def config(self) -> LookaheadConfig | None:
@@ -134,14 +137,14 @@ class DocumentOptions:
     panel: ClassVar[str] = "Documents"
 
     field: str | None = option(
-        None, "Field or column with the document; makes - JSON lines. (default: text)", "--field", "--text-field"
+        None, "Field or column with the text; stdin then holds JSON lines. (default: text)", "--field", "--text-field"
     )
     max_document_mb: float = option(64.0, "Longest document, in megabytes.", min=0.001, max=1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepetitionOptions:
-    """What keeps an output from looping, and what ends it: of every command that decodes."""
+    """Options against loops, and texts that end an output, for every command that decodes."""
 
     panel: ClassVar[str] = "Sampling"
 
@@ -154,7 +157,7 @@ class RepetitionOptions:
     min_p: float | None = option(
         None, "Sample from tokens whose probability is at least this share of the highest.", min=0.0, max=1.0
     )
-    stop: list[str] | None = option(None, "Text that ends the output, which keeps it; may be repeated.", metavar="TEXT")
+    stop: list[str] | None = option(None, "Text that ends the output and stays in it; may be repeated.", metavar="TEXT")
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -198,7 +201,7 @@ class PromptOptions:
     system: str | None = option(None, "System message for a chat model.", metavar="TEXT")
     raw: bool = option(False, "Continue the text as it is, without the chat template.")
     truncate: Literal["left", "right"] | None = option(
-        None, "Which end to cut off a prompt longer than the model's context."
+        None, "End of a prompt that is cut off if the prompt is longer than the model's context."
     )
 
     def __post_init__(self) -> None:

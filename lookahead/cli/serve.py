@@ -21,34 +21,37 @@ _PACKAGES = "fastapi", "prometheus_client", "pydantic", "uvicorn"
 class ServeOptions(DraftingOptions, DeviceOptions):
     models: list[str] = option(
         None, "Models to serve; the first answers requests that name none. (default: smollm2)", argument=True,
-        metavar="MODELS...",
+        metavar="MODELS",
     )  # fmt: skip
     model: list[str] | None = model_option(
         None, "A model to serve, in place of MODELS; may be repeated.", metavar="MODEL"
     )
-    host: str = option("localhost", "Address to listen on; 0.0.0.0 is every one of this machine.")
+    host: str = option("localhost", "Address to listen on; 0.0.0.0 stands for all addresses.")
     port: int = option(8000, "Port to listen on; 0 is a free one.", min=0, max=65535)
-    rows: int | None = option(None, "Outputs that are decoded together. (default: 16 on a CPU, 32 on a GPU)", min=1)
-    queue: int = option(64, "Requests that wait beside; further ones are answered by 429.", min=0)
-    prefix_cache_mb: int = option(1024, "Memory for keys and values of earlier prompts and answers.", min=0)
+    rows: int | None = option(None, "Most outputs decoded together. (default: 16 on a CPU, 32 on a GPU)", min=1)
+    queue: int = option(64, "Most requests that wait; the next ones get status 429.", min=0)
+    prefix_cache_mb: int = option(1024, "Megabytes for keys and values of earlier prompts and answers.", min=0)
     max_new_tokens: int = new_tokens_option(2048, "Most tokens of an answer.")
     max_body_mb: float = option(4.0, "Largest request, in megabytes.", min=0.001)
-    request_timeout: float = option(600.0, "Seconds that an answer may take.", min=0.1)
-    api_key: str | None = option(None, "What clients must send as 'Authorization: Bearer KEY'.", metavar="KEY")
-    allowed_host: list[str] = option(None, "A further name of this server, as in the header Host.", metavar="NAME")
-    cors_origin: list[str] = option(None, "Origin of web pages that may call the server.", metavar="ORIGIN")
+    request_timeout: float = option(600.0, "Most seconds for an answer.", min=0.1)
+    api_key: str | None = option(None, "Key that clients must send: 'Authorization: Bearer KEY'.", metavar="KEY")
+    allowed_host: list[str] = option(
+        None, "Another name of this server that the header Host may have; may be repeated.", metavar="NAME"
+    )
+    cors_origin: list[str] = option(
+        None, "Origin of web pages that may call the server; may be repeated.", metavar="ORIGIN"
+    )
     allow_any_model: bool = option(False, "Load other models too, by their names on the Hub.")
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "warning", "What is logged on stderr; info shows every request."
+        "warning", "Level of the log on stderr; info shows every request."
     )
 
 
 def serve(options: ServeOptions) -> None:
     """Serve models over the OpenAI API to a handful of users.
 
-    Requests are decoded together, each with options of its own, and drafted for;
-    a prompt that begins as an earlier one reads only what is new. A page to chat
-    is at /, metrics for Prometheus are at /metrics. Ctrl-C ends the server.
+    Requests are decoded together, each with its own options and drafts. A prompt that begins like an earlier one reads
+    only the rest. The page at / is a chat; metrics for Prometheus are at /metrics. Ctrl-C ends the server.
 
     For example:
 

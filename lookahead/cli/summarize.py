@@ -1,4 +1,4 @@
-"""The commands that summarize documents, and that show the results as an HTML page."""
+"""The commands that summarize documents and show the results as an HTML page."""
 
 from __future__ import annotations
 
@@ -55,25 +55,23 @@ class SummarizeOptions(JobOptions):
     job: Path | None = option(
         None, "Take these options from a TOML file.", metavar="FILE", callback=_use_job_file, is_eager=True
     )
-    show_job: bool = option(False, "Print all options as such a file, and do nothing.")
+    show_job: bool = option(False, "Print all options as a job file, and do nothing.")
+    as_json: bool = option(False, "Print JSON lines on stdout, as --format json does.", "--json")
 
 
 def summarize(options: SummarizeOptions) -> None:
     """Summarize documents of any length.
 
-    A document longer than the model's context is cut between sections or sentences;
-    its parts are summarized, then their summaries together, or with --refine one
-    part after the other. A document that cannot be read is reported and goes to the
-    rejects. Equal texts are summarized once.
+    A document longer than the model's context is cut between sections or sentences. Its parts are summarized, and then
+    their summaries together. With --refine each part is read with the summary so far. A document that cannot be read is
+    reported and goes to the rejects. Equal texts are summarized once.
 
-    With --output every summary is on the disk as soon as it is finished. After a
-    kill or a power failure, the same command with --resume does the rest; at the
-    end the lines are in the order of the inputs.
+    With --output every finished summary is on the disk at once. After a kill or a power failure, the same command with
+    --resume does the rest. At the end the lines are in the order of the inputs.
 
-    A summary that repeats one phrase to its end is flagged: it loops. Most of the
-    default model's would, so that it writes with --no-repeat-ngram-size 8, unless
-    that or --repetition-penalty is given; 0 turns it off. Any other model writes as
-    its own generation configuration says.
+    A summary that repeats one phrase to its end is flagged as a loop. Most summaries of the default model would loop,
+    so it gets --no-repeat-ngram-size 8 unless you pass that option or --repetition-penalty; 0 turns it off. Any other
+    model follows its own generation configuration.
 
     For example:
 
@@ -84,11 +82,14 @@ def summarize(options: SummarizeOptions) -> None:
       lookahead summarize docs.jsonl --text-field body -o out.jsonl
       lookahead summarize --job job.toml --dry-run
 
-    Exit status: 0 all are summarized; 1 a document failed, a file could not be
-    written or was changed by another program, or --compare found a difference in
-    fp32; 2 an argument is wrong, and nothing was written; 130 interrupted, and
-    what was finished is written.
+    Exit status: 0 all documents are summarized; 1 a document failed, a file could not be written or was changed by
+    another program, or --compare found a difference in fp32; 2 an argument is wrong, and nothing was written; 130
+    interrupted, and finished summaries are kept.
     """
+    if options.as_json:
+        if options.format == "text":
+            raise ConfigError("--json and --format text exclude each other")
+        options = replace(options, format="json")
     if options.show_job:
         print(to_toml(options), end="")
         return
@@ -247,28 +248,30 @@ def _save(memory: OutputFile | None) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     results: Path = option(
-        help="What 'lookahead summarize -o RESULTS' wrote: JSON lines, or .parquet.", argument=True, metavar="RESULTS"
+        help="The output of 'lookahead summarize -o RESULTS': JSON lines, or .parquet.",
+        argument=True,
+        metavar="RESULTS",
     )
-    output: Path | None = option(None, "The page. (default: RESULTS.report.html)", "--output", "-o", metavar="PAGE")
+    output: Path | None = option(
+        None, "File of the page. (default: RESULTS.report.html)", "--output", "-o", metavar="PAGE"
+    )
     rejects: Path | None = option(None, "File of documents that failed. (default: RESULTS.rejects.jsonl)")
 
 
 def report(options: ReportOptions) -> None:
     """Show the results of a job as one HTML page.
 
-    Speedups, acceptance by source, tokens per pass, time by length, speed over the
-    job, failures by reason, totals, and the summaries of the documents that took
-    longest or gained most and least. The page is one file and needs no network.
-    What the results do not hold is left out; malformed lines are named. It may be
-    made while the job runs. An earlier report is replaced, but no other file.
+    The page shows speedups, acceptance by source, tokens per pass, time by length, speed over the job, failures by
+    reason, totals, and the summaries of the documents that took longest or gained most and least. It is one file and
+    needs no network. Missing figures are left out, and malformed lines are named. The page can be made while the job
+    runs. An earlier report is replaced, but no other file.
 
     For example:
 
       lookahead report summaries.jsonl
       lookahead report summaries.jsonl -o report.html
 
-    Exit status: 0 the page is written; 2 there is nothing to report, or a file
-    cannot be read or written.
+    Exit status: 0 the page is written; 2 there is nothing to report, or a file cannot be read or written.
     """
     from lookahead.reporting.report_page import write_report
 
