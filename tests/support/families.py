@@ -41,42 +41,47 @@ SEED = 2
 INTRODUCTION = """\
 # Architecture families
 
-Lookahead gives the tokens of `model.generate` with every model in this table, greedy or sampled; what differs is
-how much one pass can verify. **Trees** are drafts that branch, for one prompt or a batch; **chains** are drafts
-without branches, for one prompt of a causal model at a time, whose batches are decoded plainly; **plain** is decoding
-token by token by transformers itself, after a warning that says why. Recurrent layers, such as Mamba's, are called once
-for every depth of a tree, and every node has states of its own; the prompts of a batch are read one after the other.
-Every row is a test: a tiny random model of the class is compared with `model.generate`, and a model that is not listed
-is probed with a few tokens when it is met for the first time.
+This page lists the tested architectures and how lookahead decodes each. With every model here lookahead gives the
+tokens of `model.generate`, greedy or sampled. The models differ in the drafts that one pass can verify:
 
-A family is plain where a node would depend on more than its path: MiniMax and RecurrentGemma keep states outside of the
-cache, MiniMax M3 picks blocks of cache slots, Inkling attends by distances between slots, OpenAI GPT and FSMT have no
-cache that can be continued from, experts of NLLB-MoE and Switch take a fixed number of tokens of a pass, and ProphetNet
-takes one token a pass. Beams of models with states or indexers go to transformers, with a warning. Where an indexer
-gives keys exactly equal scores, the slots decide which are picked, in transformers too.
+- **trees:** drafts that branch, for one prompt or a batch;
+- **chains:** drafts without branches. A causal model verifies them for one prompt at a time, and decodes batches
+  plainly;
+- **plain:** decoding token by token by transformers itself, after a warning that gives the reason.
+
+Recurrent layers, such as Mamba's, are called once for every depth of a tree, and every node has its own states. The
+prompts of a batch are read one after the other. Every row is a test: a tiny random model of the class is compared with
+`model.generate`. A model that is not listed is probed with a few tokens at its first use.
+
+A family is plain if a node would depend on more than its path: MiniMax and RecurrentGemma keep states outside of the
+cache, MiniMax M3 selects blocks of cache slots, Inkling attends by distances between slots, OpenAI GPT and FSMT have no
+cache to continue from, experts of NLLB-MoE and Switch take a fixed number of tokens of a pass, and ProphetNet takes one
+token a pass. Beams of models with states or indexers go to transformers, with a warning. If an indexer gives keys
+exactly equal scores, the slots decide the selection, in transformers too.
 
 `python -m tests.support.families --write` writes this page."""
 ENCODER_DECODERS_TOO = """\
 ## Encoder-decoder models
 
-Their encoder reads the input once, as ever. The decoder verifies trees, for one input or a batch, or chains where its
-positions depend on more than the depth of a node, drafted from the input's own tokens first of all. Batches of chains
-keep one length: a pass gives every row as many tokens as the slowest row accepts. So do those of LED and Mvp, whose
-attention functions are their own. On a CPU its passes multiply by packed weights, as those of causal models do. The
-third column is about the decoder's attention to its own text."""
+The encoder reads the input once, as in transformers. The decoder verifies trees, for one input or a batch, or chains if
+its positions depend on more than the depth of a node. Drafts come first of all from the input's own tokens. Batches of
+chains, and batches of LED and Mvp, which have their own attention functions, keep one length: a pass gives every row as
+many tokens as the slowest row accepts. On a CPU the decoder's passes use packed weights, as in causal models. The third
+column describes the decoder's attention to its own text."""
 
 SEEING_TOO = """\
 ## Models that read images or sound
 
-The prompt is read by the model's own first pass, as by `model.generate`, and what is behind it is verified as the table
-says, for one prompt or a batch. `tests/test_images.py` compares every row with `model.generate`."""
+The model reads the prompt in its own first pass, as in `model.generate`. The tokens after it are verified as the table
+shows, for one prompt or a batch. `tests/test_images.py` compares every row with `model.generate`."""
 
 FEATURES_TOO = """\
 ## Encoders of sound and images
 
-What their encoder reads has no tokens, so drafts come from the decoder's own prompt and output, from earlier outputs,
-the earlier segments of a sound among them, or from a model that hears or sees too (`DraftModel`). Call `model.generate`
-under `lookahead.enable(model)`. Transducers (RNN-T, TDT) and CTC have no such decoder and are refused by name."""
+The input of these encoders has no tokens. Drafts come from the decoder's own prompt and output, from earlier outputs,
+including the earlier segments of a sound, or from a draft model that reads the sound or image too (`DraftModel`). Call
+`model.generate` under `lookahead.enable(model)`. Transducers (RNN-T, TDT) and CTC have no such decoder and are refused
+by name."""
 
 Decoded = Literal["trees", "chains", "plain"]
 
