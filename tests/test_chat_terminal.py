@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -128,7 +129,7 @@ def test_an_editor_that_fails_and_one_that_writes_nothing_ask_nothing(chat, cli_
     (cli_folder / "status").write_text("3")
     with chat("--session", "chat.json") as terminal:
         terminal.enter("/edit")
-        terminal.until("of $VISUAL or $EDITOR failed: ")
+        terminal.until("$VISUAL or $EDITOR failed: ")
         (cli_folder / "status").write_text("0")
         terminal.enter("/edit")
         terminal.until("no message was written\n")
@@ -149,3 +150,15 @@ def test_lines_of_a_narrow_terminal_end_between_words(chat, writer):
     (answer,) = answers(model, tokenizer, "The cat sat on the mat.", max_new_tokens=120)
     assert all(len(line) <= 40 for line in [*shown.splitlines(), *written])
     assert len(answer) > 80 and " ".join(written).split()[: len(answer.split())] == answer.split()
+
+
+def test_an_error_ends_its_lines_between_words_on_a_terminal_and_is_one_line_elsewhere(cli_folder, monkeypatch, capfd):
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setenv("TERM", "xterm")
+    words = ("summarize", "x.txt", "--retry-rejects", "--model", "no folder of this name")
+    with at_terminal(*words, columns=40) as terminal:
+        assert terminal.wait() == 2
+        shown = terminal.shown.splitlines()
+    subprocess.run([sys.executable, "-m", "lookahead", *words], cwd=cli_folder, check=False)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert len(shown) > 1 and max(map(len, shown)) <= 40 and " ".join(shown).split() == line.split()

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lookahead.cli.options import DraftingOptions, ModelOptions, SamplingOptions, new_tokens_option, option
-from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, say
+from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, say, show_line
 from lookahead.cli.word_wrap import WordWrap
 from lookahead.errors import ConfigError, PromptError, SessionError, count
 
@@ -226,9 +226,7 @@ class Chat:
 
 
 def _hint(text: str) -> None:
-    """Print a line to stderr, broken between words on a terminal."""
-    stderr = console(sys.stderr)
-    stderr.print(Text(text, "dim"), soft_wrap=not stderr.is_terminal)
+    show_line(sys.stderr, Text(text, "dim"))
 
 
 def _show_help() -> None:

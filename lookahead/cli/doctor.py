@@ -12,7 +12,7 @@ import typer
 from rich.filesize import decimal
 
 from lookahead.cli.options import FASTEST, DeviceOptions, ModelOptions, fastest_option, model_option, option
-from lookahead.cli.terminal import console, load, say
+from lookahead.cli.terminal import console, load, say, show_line
 from lookahead.errors import ConfigError
 from lookahead.hf import loading
 
@@ -61,7 +61,7 @@ def doctor(options: DoctorOptions) -> None:
         print(json.dumps(facts))
     else:
         for line in _lines(facts, diagnosis.EXTRAS):
-            console(sys.stdout).print(line, soft_wrap=True)
+            show_line(sys.stdout, line)
     for fault in facts["faults"]:
         say("broken", fault)
     if facts["faults"]:

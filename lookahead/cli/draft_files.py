@@ -11,7 +11,7 @@ import typer
 
 from lookahead.cli.commands import App
 from lookahead.cli.options import INPUTS, DocumentOptions, ModelOptions, model_option, option
-from lookahead.cli.terminal import PoolDisplay, console, find_sources, load, say, table
+from lookahead.cli.terminal import PoolDisplay, console, find_sources, load, say, show_line, table
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.readers import count_documents
@@ -154,7 +154,7 @@ def pool_verify(options: VerifyOptions) -> None:
 
         fingerprint, fits = tokenizer_fingerprint(tokenizer), f", made for {options.model}"
     header = open_pool(options.file, fingerprint=fingerprint).header
-    console(sys.stdout).print(f"{describe_pool(options.file, header)}: whole{fits}")
+    show_line(sys.stdout, f"{describe_pool(options.file, header)}: whole{fits}")
 
 
 def memory_build(options: MemoryBuildOptions) -> None:
@@ -204,7 +204,7 @@ def memory_merge(options: MemoryMergeOptions) -> None:
     _check_name(options.output)
     check_output(options.output, [Input(file, None, "text") for file in options.files], overwrite=options.overwrite)
     header = merge_files(str(options.output), options.files, options.max_contexts)
-    console(sys.stderr).print(_describe_memory(str(options.output), header))
+    show_line(sys.stderr, _describe_memory(str(options.output), header))
 
 
 def memory_info(options: FileOptions) -> None:
@@ -251,7 +251,7 @@ def memory_verify(options: VerifyOptions) -> None:
         header, fits = header_of(model), f", learned from {options.model}"
     with pool_errors(options.file):
         header = read_successors(options.file, header)[0]
-    console(sys.stdout).print(f"{_describe_memory(options.file, header)}: whole{fits}")
+    show_line(sys.stdout, f"{_describe_memory(options.file, header)}: whole{fits}")
 
 
 def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> None:
@@ -271,7 +271,7 @@ def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> No
     source = TokenSource(inputs, tokenizer, display, options.max_tokens, int(options.max_document_mb * MEGABYTE))
     with display:
         header = build(str(output), source, **settings)
-    console(sys.stderr).print(f"{source.totals}\n{describe(str(output), header)}")
+    show_line(sys.stderr, f"{source.totals}\n{describe(str(output), header)}")
     raise typer.Exit(1 if source.totals.rejected else 0)
 
 

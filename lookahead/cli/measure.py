@@ -22,7 +22,7 @@ from lookahead.cli.options import (
     option,
     read_prompt_file,
 )
-from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, table
+from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, show_line, table
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 from lookahead.hf.loading import locate_model
@@ -82,7 +82,7 @@ def calibrate(options: CalibrateOptions) -> None:
             f"at best {machine.flops / 1e9:.1f} GFLOP/s and {machine.bytes_per_s / 1e9:.1f} GB/s, so a step is bound "
             f"by memory below {machine.flops / machine.bytes_per_s:.1f} FLOP per byte"
         )
-    console(sys.stderr).print(f"written to {path}", soft_wrap=True)
+    show_line(sys.stderr, f"written to {path}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def explain(options: ExplainOptions) -> None:
     coloured = [(piece.visible, styles[piece.sources[0]] if piece.sources else "") for piece in pieces]
     legend = [part for named in styles.items() for part in (named, ", ")]
     out = console(sys.stdout)
-    out.print(f"model: {described}\n", soft_wrap=True)
+    show_line(sys.stdout, f"model: {described}\n")
     out.print(Text.assemble(*coloured))
     out.print(Text.assemble("\nfrom: ", *legend, "plain: the model itself"))
     out.print(table(step_rows(traced)))
@@ -221,8 +221,8 @@ def pick_draft(options: PickDraftOptions) -> None:
             )
         else:
             said = f"none ({cost})"
-        out.print(f"{KINDS[kind]} heads: {said}", soft_wrap=True)
-    out.print(f"fastest: {pick.best}", soft_wrap=True)
+        show_line(sys.stdout, f"{KINDS[kind]} heads: {said}")
+    show_line(sys.stdout, f"fastest: {pick.best}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +271,7 @@ def train(options: TrainOptions) -> None:
     settings = Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
     check_trainer()
     loaded = load(options, measures_costs=False)
-    tell = partial(console(sys.stderr).print, soft_wrap=True)
+    tell = partial(show_line, sys.stderr)
     try:
         metrics = train_heads(loaded, options.data, options.output, settings, resume=options.resume, say=tell)
     except KeyboardInterrupt as error:

@@ -22,6 +22,7 @@ from lookahead.cli.terminal import (
     load,
     memory_file_saved_at_exit,
     say,
+    show_line,
     table,
     usage_errors,
 )
@@ -230,7 +231,7 @@ def _run(
     is_saved = _save(memory)
     display.conclude(totals, exact=is_exact)
     if memory is not None and is_saved:
-        console(sys.stderr).print(job_figures.describe_memory(memory, totals), soft_wrap=True)
+        show_line(sys.stderr, job_figures.describe_memory(memory, totals))
     return 1 if totals.rejected or (totals.different and is_exact) or not is_saved else 0
 
 
@@ -280,4 +281,4 @@ def report(options: ReportOptions) -> None:
         say("warning", problem)
     failed = f"{done.failed:,} failed" if done.failed else "no failures"
     documents = count(done.documents, "document")
-    console(sys.stderr).print(f"{documents}, {failed}; written to {done.path}", soft_wrap=True)
+    show_line(sys.stderr, f"{documents}, {failed}; written to {done.path}")

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 from rich.box import SIMPLE
@@ -47,7 +47,7 @@ _SILENT_S = 1.0  # preparation that takes less is not reported
 
 
 @functools.lru_cache(maxsize=8)
-def console(file: TextIO) -> Console:
+def console(file: IO[str]) -> Console:
     """The console of a stream: it prints text unchanged, above a status line or a progress bar."""
     if isinstance(file, FileProxy):  # that rich puts in place of stderr while it shows a status line or a bar
         return console(file.rich_proxied_file)
@@ -59,10 +59,16 @@ def harmless(text: str) -> str:
     return _CONTROL.sub("\ufffd", text)
 
 
+def show_line(file: IO[str], line: str | Text) -> None:
+    """Print a line: broken between words on a terminal, whole for a program that reads it."""
+    out = console(file)
+    out.print(line, soft_wrap=not out.is_terminal)
+
+
 def say(kind: str, message: str) -> None:
     """Print one line to stderr."""
     line = Text.assemble((f"{kind}: ", "bold red"), harmless(" ".join(message.splitlines())))
-    console(sys.stderr).print(line, soft_wrap=True)
+    show_line(sys.stderr, line)
 
 
 def find_sources(
@@ -362,8 +368,8 @@ class JobDisplay(_Bar):
             self.stop()
             out = console(sys.stdout)
             out.print(Rule(Text(name, "bold"), align="left"))
-            out.print(Text(harmless(summary.text)))
-            out.print(Text(report.describe_summary(summary) + "\n", "dim"))
+            show_line(out.file, harmless(summary.text))
+            show_line(out.file, Text(report.describe_summary(summary) + "\n", "dim"))
             self.start()
         if summary.plain is not None and len(self._rows) < MAX_TABLE_ROWS:
             self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
@@ -378,7 +384,7 @@ class JobDisplay(_Bar):
             say("note", note)
         if totals.written > 1 and not self.as_text:
             out.print(table(report.totals_rows(totals, seconds)))
-        out.print(report.describe_totals(totals, seconds), soft_wrap=True)
+        show_line(out.file, report.describe_totals(totals, seconds))
         if totals.different:
             say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
 
