@@ -1,4 +1,4 @@
-"""Step costs: measure what a step costs by its number of nodes."""
+"""Calibration: measure the cost of a step by its number of nodes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _WARM_UPS = 2
 QUICK_NODES = (1, 2, 4, 8, 16, 32, 64)
 _QUICK_CONTEXT = 64  # tokens; a longer prefill would take longer than the sweep
 _QUICK_ROUNDS = 3
-QUICK_S = 3.0  # aim of a quick sweep; a slow model takes longer, with one round after a warm-up
+QUICK_S = 3.0  # target of a quick sweep; a slow model takes longer: one warm-up and one round
 LONGEST_QUICK_S = 30.0
-_STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in plain steps
+_STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in steps of one node
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Speed of a device."""
 
-    flops: float  # a second in a large matrix product
-    bytes_per_s: float  # read and written by a copy of a buffer as large as the weights
+    flops: float  # per second, in a large matrix product
+    bytes_per_s: float  # read and written by a copy of a buffer of the size of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Point:
     nodes: int
     seconds: float  # median of the rounds
     flop: float  # computed from parameters and context
-    moved: float  # bytes: weights once, KV once; all experts of a mixture, which is too many for few nodes
-    bound_s: float  # the longer of the times the machine needs for `flop` and for `moved` at its measured speed
-    break_even: float  # tokens a step must emit to be as fast as plain decoding
+    moved: float  # bytes: weights once, KV once; all experts of a mixture, an overestimate for few nodes
+    bound_s: float  # the longer of the times for `flop` and for `moved` at the machine's measured speed
+    break_even: float  # tokens that a step must emit to be as fast as plain decoding
     intensity: float  # floating-point operations per byte
     acceptance_needed: float  # share of the drafted nodes that must be accepted to break even
 
@@ -89,9 +89,7 @@ def calibrate(
 ) -> Calibration:
     """Measure steps of one row for every number of nodes and every context, and store the costs in `cost`.
 
-    Takes a few seconds for a small model: 9 rounds of one step of every size, of which the medians count.
-
-    The numbers of nodes hold 1, the root alone.
+    Takes a few seconds for a small model: the costs are medians of 9 rounds. `nodes` must contain 1, the root alone.
 
     Raises:
         UnsupportedModelError: The model cannot verify drafts.
@@ -107,11 +105,11 @@ def calibrate(
 
 
 def calibrate_quickly(model: PreTrainedModel, cost: StepCost) -> bool:
-    """Measure a few steps of few sizes over a short context; False if that takes longer than 30 seconds.
+    """Measure a few sizes over a short context; returns False if that would take longer than 30 seconds.
 
-    Every size is measured up to three times within 3 seconds, and at least once: about 30 plain steps. False also for a
-    model that cannot verify drafts, and on a machine so busy that a step of several nodes took longer than as many
-    steps of one, which would keep drafts off for good.
+    Every size is measured up to three times within 3 seconds, and at least once: about 30 plain steps in all. Also
+    returns False if the model cannot verify drafts, or if the machine is so busy that a step of `n` nodes took longer
+    than `n` steps of one node, which would turn drafting off for good.
     """
     context = min(_QUICK_CONTEXT, (position_limit(model) or sys.maxsize) - max(QUICK_NODES) - 1)
     if context < 1 or model.config.is_encoder_decoder:
@@ -134,9 +132,9 @@ def _sweep(
     rounds: int,
     within_s: float = math.inf,
 ) -> tuple[list[float], float]:
-    """Median seconds of a step for every number of nodes, and the bytes of KV of one token.
+    """Median seconds of a step for every number of nodes, and the KV bytes per token.
 
-    No seconds if the sweep would take longer than `within_s`.
+    Returns no seconds if the sweep would take longer than `within_s`.
     """
     length = context + max(nodes) + 1
     support = support_of(model, shortest=context, max_length=length)
@@ -151,12 +149,12 @@ def _sweep(
     root, trees, children = np.zeros(1, np.int32), [], 2 if shape == "trees" else 1
     for n in nodes:
         tokens = (np.arange(n, dtype=np.int32) + rng.integers(config.vocab_size)) % config.vocab_size  # siblings differ
-        # Recurrent layers are called once a depth, so theirs are two chains, as deep as drafts are.
+        # Recurrent layers run once per depth. Their trees are two chains, as deep as drafts are.
         parents = np.arange(n) - 2 if backend.cache.states else (np.arange(n) - 1) // children
         trees.append(TokenTree.from_parents(tokens, parents.clip(0)))
     spent: list[list[float]] = []
     with backend.serving():
-        backend.read([prompt[:2]])  # a model that is too slow reads no more than this
+        backend.read([prompt[:2]])  # enough to refuse a model that is too slow
         backend.commit(0, root)
         plain_s = min(timed(partial(_step, backend, trees[nodes.index(1)], policy), device) for _ in range(2))
         round_s, warm_ups = plain_s * len(nodes) * _STEP_TO_PLAIN, _WARM_UPS
@@ -185,14 +183,14 @@ def _points(
     nodes: Sequence[int],
     seconds: Sequence[float],
 ) -> list[Point]:
-    """The points of a sweep; what a step computes and moves follows from the model's sizes."""
+    """The points of a sweep; the operations and bytes of a step are computed from the model's sizes."""
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     parameters = weight_count(model)
     weights = float(sum(each.nbytes for each in model.parameters()))
     if head is None or head.weight is not embedding.weight:
-        # A step reads one line a node of an embedding that is not the output layer.
+        # A step reads one row per node of an embedding that is not tied to the output layer.
         parameters -= weight_count(embedding)
         weights -= embedding.weight.nbytes
     heads = getattr(config, "num_attention_heads", 0)
@@ -210,14 +208,14 @@ def _points(
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, weights: int) -> Machine:
-    """Measure a device by a matrix product in a dtype, and by a copy of as many bytes as the weights have."""
+    """Measure a device by a matrix product in `dtype`, and by a copy of `weights` bytes (16 MiB to 1 GiB)."""
     side = 8192 if device.type == "cuda" else 1024
     left = torch.ones(side, side, dtype=dtype, device=device)
     buffer = torch.ones(min(max(weights, 1 << 24), 1 << 30), dtype=torch.uint8, device=device)
     copy = torch.empty_like(buffer)
     copy_s = min(timed(lambda: copy.copy_(buffer), device) for _ in range(4))
     product_s = timed(lambda: left @ left, device)
-    if product_s < 1.0:  # in half precision one takes seconds on some CPUs, and is enough
+    if product_s < 1.0:  # on some CPUs a half-precision product takes seconds, and one is enough
         product_s = min(timed(lambda: left @ left, device) for _ in range(3))
     return Machine(flops=2.0 * side**3 / product_s, bytes_per_s=2.0 * buffer.nbytes / copy_s)
 
@@ -234,6 +232,6 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:
-    """Seconds of a pass over one token behind 64 others, the median of the rounds."""
+    """Median seconds of a pass over one token after 64 others."""
     context = min(_QUICK_CONTEXT, (position_limit(model) or sys.maxsize) - 2)
     return _sweep(model, context, (1,), rounds=rounds)[0][0]

@@ -1,4 +1,4 @@
-"""Passes over a few tokens, compared with the model's own: what the verdicts on a model rest on."""
+"""Probes: passes over a few tokens, compared with the model's own passes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _TOLERANCE_FP32 = 1e-3
 # Ninths of the vocabulary: the first tokens are often special, and the outliers of their activations magnify rounding.
 # In half precision rounding may change the routing to experts, so one correct probe of three is enough.
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
-_PICKED = 4  # keys that the indexers of a probed model pick: fewer than its texts have tokens
+_PICKED = 4  # keys that the indexers of a probed model pick: fewer than the tokens of its texts
 _PADDING = 3  # tokens before a text that is compared with the text alone
-_PROMPT, _DEEPEST, _WIDE = 24, 5, 40  # tokens and nodes of what is decoded where a user's code runs
+_PROMPT, _DEEPEST, _WIDE = 24, 5, 40  # tokens, depth and nodes to compare where user code runs
 
 TREE = (0, 0, 1, 2, 0)
 CHAIN = (0, 0, 1, 2, 3)
 
 
 def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) -> Tensor:
-    """The model's logits, in one pass of its own, whose encoder reads `read`; no text sees what pads it behind its end.
+    """The model's logits in one pass; its encoder reads `read`. Texts are padded at the end, and do not see padding.
 
     `[texts, tokens of the longest, vocab]`.
     """
@@ -62,20 +62,20 @@ def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) 
 
 
 def attends_ahead(model: PreTrainedModel, tokens: Sequence[int]) -> bool:
-    """Whether the model reads a text in one pass so that tokens see those behind them."""
+    """Whether tokens see later ones if the model reads a text in one pass."""
     own = own_logits(model, [tokens, [tokens[0], *reversed(tokens[1:])]], tokens)
     return not agree(model, own[0, 0], own[1, 0])
 
 
 def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mapping[str, Any] | None = None) -> Tensor:
-    """The logits, `[vocab]`, after the last of some tokens, by the model's own pass, as `generate` makes it.
+    """The logits, `[vocab]`, after the last of some tokens, by the model's own pass, as in `generate`.
 
     Args:
         model: The model.
         tokens: int32 `[tokens]`.
-        past: A cache of transformers, of `begin` tokens.
+        past: A transformers cache of `begin` tokens.
         begin: The position of the first token.
-        inputs: What a decoder takes of its encoder.
+        inputs: Encoder inputs of a decoder.
     """
     ids = torch.from_numpy(tokens.astype(np.int64))[None].to(input_device(model))
     given = {**(inputs or {}), ("decoder_input_ids" if inputs else "input_ids"): ids, cache_input(model): past}
@@ -86,15 +86,15 @@ def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mappin
 
 
 def picking_few(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A copy, with the model's weights, whose indexers pick few keys, as in a long text.
+    """A copy that shares the model's weights, whose indexers pick few keys, as in a long text.
 
-    None if none says how many it picks, or the model cannot be copied without its weights.
+    None if no module has `index_topk`, or the model cannot be copied without its weights.
     """
     if any(map(is_offloaded, model.modules())):
         return None
     try:
         copied = deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
-    except Exception as error:  # whatever a user has attached to it
+    except Exception as error:  # a user may have attached anything
         state_of(model).note_problem(f"{type(model).__name__} cannot be copied", with_place(error))
         return None
     indexers = [each for each in copied.modules() if "index_topk" in vars(each)]
@@ -105,7 +105,7 @@ def picking_few(model: PreTrainedModel) -> PreTrainedModel | None:
 
 @torch.inference_mode()
 def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """The logits, `[vocab]`, after tokens that the model reads one by one, as `generate` does, behind a prompt."""
+    """The logits, `[vocab]`, after a prompt and tokens that the model reads one by one, as `generate` does."""
     past: Any = DynamicCache(config=model.config.get_text_config())
     logits = own_pass(model, np.array(prompt, np.int32), past, 0)
     for at, token in enumerate(tokens):
@@ -114,7 +114,7 @@ def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[
 
 
 def heeds_padding(model: PreTrainedModel) -> bool:
-    """Whether a decoder, or a model with states, reads a prompt behind padding as it reads it alone.
+    """Whether a decoder, or a model with recurrent states, reads a left-padded prompt as it reads it alone.
 
     The first call probes it.
     """
@@ -124,7 +124,7 @@ def heeds_padding(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def _decoder_heeds_padding(model: Any) -> bool:
-    """As `generate` prepares its inputs: by the mask some give positions to all tokens, others to those of the text."""
+    """Prepared as `generate` does: some models derive positions from the mask, others count padding too."""
     vocabulary, device = decoder_vocabulary(model), input_device(model)
     text = [token * vocabulary // 9 for token in PROBES[0]]
     ids = torch.tensor([[0] * _PADDING + text], device=device)
@@ -166,9 +166,9 @@ def _reads_behind_padding(model: Any, probe: Sequence[int]) -> bool:
 
 
 def continues_texts(model: PreTrainedModel) -> bool:
-    """Whether a model with states reads tokens behind a text that it has read as it reads them with this text.
+    """Whether a model with recurrent states can read a text in two passes with the result of one.
 
-    Some begin anew wherever a pass has several tokens. The first call probes it.
+    Some models reset their states in every pass over several tokens. The first call probes it.
     """
     return state_of(model).probed("continuing", model, partial(_continues_texts, model), truth)
 
@@ -195,11 +195,11 @@ def scores_like_the_model(
 ) -> bool:
     """Whether two drafted passes, with a commit between them, give the logits of the model's own passes.
 
-    With `behind_own` these are over single tokens, behind a prompt of one token, which is read alike in any case.
+    With `behind_own` the model's passes are over single tokens, after a prompt of one token.
     """
     drafted, pad = list(tokens[2:]), getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     if model.config.is_encoder_decoder and shape == "trees" and pad is not None:
-        drafted[0] = pad  # behind padding some decoders count positions anew, which chains are split for
+        drafted[0] = pad  # some decoders restart positions after padding; chains are split there
     tree = TokenTree.from_parents([tokens[2], *drafted], TREE if shape == "trees" else CHAIN)
     path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
     paths: list[list[int]] = []  # tokens from the root to every node
@@ -209,7 +209,7 @@ def scores_like_the_model(
     texts = [list(tokens[: 1 if behind_own else 2]), list(tokens[1:2])][: 2 if is_batch else 1]
     rows = len(texts)
     backend: TorchBackend
-    # Weights packed for the rows of a batch are of no use to later passes over one row.
+    # Weights packed for a batch are useless for later passes over one row.
     if not model.config.is_encoder_decoder:
         backend = backend_for(model, rows=rows, capacity=16, shape=shape, packs=False)
     else:
@@ -222,7 +222,7 @@ def scores_like_the_model(
     with backend.serving():
         backend.read([np.array(text, np.int32) for text in texts])
         for row in range(rows):
-            backend.commit(row, path[:1])  # the end of the prompt
+            backend.commit(row, path[:1])  # the last token of the prompt
         first = backend.score([tree] * rows)
         for row in range(rows):
             backend.commit(row, path)
@@ -230,7 +230,7 @@ def scores_like_the_model(
         backend.commit(0, path[:1])
         if rows > 1:
             backend.retire(1)
-        third = backend.score([TokenTree.root(tokens[3])])  # as the model itself would take it, in half precision
+        third = backend.score([TokenTree.root(tokens[3])])  # in half precision the model's own pass
     checks = [
         (text, tail, logits)
         for row, text in enumerate(texts)
@@ -241,7 +241,7 @@ def scores_like_the_model(
         )
     ]
     checks.append((texts[0], [*tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
-    # A pass over a whole text may compute otherwise than tokens that are read one by one.
+    # A pass over a whole text may compute differently from single tokens.
     if backend.cache.states or behind_own:
         return all(agree(model, logits, step_logits(model, text, tail)) for text, tail, logits in checks)
     own = own_logits(model, [text + tail for text, tail, _ in checks], tokens)
@@ -250,19 +250,19 @@ def scores_like_the_model(
 
 
 def decodes_alike(model: PreTrainedModel, shape: Shape, by_node: bool) -> bool:
-    """Compare every node of a wide pass with decoding it token by token, where a user's code may tell them apart.
+    """Whether every node of a wide pass is decoded as it is token by token. User code may treat the two differently.
 
-    In half precision on a CPU bits are compared: what a small edit changes is less than rounding.
+    In half precision on a CPU bits are compared: a small edit changes less than rounding does.
 
     Args:
         model: The model.
         shape: What it verifies.
-        by_node: Whether trees are right too where every node attends alone.
+        by_node: Whether trees are also right if every node attends alone.
     """
     is_half = model.dtype in TOLERANCE and input_device(model).type == "cpu"
     policy = BitPolicy.SOLO if is_half else BitPolicy.ROUNDED
     shape = "trees" if by_node and is_half else shape
-    if is_half and shape == "chains":  # whose bits are others
+    if is_half and shape == "chains":  # their bits differ
         return False
     try:
         return _compare_nodes(model, shape, policy)
@@ -287,7 +287,7 @@ def _compare_nodes(model: PreTrainedModel, shape: Shape, policy: BitPolicy) -> b
         scores = backend.score([tree], policy)[0]
     past: Any = DynamicCache(config=model.config.get_text_config())
     own_pass(model, prompt, past, 0)
-    for parent in range(_DEEPEST + 1):  # the chain, and behind each of its nodes the branches
+    for parent in range(_DEEPEST + 1):  # the chain, and the branches after each of its nodes
         branches = [node for node in range(parent + 2, len(parents)) if parents[node] == parent]
         for node in (parent, *branches):
             held = past if node == parent else deepcopy(past)
@@ -298,6 +298,6 @@ def _compare_nodes(model: PreTrainedModel, shape: Shape, policy: BitPolicy) -> b
 
 
 def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
-    """Whether logits, `[vocab]`, are those expected but for rounding."""
+    """Whether logits, `[vocab]`, equal the expected ones up to rounding."""
     tolerance = max(TOLERANCE.get(dtype, _TOLERANCE_FP32) for dtype in (model.dtype, logits.dtype))
     return bool((logits - expected).norm() <= tolerance * expected.norm())

@@ -1,4 +1,4 @@
-"""How a model scores token trees: the protocol that the engine knows, and what a backend says of itself."""
+"""The `Backend` protocol between the engine and a model, and the report of a backend."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from lookahead.hf.encoded_rows import Encoded
 
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
-"""Called with the tokens read of the longest prompt, and its length."""
+"""Called with the tokens read of the longest prompt, and the length of that prompt."""
 
 
 class BitPolicy(Enum):
-    """Which bits the logits of a row have, in half precision on a CPU; elsewhere all are `ROUNDED`."""
+    """Which bits the logits of a row have in half precision on a CPU. On other devices and dtypes all are `ROUNDED`."""
 
     SOLO = "solo"
-    """Those of decoding the row alone, token by token."""
+    """The bits of decoding the row alone, token by token."""
     BATCH = "batch"
-    """Those of decoding the nodes of a pass as the rows of one batch of transformers."""
+    """The bits of decoding the nodes of a pass as rows of one batch of transformers."""
     ROUNDED = "rounded"
-    """Any: only the rounding of sums differs."""
+    """Equal up to the rounding of sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathReport:
-    """One way to serve a part of a model faster."""
+    """One faster implementation of a part of a model."""
 
     path: str
     serves: bool
-    reason: str = ""  # why it does not serve, or what it serves
+    reason: str = ""  # why it does not serve, or which part it serves
 
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """Which path serves what of a model, and why not a faster one."""
+    """Which implementation serves each part of a model, and why not a faster one."""
 
     backend: str
     model: str
@@ -62,21 +62,21 @@ class BackendReport:
 
 
 class Backend(Protocol):
-    """How one model scores the token trees of some rows. Each row has its keys and values in `cache`.
+    """Scores the token trees of some rows with one model. `cache` holds the keys and values of each row.
 
     Attributes:
-        cache: Committed tokens of the rows, and the nodes of their trees behind them.
-        positions: Positions that the model has a table for; None for any number.
+        cache: Committed tokens of the rows, and the nodes of their trees after them.
+        positions: Size of the model's position table; None if it has no limit.
         counts_nodes: Whether a tree needs a position for every node, not only for every depth.
-        is_aligned: Whether rows must accept equally many tokens, so that they keep one length.
-        is_read_whole: Whether the newest prompts were read as transformers reads each alone.
-        is_cold: Whether the newest pass did work, such as packing, that later ones do not repeat.
-        is_ragged: Whether the newest pass computed the nodes of its trees alone; else those of every row are padded to
-            those of the largest tree.
+        is_aligned: Whether rows must accept equally many tokens, because they all have the same length.
+        is_read_whole: Whether the newest `read` took a single prompt in one pass, as transformers does.
+        is_cold: Whether the newest pass included one-time work, such as packing.
+        is_ragged: Whether the newest pass computed only the nodes of its trees. If False, rows are padded to the size
+            of the largest tree.
         keeps_hidden: Whether later passes keep hidden states.
-        hidden: Hidden states of the newest pass by layer, `[active, nodes of the largest tree, size]`; behind `read`
-            those of the last tokens, `[prompts, 1, size]`.
-        prompt_hidden: Those of the newest prompts by layer, `[tokens read, size]` each.
+        hidden: Hidden states of the newest pass by layer, `[active, nodes of the largest tree, size]`. After `read`
+            only the last tokens', `[prompts, 1, size]`.
+        prompt_hidden: Hidden states of the newest prompts by layer, `[tokens read, size]` each.
     """
 
     cache: TreeCache
@@ -91,7 +91,7 @@ class Backend(Protocol):
     prompt_hidden: list[dict[int, Tensor]]
 
     def serving(self) -> AbstractContextManager[None]:
-        """Hold what serves the model ready for passes, which all must run inside; blocks may be nested.
+        """Prepare the model for passes. All passes must run inside this block; blocks may be nested.
 
         Other calls of the model, on this thread or another, are not affected.
         """
@@ -109,14 +109,13 @@ class Backend(Protocol):
     ) -> Tensor:
         """Read prompts into the cache. The last token of each is the first root, and is not committed yet.
 
-        Where layers keep states, these are those behind the root: it is committed before trees are scored.
+        Recurrent states are those after the root, which is committed before trees are scored.
 
         Args:
-            prompts: int32 `[tokens]`, those of the active rows from `first` on, each longer than what the cache holds
-                of its row.
+            prompts: int32 `[tokens]` for each active row from `first` on, longer than the row's cached prefix.
             first: The first of these rows.
-            encoded: What an encoder has read for these rows, which join with it.
-            on_prefill: Called before the first pass and behind every one.
+            encoded: Encoder outputs of these rows, which join the batch with it.
+            on_prefill: Called before the first pass and after every pass.
 
         Returns:
             The logits after their last tokens, `[prompts, 1, vocab]`.
@@ -133,8 +132,8 @@ class Backend(Protocol):
         Args:
             trees: One per active row.
             policy: Which bits the logits have.
-            scored: int64 `[active]`, at least 1: as many first nodes of each tree have their KV in their slots since
-                an earlier pass, and no logits are returned of them. Reading a prompt scores the root.
+            scored: int64 `[active]`, at least 1: the first `scored[row]` nodes of each tree already have their KV in
+                their slots and get no logits. Reading a prompt scores the root.
 
         Returns:
             `[active, nodes of the largest tree, vocab]`.
@@ -144,7 +143,7 @@ class Backend(Protocol):
         """Keep the KV of an accepted path (int32 `[a]`, from node 0) of a row's tree."""
 
     def retire(self, row: int) -> int:
-        """Remove a finished row from the passes; returns the row that took its place."""
+        """Remove a finished row from the passes; returns the last row, which takes its place."""
 
     def report(self) -> BackendReport:
-        """Which path serves what of the model, and why not a faster one."""
+        """Which implementation serves each part of the model, and why not a faster one."""

@@ -1,4 +1,4 @@
-"""Prompts that are read by themselves, beside the rows that they are to join, and what is kept of earlier ones."""
+"""Reading prompts in their own cache, apart from the batch that they join, and reusing the KV of earlier prompts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lookahead.hf.model_code import version_of
 from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of
 
-_FEWEST_TOKENS = 16  # of a prefix that is worth a copy
+_FEWEST_TOKENS = 16  # shortest prefix worth copying
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt whose keys and values a cache of one row holds, and what follows it.
+    """A prompt read into a cache of one row, and the logits after it.
 
     Attributes:
-        cache: The cache; its row has all tokens but the last committed.
-        logits: Those behind the last token, `[1, 1, vocab]`.
-        reused: Tokens that were not read, but copied from an earlier prompt.
-        is_whole: Whether it was read in one pass, as transformers reads it.
+        cache: The cache; its row has committed all tokens but the last.
+        logits: The logits after the last token, `[1, 1, vocab]`.
+        reused: Tokens that were copied from an earlier prompt instead of read.
+        is_whole: Whether it was read in one pass, as transformers does.
     """
 
     cache: TreeCache
@@ -42,40 +42,40 @@ class ReadPrompt:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Length of the prompt in tokens."""
         return int(self.cache.slots.lengths[0]) + 1
 
     def kv(self) -> RowCopy:
-        """Its keys and values, `[heads, tokens, dim]` each, which are not copied."""
+        """Views of its keys and values, `[heads, tokens, dim]` each."""
         held = ((at, layer) for at, layer in enumerate(self.cache.layers) if layer.is_initialized)
         kv, origin = {at: _views(layer, self.tokens) for at, layer in held}, self.cache.slots.origins[0]
         return RowCopy(kv, {}, self.tokens, origin)
 
     def copy_to(self, cache: TreeCache, row: int) -> Tensor:
-        """Fill an empty row of another cache; returns the logits."""
+        """Copy the prompt into an empty row of another cache; returns the logits."""
         _fill(cache, row, self.kv(), self.tokens)
         cache.hold_root(row)
         return self.logits
 
 
 class Prefix(NamedTuple):
-    """What a store holds of the beginning of a prompt.
+    """The longest beginning of a prompt in a store.
 
     Attributes:
-        held: Keys and values of a text, `[heads, tokens, dim]`; None for none.
-        tokens: First tokens that the prompt shares with it.
+        held: Keys and values of a text, `[heads, tokens, dim]`; None if nothing is shared.
+        tokens: Length of the shared prefix in tokens.
     """
 
     held: RowCopy | None
     tokens: int
 
     def copy_to(self, cache: TreeCache, row: int) -> None:
-        """Fill an empty row of a cache."""
+        """Copy the prefix into an empty row of a cache."""
         if self.held is not None:
             _fill(cache, row, self.held, self.tokens)
 
     def cut(self) -> RowCopy:
-        """What is held of the tokens that are shared."""
+        """Views of the keys and values of the shared tokens."""
         assert self.held is not None
         kv = {at: (keys[:, : self.tokens], values[:, : self.tokens]) for at, (keys, values) in self.held.kv.items()}
         return self.held._replace(kv=kv, tokens=self.tokens)
@@ -100,14 +100,14 @@ def _fill(cache: TreeCache, row: int, held: RowCopy, tokens: int) -> None:
 
 
 class ReadingAhead:
-    """Reads prompts by themselves, one after another, of models that keep nothing of a text but keys and values.
+    """Reads prompts one after another, each in its own cache, for models whose only state is keys and values.
 
     One thread at a time may use it.
 
     Args:
         model: The model.
-        store: What earlier prompts left, and these will.
-        options: Those of `lookahead.backend.choice.backend_for`.
+        store: Prefixes of earlier prompts; prompts read here are added.
+        options: Options of `lookahead.backend.choice.backend_for`.
     """
 
     def __init__(self, model: PreTrainedModel, store: PrefixStore, options: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ class ReadingAhead:
         self._store = store
 
     def read(self, ids: IntArray) -> ReadPrompt:
-        """Read a prompt, int32 `[tokens]`, behind the longest beginning of it that the store holds."""
+        """Read a prompt, int32 `[tokens]`, after its longest prefix in the store."""
         backend = self._backend
         backend.begin(len(ids))
         with backend.serving():
@@ -129,13 +129,13 @@ class ReadingAhead:
 
 
 class PrefixStore:
-    """Keys and values of texts, of which later prompts copy what they begin with. Threads may share it.
+    """Keys and values of texts, from which later prompts copy a shared prefix. Threads may share it.
 
-    Texts of models with recurrent layers have states besides, which stand behind their last token: a prompt uses such a
-    text only if it begins with all of it, as the next turn of a chat does.
+    Texts of models with recurrent layers also hold the states after their last token: a prompt can use such a text only
+    if it begins with all of it, as the next turn of a chat does.
 
     Args:
-        most_bytes: Bytes that they take together; what was not used for longest goes first. 0 keeps nothing.
+        most_bytes: Size limit in bytes; the least recently used text is dropped first. 0 keeps nothing.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -145,12 +145,12 @@ class PrefixStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Size of the stored texts in bytes."""
         with self._lock:
             return sum(nbytes for _, _, nbytes in self._texts.values())
 
     def longest(self, ids: IntArray) -> Prefix:
-        """The text that shares most of its first tokens with a prompt; a token is left to be read."""
+        """The stored text with the longest common prefix; at least one token of the prompt is left to read."""
         with self._lock:
             texts = self._texts.items()
             shared = {key: _usable(tokens, ids, is_whole=bool(held.states)) for key, (tokens, held, _) in texts}
@@ -161,7 +161,7 @@ class PrefixStore:
             return Prefix(self._texts[best][1], min(shared[best], len(ids) - 1))
 
     def put(self, ids: IntArray, held: RowCopy) -> None:
-        """Keep what a cache holds of a text, in place of texts that it begins with."""
+        """Keep the KV of a text; it replaces texts that are a prefix of it."""
         nbytes = sum(each.nbytes for pair in held.kv.values() for each in pair)
         nbytes += sum(each.nbytes for of_layer in held.states.values() for each in of_layer.values())
         if len(ids) < _FEWEST_TOKENS or nbytes > self.most_bytes or not nbytes:
@@ -177,7 +177,7 @@ class PrefixStore:
         self.limit(self.most_bytes)
 
     def limit(self, most_bytes: int) -> None:
-        """Keep at most so many bytes from now on."""
+        """Keep at most `most_bytes` bytes from now on."""
         with self._lock:
             self.most_bytes = most_bytes
             while sum(each for _, _, each in self._texts.values()) > most_bytes:
@@ -185,22 +185,22 @@ class PrefixStore:
 
 
 def _usable(text: IntArray, ids: IntArray, *, is_whole: bool) -> int:
-    """How many tokens of a text a prompt may copy; all or none where `is_whole`."""
+    """How many tokens of a text a prompt may copy; all or none if `is_whole`."""
     shared = _shared(text, ids)
     return shared if not is_whole or shared == len(text) < len(ids) else 0
 
 
 def _shared(some: IntArray, others: IntArray) -> int:
-    """How many tokens two texts begin with alike."""
+    """Length of the common prefix of two texts in tokens."""
     size = min(len(some), len(others))
     differs = np.flatnonzero(some[:size] != others[:size])
     return int(differs[0]) if len(differs) else size
 
 
 def prefixes_of(model: PreTrainedModel, most_bytes: int) -> PrefixStore:
-    """The store of a model, which all its calls share; it is emptied once the weights or the code of the model changed.
+    """The store of a model, shared by all its calls. It is emptied if the weights or the code of the model changed.
 
-    It keeps nothing of encoder-decoder models, models with an indexer, and those that cannot go on from their states.
+    It keeps nothing for encoder-decoder models, models with an indexer, and models that cannot continue from states.
 
     Args:
         model: The model.
@@ -217,5 +217,5 @@ def prefixes_of(model: PreTrainedModel, most_bytes: int) -> PrefixStore:
 
 
 def reads_apart(model: PreTrainedModel) -> bool:
-    """Whether a prompt may be read in a cache of its own, as it leaves keys and values alone."""
+    """Whether a prompt may be read in its own cache, because its only state is keys and values."""
     return not (picks_keys(model) or (may_keep_states(model) and bool(mixers_of(model))))

@@ -1,4 +1,4 @@
-"""What a model can verify in one pass, found by probing it rather than by a list of names, and models to refuse."""
+"""Support for a model, found by probing it instead of listing names, and reasons to refuse one."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ from lookahead.utils.shipped import is_shipped
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What a model can verify in one pass: trees, chains only, or nothing but its next token."""
+    """What a model can verify in one pass: trees, only chains, or only its next token."""
 
     shape: Shape | Literal["none"]
     reason: str = ""  # why it is not trees
-    ropes: tuple[tuple[str, int], ...] = ()  # embeddings of positions that change beyond some length: kind, limit
-    by_node: bool = False  # whether trees are right too where every node attends alone, by the model's own function
-    behind_own: bool = False  # whether trees are right behind a prompt that the model itself has read, and only there
-    is_foreign: bool = False  # whether layers of others' code compute a part of it
+    ropes: tuple[tuple[str, int], ...] = ()  # position embeddings that change beyond a length: kind, limit
+    by_node: bool = False  # trees are also right if every node attends alone, by the model's own function
+    behind_own: bool = False  # trees are right only after a prompt that the model itself has read
+    is_foreign: bool = False  # third-party layers compute a part of it
 
     @classmethod
     def of(cls, values: Any) -> Support:
-        """What was kept as a value of JSON; KeyError, TypeError or ValueError if that is none."""
+        """Parse a JSON value; raises KeyError, TypeError or ValueError if it is not a verdict."""
         made = cls(values["shape"], values["reason"], tuple((kind, limit) for kind, limit in values["ropes"]))
         ropes = all(type(kind) is str and type(limit) is int for kind, limit in made.ropes)
         if made.shape not in ("trees", "chains", "none") or type(made.reason) is not str or not ropes:
@@ -72,10 +72,10 @@ class ProbeError(Exception):
 
 
 def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
-    """What a model, or its decoder, can verify, with rows from `shortest` prompt tokens to `max_length` tokens.
+    """The support for a model, or its decoder, with rows of `shortest` prompt tokens up to `max_length` tokens.
 
-    The first call for a model probes it with a few tokens. A probe that runs out of memory, or meets a model that
-    cannot run at all, says "none" and is repeated at the next call.
+    The first call for a model probes it with a few tokens. If a probe runs out of memory or the model cannot run at
+    all, the answer is "none", and the next call probes again.
     """
     config: Any = model.config.get_text_config(decoder=True)
     has_encoder = model.config.is_encoder_decoder
@@ -89,7 +89,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     if getattr(config, "expert_capacity", None) is not None:
         return Support("none", "its experts take so many tokens of a pass and no more")
     windows, longest, what = [getattr(config, "keep_window_size", None)], max_length, "its own attention code"
-    if model.config.is_encoder_decoder:  # whose cache is that of transformers
+    if model.config.is_encoder_decoder:  # its cache comes from transformers
         longest, what = max_length + MAX_NODES_LIMIT + 1, "the cache of its decoder"
     if model.config.is_encoder_decoder or not calls_registered_attention(model):
         windows.append(getattr(config, "sliding_window", None))
@@ -101,13 +101,13 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         return Support("none", reason)
     state = state_of(model)
     try:
-        # Before the first call the form of what an encoder of sound or images gives is guessed.
+        # The form of an audio or image encoder's outputs is guessed before the first call.
         name = "support" if state.encoding is None else "support by what its encoder gave"
         verdict = state.probed(name, model, partial(_probe, model, config), Support.of)
     except ProbeError as error:
         return Support("none", str(error))
     for kind, limit in verdict.ropes:
-        # A dynamic base depends on the longest position of each pass, longrope only on the side of the limit it is on.
+        # A dynamic base depends on the longest position of each pass; longrope depends only on the side of the limit.
         if max_length > limit and (kind == "dynamic" or shortest <= limit):
             return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
@@ -115,7 +115,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         verdict = Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
     has_users = verdict.is_foreign or (state.newest is not None and bool(state.newest.users))
     has_users = has_users and not has_encoder
-    if has_users and verdict.behind_own:  # the comparison would read its text by a pass of ours
+    if has_users and verdict.behind_own:  # the comparison would read the prompt in a pass of ours
         return replace(verdict, behind_own=False)
     if has_users and verdict.shape != "none":
         name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
@@ -125,7 +125,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
 
 
 def unsupported_reason(model: PreTrainedModel) -> str:
-    """What makes a pass depend on more than its tokens, or decoding on more than passes, or an empty string."""
+    """Why a pass depends on more than its tokens, or decoding on more than passes; an empty string if neither."""
     model_class: Any = type(model)
     prepare = vars(model).get("prepare_inputs_for_generation")
     if getattr(prepare, "__func__", prepare) not in (None, model_class.prepare_inputs_for_generation):
@@ -135,11 +135,11 @@ def unsupported_reason(model: PreTrainedModel) -> str:
     if changed := changed_caches():
         return f"{changed} has taken the place of a cache's own code"
     for module in model.modules():
-        # An adapter that is added to a model in evaluation mode is itself in training mode.
+        # An adapter added to a model in evaluation mode is itself in training mode.
         if module.training and (module is model or (isinstance(module, nn.Dropout) and module.p)):
             return "it is in training mode; call its eval() first"
         for hook in pre_hooks_of(module):
-            # One adapter per row, or one that begins at a token: drafted rows have other places.
+            # One adapter per row, or one that starts at a token: drafted rows have other indices.
             for name in ("adapter_names", "alora_offsets"):
                 if name in getattr(hook, "keywords", ()):
                     return f"its adapters take {name}, which are places in the batch"
@@ -148,7 +148,7 @@ def unsupported_reason(model: PreTrainedModel) -> str:
 
 def _probe(model: PreTrainedModel, config: Any) -> Support:
     """Try trees, then chains."""
-    if changed := changed_attention(model):  # it may treat tokens otherwise from some length on
+    if changed := changed_attention(model):  # it may treat tokens differently from some length on
         return Support("none", f"the forward of {changed} is not that of transformers")
     decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
     if odd := odd_window(model, decoder.modules()):
@@ -169,7 +169,7 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
 
 
 def _treats_tokens_alike(model: PreTrainedModel, verdict: Support, shape: Shape) -> bool:
-    """Whether others' code computes several tokens as one after the other: bit for bit in half precision on a CPU."""
+    """Whether third-party code treats several tokens as one after the other: bit for bit in half precision on a CPU."""
     compares_bits = model.dtype in TOLERANCE and input_device(model).type == "cpu"
     if verdict.is_foreign and compares_bits and layers_with_solo_bits(model) is None:
         return False
@@ -177,7 +177,7 @@ def _treats_tokens_alike(model: PreTrainedModel, verdict: Support, shape: Shape)
 
 
 def _growing_ropes(model: PreTrainedModel, config: Any) -> tuple[tuple[str, int], ...]:
-    """The embeddings of positions that change with the length, by the configuration, or by that of a module's own."""
+    """The position embeddings that change with the length, from the configuration and from attributes of modules."""
     ropes = [
         (each.get("rope_type"), each.get("original_max_position_embeddings")) for each in rope_parameters_of(config)
     ]
@@ -215,10 +215,10 @@ def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
 
 
 def _mismatch_of(model: PreTrainedModel, shape: Shape, *, behind_own: bool = False) -> str:
-    """Why passes over a few trees or chains are not those of the model; an empty string if they are.
+    """Why passes over a few trees or chains differ from the model's passes; an empty string if they agree.
 
-    With `behind_own` the model's passes over single tokens count, and not one over a whole text, whose tokens may all
-    attend to each other.
+    With `behind_own` they are compared with the model's passes over single tokens, because in a pass over a whole text
+    all tokens may attend to each other.
 
     Raises:
         ProbeError: A pass ran out of memory, or the model cannot run at all.
@@ -226,13 +226,13 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape, *, behind_own: bool = Fal
     vocabulary, raised = min(vocabulary_size(model), decoder_vocabulary(model)), None
     probes = [[token * vocabulary // 9 for token in probe] for probe in PROBES]
     is_tree, agrees = shape == "trees", False
-    # Where the attention of a decoder looks at single tokens, a wrong relative bias may not show in every probe.
+    # Decoder attention that looks at single tokens may hide a wrong relative bias in some probes.
     needs_all = is_tree and model.config.is_encoder_decoder and model.dtype == torch.float32
     for tokens in probes:
         try:
             agrees = not behind_own or attends_ahead(model, tokens)
             agrees = agrees and scores_like_the_model(model, shape, tokens, behind_own=behind_own)
-        except Exception as error:  # a model that takes no prepared mask may raise anything
+        except Exception as error:  # a model without prepared masks may raise anything
             if is_out_of_memory(error):
                 raise ProbeError("there was too little memory to probe it") from error
             agrees, raised = False, error

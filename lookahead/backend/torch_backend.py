@@ -35,25 +35,25 @@ from lookahead.hf.model_state import outside_passes
 from lookahead.hf.state_layers import cache_layers
 from lookahead.hf.state_scope import StateScope, mixers_of
 
-PREFILL_CHUNK = 1024  # tokens of a pass over a part of a prompt
+PREFILL_CHUNK = 1024  # tokens per pass of a prompt that is read in parts
 _MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention
 
 MakeInputs = Callable[[PreTrainedModel, TreeCache], ModelInputs]
 
 
 class TorchBackend:
-    """A `Backend` that runs anything that transformers runs.
+    """A `Backend` for every model that transformers runs.
 
-    Models that call registered attention functions get tree attention, older architectures get prepared masks. For
-    chains of a single row the model makes its own masks. Within `serving`, its attention implementation changes.
+    Models that call registered attention functions get tree attention; older architectures get prepared masks. For
+    chains of a single row the model makes its own masks. `serving` changes the model's attention implementation.
 
     Args:
         model: The model.
         rows: Rows of the batch; 1 for chains.
-        capacity: Slots per row to begin with.
+        capacity: Initial slots per row.
         shape: What `score` takes: trees, or chains only.
         hidden_layers: Indices in `output_hidden_states` of the hidden states to keep.
-        make_inputs: Makes what the model takes in a pass.
+        make_inputs: Makes the `ModelInputs` of the model and its cache.
     """
 
     is_aligned = False
@@ -87,7 +87,7 @@ class TorchBackend:
         self.is_read_whole = self.is_cold = self.is_ragged = False
 
     def begin(self, capacity: int) -> None:
-        """Go on with an empty cache of so many slots a row, outside of service; the last one is left to its users."""
+        """Start with an empty cache of `capacity` slots per row, outside `serving`. Users keep the previous cache."""
         cache = TreeCache(rows=self._rows, capacity=capacity, windows=self._windows, like=self._like)
         self._use(self._make_inputs(self._model, cache))
         self._states = StateScope(self._model, cache) if self._like else None
@@ -98,7 +98,7 @@ class TorchBackend:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """As `Backend.serving`."""
+        """See `Backend.serving`."""
         with torch.inference_mode():
             if self._is_served:
                 yield
@@ -113,15 +113,15 @@ class TorchBackend:
                 self._is_served = False
 
     def _patched(self) -> AbstractContextManager[None]:
-        """A block in which the modules of the model hold what takes their place in passes."""
+        """A block in which modules of the model are patched for passes."""
         return nullcontext() if self._scope is None else self._scope.serving()
 
     def reads_alone(self, policy: BitPolicy) -> bool:
-        """As `Backend.reads_alone`."""
+        """See `Backend.reads_alone`."""
         return self._inputs.joins_alone or self._keeps(policy)
 
     def _keeps(self, policy: BitPolicy) -> bool:
-        """Whether passes have the bits of a policy."""
+        """Whether passes can have the bits of a policy."""
         return False
 
     def read(
@@ -132,7 +132,7 @@ class TorchBackend:
         encoded: Encoded | None = None,
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
-        """As `Backend.read`."""
+        """See `Backend.read`."""
         if (logits := self._inputs.read()) is not None:
             return self._read_by_model(prompts, logits, on_prefill)
         if encoded is not None:
@@ -143,7 +143,7 @@ class TorchBackend:
             return self._read(prompts, on_prefill or (lambda *_: None))
 
     def _read_by_model(self, prompts: Sequence[IntArray], logits: Tensor, report: OnPrefill | None) -> Tensor:
-        """What `read` returns for prompts that the model itself has read into the cache."""
+        """`read` for prompts that the model itself has read into the cache."""
         self.is_read_whole, self.hidden, self.prompt_hidden = len(prompts) == 1, {}, []
         for row in range(len(prompts)):
             self.cache.hold_root(row)
@@ -153,7 +153,7 @@ class TorchBackend:
         return logits
 
     def _read_apart(self, prompts: Sequence[IntArray], first: int, report: OnPrefill | None) -> Tensor:
-        """`read` one prompt after the other: the padding behind a shorter one would change its states."""
+        """`read` one prompt after the other: padding after a shorter prompt would change its recurrent states."""
         longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
         logits, hidden, whole = list[Tensor](), list[dict[int, Tensor]](), list[dict[int, Tensor]]()
         for row, prompt in enumerate(prompts):
@@ -165,7 +165,7 @@ class TorchBackend:
         return torch.cat(logits)
 
     def _read(self, prompts: Sequence[IntArray], report: OnPrefill) -> Tensor:
-        """`read` of all rows that are in the passes."""
+        """`read` for all rows in the passes."""
         slots = self.cache.slots
         committed = slots.lengths[: slots.active]
         cached = committed.copy()
@@ -205,7 +205,7 @@ class TorchBackend:
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
 
     def _tokens_of_a_pass(self, new: NDArray[np.int64], cached: NDArray[np.int64]) -> int:
-        """Tokens of a row that one pass reads, of `new` ones behind those in the cache, int64 `[rows]` each."""
+        """Tokens per row that one pass reads, of `new` ones after `cached` ones, int64 `[rows]` each."""
         width = int(new.max())
         # In half precision prompts of one length are read in one pass, with the bits of `model.generate`. Without fused
         # causal attention the memory of a pass grows quadratically with its tokens.
@@ -213,7 +213,7 @@ class TorchBackend:
         is_fused = is_sdpa and not cached.any() and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
         is_whole = is_whole or self._reads_at_once or bool(self.cache.states)
-        # A hook may edit the end of a prompt, and would meet the end of every part.
+        # A hook may edit the end of a prompt; it must not see the ends of parts.
         is_whole = is_whole or (width > PREFILL_CHUNK and bool(version_of(self._model).users))
         return width if is_whole else PREFILL_CHUNK
 
@@ -223,11 +223,11 @@ class TorchBackend:
         policy: BitPolicy = BitPolicy.ROUNDED,
         scored: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """As `Backend.score`."""
+        """See `Backend.score`."""
         slots, sizes = self.cache.slots, np.array([len(tree.tokens) for tree in trees])
         width = int((sizes if scored is None else sizes - scored).max())
         windows, may_be_plain = self._attention_of(trees, policy)
-        # `model.generate` would run the same pass: one token a row, and rows of one length.
+        # `model.generate` would run the same pass: one token per row, and rows of one length.
         is_plain = may_be_plain and self._is_half and width == 1 and scored is None
         is_plain = is_plain and not np.ptp(slots.lengths[: len(trees)])
         slots.begin(width, scored, is_plain=is_plain)
@@ -243,32 +243,32 @@ class TorchBackend:
             return self._forward(tree_pass, policy)
 
     def _nodes_of_call(self, policy: BitPolicy) -> int | None:
-        """The most nodes that a recurrent layer takes in one call; None for all of one depth."""
+        """The most nodes that a recurrent layer takes in one call; None for all nodes of one depth."""
         return None
 
     def _attention_of(self, trees: Sequence[TokenTree], policy: BitPolicy) -> tuple[Sequence[int | None] | None, bool]:
-        """The windows of layers whose nodes attend one by one, and whether a pass may be the model's own.
+        """The attention windows by layer if nodes attend one by one, or None if they attend under a mask.
 
-        None for nodes that attend under a mask.
+        Second, whether the pass may be the model's own.
         """
         return None, True
 
     def commit(self, row: int, path: IntArray) -> None:
-        """As `Backend.commit`."""
+        """See `Backend.commit`."""
         self.cache.commit(row, path)
 
     def retire(self, row: int) -> int:
-        """As `Backend.retire`."""
+        """See `Backend.retire`."""
         last = self.cache.retire(row)
         self._inputs.retire(row, last)
         return last
 
     def report(self) -> BackendReport:
-        """As `Backend.report`."""
+        """See `Backend.report`."""
         return BackendReport(type(self).__name__, type(self._model).__name__, tuple(self._paths()))
 
     def _paths(self) -> list[PathReport]:
-        """What `report` lists."""
+        """The paths that `report` lists."""
         if not self._takes_masks:
             return [PathReport("trees of drafts", False, "the model verifies chains")]
         is_registered = self._scope is not None
@@ -277,7 +277,7 @@ class TorchBackend:
         return [PathReport("tree attention", is_registered, attention), *([by_depth] if self.cache.states else [])]
 
     def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
-        """One pass of the model; returns the logits of all columns, or of those to keep."""
+        """One pass of the model; returns the logits of all columns, or only of `tree_pass.keep`."""
         inputs, is_plain, keeps = self._inputs, self.cache.slots.is_plain, len(tree_pass.keep) > 0
         options: dict[str, Any] = {"use_cache": True}
         if inputs.keeps_logits and keeps:

@@ -1,4 +1,4 @@
-"""Passes over token trees as attention sees them: masks and tensors, for one pass or for fixed-shape passes."""
+"""The masks and tensors of a pass over token trees, for one pass or for fixed-shape passes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class AttentionSpan(NamedTuple):
     """How far back a query may look; None for no limit."""
 
     window: int | None = None  # positions, the query's own included
-    chunk: int | None = None  # only positions of the query's own chunk of this size
+    chunk: int | None = None  # chunk size; a query sees only positions in its own chunk
 
 
 class TreeTensors(NamedTuple):
-    """The trees of a pass as `lookahead.kernels.tree_attention` takes them; past a tree's last node stands its root."""
+    """The trees of a pass, as `lookahead.kernels.tree_attention` takes them. Copies of the root pad a tree."""
 
     lengths: Tensor
     nodes: Tensor
@@ -44,11 +44,11 @@ class TreePass:
         device: Where the model takes its tokens.
         trees: One tree per active row; none in a prefill. Padding nodes are copies of their row's root that no other
             node sees.
-        scored: int64 `[active]`; how many of its first nodes earlier passes scored. Their KV is in their slots.
-        prompt: For a prefill int64 `[active, width]`, the tokens that rows write behind their committed ones, and int64
-            `[columns]`, after which of them logits are wanted.
-        windows: For a pass whose nodes attend one by one, each as the only token of its pass: how many positions each
-            layer of the model's own cache keeps for a query; None for all.
+        scored: int64 `[active]`; how many first nodes of each tree earlier passes scored. Their KV is in their slots.
+        prompt: In a prefill int64 `[active, width]`, the tokens that rows write after their committed ones, and int64
+            `[columns]`, the columns whose logits are wanted.
+        windows: If nodes attend one by one, as single-token passes: the positions that each layer of the model's own
+            cache keeps for a query; None for all.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class TreePass:
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self._slots, self.trees, self._scored = slots, trees, scored
-        self.firsts = [0] * len(trees) if scored is None else scored.tolist()  # nodes that are in the pass
+        self.firsts = [0] * len(trees) if scored is None else scored.tolist()  # first node of each tree in the pass
         self.windows = windows
         self.is_prefill = bool(prompt)
         self.attends_per_node = windows is not None and not prompt
-        self.scores_trees = scored is None and not prompt  # whole, as the kernels do
-        self.is_causal = self.is_prefill and slots.is_even  # chains behind equally many committed tokens
-        self.is_from_empty = self.is_prefill and slots.kv_length == slots.width  # behind none
+        self.scores_trees = scored is None and not prompt  # whole trees, as the kernels need
+        self.is_causal = self.is_prefill and slots.is_even  # chains after equally many committed tokens
+        self.is_from_empty = self.is_prefill and slots.kv_length == slots.width  # no committed tokens
         is_one = slots.width == 1 and slots.is_even
         self.prefix = int(slots.lengths[: slots.active].min()) if trees else 0  # first slots that all nodes see
         self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)  # needs no mask
         self.cross: Cross | None = None
         self._biased: tuple[Tensor, Tensor] | None = None  # the newest bias, and the mask with it
-        self.kernels: dict[Hashable, Callable[..., Any] | None] = {}  # by shapes; None where torch's own serves
+        self.kernels: dict[Hashable, Callable[..., Any] | None] = {}  # by shapes; None for torch's own kernel
         self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device, int], Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
         lengths = slots.lengths[: slots.active]
@@ -95,7 +95,7 @@ class TreePass:
         slots.index = None if slots.is_even else index
 
     def tensors(self, device: torch.device) -> TreeTensors:
-        """The trees on `device`. The chains of prompts are made when a layer first asks for them."""
+        """The trees on `device`. The chains of prompts are made on first use."""
         if not self._tensors:
             active, chain = self._slots.active, np.arange(self._slots.width, dtype=np.int32)
             words = TokenTree(chain, np.maximum(chain - 1, 0), chain, chain).ancestor_words()
@@ -112,26 +112,26 @@ class TreePass:
     ) -> Tensor:
         """Additive mask `[active, 1, width * groups, slots - start]`.
 
-        Node t has the rows t * groups … t * groups + groups - 1. It is made by tensor operations alone, which can be
-        compiled and captured.
+        Node t has the rows t * groups … t * groups + groups - 1. Only tensor operations are used, which can be compiled
+        and captured.
 
         Args:
             groups: Query heads that are packed into query rows.
             span: How far back a query may look.
-            dtype: Of the mask.
-            device: Likewise.
-            start: The first slot that it is for, at most `prefix`.
+            dtype: Dtype of the mask.
+            device: Device of the mask.
+            start: The first slot of the mask, at most `prefix`.
         """
         key, is_kept = (groups, span, dtype, device, start), not torch.compiler.is_compiling()
         if is_kept and key in self._masks:
             return self._masks[key]
         lengths, _, depths, words = self.tensors(device)
         rows, nodes = depths.shape
-        # Padding nodes of a row that earlier passes scored in part stand behind what is read.
+        # Padding nodes of a partly scored row lie after the slots that are read.
         slots = self._slots.kv_length + (0 if self._scored is None else nodes)
         own, node = lengths[:, None] + depths, torch.arange(nodes, device=device)
         at = torch.arange(start, slots, device=device, dtype=torch.int32)
-        # The position of the token in a slot, and -1 where a node must not look.
+        # The position of the token in each slot; -1 if the node must not see it.
         seen = torch.where(at < lengths[:, None], at, -1)[:, None].expand(-1, nodes, -1)
         is_ancestor = ((words[:, :, node // 64] >> (node % 64)) & 1) == 1
         places = (lengths[:, None] + node - start).long()[:, None].expand(-1, nodes, -1)
@@ -155,7 +155,7 @@ class TreePass:
     def biased_mask(self, bias: Tensor) -> Tensor:
         """Additive mask `[active, heads, width, kv]` with a bias for every distance between two positions.
 
-        `bias` is that between slots, `[1, heads, width, kv]`, whose last query stands in the last slot.
+        `bias` is the bias between slots, `[1, heads, width, kv]`; its last query is in the last slot.
         """
         if self._biased is None or self._biased[0] is not bias:
             lengths, _, depths, _ = self.tensors(bias.device)
@@ -169,7 +169,7 @@ class TreePass:
 
     @cached_property
     def per_node(self) -> PerNodeAttention:
-        """How the nodes of the rows attend one by one."""
+        """The attention of the nodes one by one."""
         return PerNodeAttention(self.trees, self._slots.lengths[: len(self.trees)].tolist(), self.firsts)
 
 
@@ -179,7 +179,7 @@ def padded_rows(active: int, rows: int) -> int:
 
 
 class FixedShapePass(TreePass):
-    """A pass of `[rows, width]` nodes for many steps: `fill` is all that changes between them.
+    """A pass of `[rows, width]` nodes for many steps, which only `fill` changes.
 
     The capacity of the slots is part of its shape. Padding rows hold a root at slot 0; padding nodes see what their
     root sees.
@@ -196,7 +196,7 @@ class FixedShapePass(TreePass):
         self._filled = TreeTensors(*tensors)
 
     def fill(self, trees: Sequence[TokenTree]) -> None:
-        """Take the trees of a step, one per active row, none larger than the width."""
+        """Set the trees of a step, one per active row, none larger than the width."""
         root = TokenTree.root(trees[0].tokens[0])
         for row in range(self._rows):
             tree, length = (trees[row], self._slots.lengths[row]) if row < len(trees) else (root, np.int64(0))
@@ -206,17 +206,17 @@ class FixedShapePass(TreePass):
                 buffer.copy_(torch.from_numpy(array), non_blocking=True)
 
     def tensors(self, device: torch.device) -> TreeTensors:
-        """The trees on `device`, as the newest step left them."""
+        """The trees of the newest step, on `device`."""
         return TreeTensors(*(each.to(device) for each in self._filled))
 
     def forget(self) -> None:
-        """Let the next pass make new masks, and choose its kernels anew."""
+        """Discard masks and the choice of kernels."""
         self._masks.clear()
         self.kernels.clear()
 
 
 def _arrays(rows: int, width: int, nodes: int) -> tuple[NDArray[Any], ...]:
-    """The arrays that `_fill_row` fills: tokens, positions and slots of a pass, and the fields of `TreeTensors`."""
+    """Empty arrays for `_fill_row`: tokens, positions and slots of a pass, and the fields of `TreeTensors`."""
     return (
         *(np.empty(shape, np.int64) for shape in ((rows, width), (rows, width), rows * width)),
         *(np.empty(shape, np.int32) for shape in (rows, rows, (rows, nodes))),
@@ -226,7 +226,7 @@ def _arrays(rows: int, width: int, nodes: int) -> tuple[NDArray[Any], ...]:
 
 @njit()
 def _fill_row(filled, row, tokens, parents, depths, length, first, capacity):
-    """Write one row's part of every array of `_arrays`; nodes before `first` are not in the pass."""
+    """Write one row of every array of `_arrays`; nodes before `first` are not in the pass."""
     all_tokens, all_positions, all_slots, lengths, counts, all_depths, all_words = filled
     nodes, width = len(tokens), all_tokens.shape[1]
     lengths[row], counts[row] = length, nodes
