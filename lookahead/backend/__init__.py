@@ -1,1 +1,1 @@
-"""How a model scores token trees: one protocol, implementations in plain torch, for CPUs and for GPUs."""
+"""Backends, which score token trees: one protocol, with implementations in plain torch, for CPUs and for GPUs."""

@@ -1,4 +1,4 @@
-"""Passes over one chain per row by a decoder behind an encoder, with masks, positions and a cache of transformers."""
+"""Passes over one chain per row by the decoder of an encoder-decoder model, with transformers' masks and cache."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lookahead.hf.facts import side_positions
 
 
 class ChainBackend(CpuBackend):
-    """A decoder that scores a chain per row in one pass; on a CPU its products are those of `CpuBackend`.
+    """Scores a chain per row in one pass of a decoder; on a CPU its products are those of `CpuBackend`.
 
-    Masks and positions are those of a batch whose rows have one length, so all rows must accept as many tokens. Rows
-    that ended leave the passes, unless the caller gets the cache: then they go on with padding.
+    Masks and positions are for a batch of rows of one length, so all rows must accept equally many tokens. Finished
+    rows leave the passes, unless the caller gets the cache: then they continue with padding.
 
     Args:
         model: The model.
-        encoded: What the encoder has read, one row per input.
+        encoded: Encoder outputs, one row per input.
         rows: Rows of the batch.
         packs: Whether linear layers may keep packed copies of their weights.
     """
@@ -39,7 +39,7 @@ class ChainBackend(CpuBackend):
         self.is_aligned = rows > 1
         self._outputs, self._mask = encoded.outputs, encoded.mask
         self._past, self._is_returned = encoded.past, encoded.is_returned
-        self._places = list(range(rows))  # of the active rows among those of the cache
+        self._places = list(range(rows))  # cache rows of the active rows
         self._all = rows  # rows of the cache
         self._committed = 0
         self._accepted: int | None = None
@@ -54,7 +54,7 @@ class ChainBackend(CpuBackend):
         encoded: Encoded | None = None,
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
-        """Read what is new of the decoder's prompts, all of one length; logits after the last, `[rows, 1, vocab]`."""
+        """Read the uncached part of the decoder's prompts, all of one length; last logits, `[rows, 1, vocab]`."""
         self._settle()
         tokens = np.stack([prompt[self._committed :] for prompt in prompts])
         logits = self._pass(tokens, BitPolicy.BATCH, is_prompt=True)
@@ -62,11 +62,11 @@ class ChainBackend(CpuBackend):
         return logits[:, -1:]
 
     def commit(self, row: int, path: IntArray) -> None:
-        """Keep the keys and values of an accepted path, as long as those of other rows."""
+        """Keep the keys and values of an accepted path, cut to the shortest accepted path of all rows."""
         self._accepted = len(path) if self._accepted is None else min(self._accepted, len(path))
 
     def retire(self, row: int) -> int:
-        """Take a row out; of the last one the cache stays as it is: it may be the caller's."""
+        """Remove a row. After the last row the cache keeps its rows, since it may be the caller's."""
         last = self._places.pop()
         if row < len(self._places):
             self._places[row] = last
@@ -76,7 +76,7 @@ class ChainBackend(CpuBackend):
         return len(self._places)
 
     def _settle(self) -> None:
-        """Cut off what was not accepted, and the rows that ended."""
+        """Remove rejected tokens and finished rows from the cache."""
         self._committed += self._accepted or 0
         self._accepted = None
         surplus = self._past.get_seq_length() - self._committed
@@ -95,9 +95,9 @@ class ChainBackend(CpuBackend):
         policy: BitPolicy = BitPolicy.ROUNDED,
         scored: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """One pass over a chain per row, or several: behind padding some models count anew (M2M100).
+        """One pass over a chain per row, split after padding tokens: some models restart positions there (M2M100).
 
-        Chains that were scored in part are those of a draft model; the longest ones gained as many nodes.
+        Partly scored chains come from a draft model; the longest ones gained equally many nodes.
         """
         longest, first, self.is_cold = max(map(len, trees)), 0, False
         if scored is None:
@@ -114,10 +114,10 @@ class ChainBackend(CpuBackend):
         return logits if self._places == list(range(self._all)) else logits[self._places]
 
     def _pass(self, tokens: IntArray, policy: BitPolicy, *, is_prompt: bool = False) -> Tensor:
-        """One pass over tokens `[rows, tokens]` behind those in the cache; logits `[rows, tokens, vocab]`."""
+        """One pass over tokens `[rows, tokens]` after the cached ones; logits `[rows, tokens, vocab]`."""
         model: Any = self._model
         mode = CpuPass(policy, is_prompt, self._linears.packs, self._linears.fewest)
-        # `serving` runs in inference mode. A cache that is returned must be usable outside of it.
+        # `serving` runs in inference mode. A returned cache must be usable outside of it.
         with torch.inference_mode(not self._is_returned), torch.no_grad(), running(mode, fuses=False):
             output = model(
                 decoder_input_ids=torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(self._device),

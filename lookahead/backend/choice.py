@@ -1,4 +1,4 @@
-"""Which backend serves a model."""
+"""Choice of the backend for a model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OPTIONS = {"packs": CpuBackend, "has_kernels": CpuBackend, "captures": GpuBacke
 
 
 def backend_for(model: PreTrainedModel, **options: Any) -> TorchBackend:
-    """The backend of a model's device; of the options of all backends it gets its own.
+    """The backend for a model's device; options of other backends are ignored.
 
     Args:
         model: The model.
-        **options: Those of `TorchBackend`; `packs` and `has_kernels` of `CpuBackend`; `captures` and `most_nodes` of
+        **options: Options of `TorchBackend`; `packs` and `has_kernels` of `CpuBackend`; `captures` and `most_nodes` of
             `GpuBackend`.
     """
     device = input_device(model)

@@ -1,9 +1,9 @@
-"""Layers of others' code, run by themselves: whether a row's output depends on other rows, and whether bits stay.
+"""Probes of third-party layers, run alone: does a row's output depend on other rows, and does it keep its bits?
 
-A draft may share a pass with a text only if a row's output does not depend on the rows beside it, but for the order of
-sums. Layers that scale activations by the largest number of a row keep to that, those with one scale for a tensor do
-not, and no name tells which they are. In float32 a layer that rounds its inputs, to 8 bits or to half precision, turns
-differences of last bits, which attention of several tokens has, into whole steps.
+Drafts may share a pass with a text only if a row's output does not depend on the rows next to it, except for the order
+of sums. Layers that scale activations by the maximum of a row meet this; layers with one scale per tensor do not, and
+no name distinguishes them. Attention over several tokens changes last bits. In float32 a layer that rounds its inputs,
+to 8 bits or to half precision, turns such differences into whole steps.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from lookahead.hf.facts import decoder_vocabulary
 from lookahead.hf.foreign_layers import arithmetic_of, foreign_layers, weight_kinds
 from lookahead.hf.quantized import QuantizedLinear
 
-_QUIET, _LOUD = 2.0**-7, 1000.0  # factors of the row that is compared, and of the rows beside it
-_MIXING = 1e-5  # change of its output, relative to the norm, that is more than a random order of sums
-_SUMS_FP32, _SUMS_HALF = 1e-3, 0.02  # change, relative to the norm, that is more than another order of sums
-_NEAR = 1e-3  # distance of inputs that are compared, relative to their norm
-_STEPS = 2e-4  # how far their outputs are from a line, relative to the norm; rounding to bfloat16 makes it 2e-3
-MOST_ROWS = 100  # of a product that is tried; passes have no more
+_QUIET, _LOUD = 2.0**-7, 1000.0  # factors of the compared row, and of the rows next to it
+_MIXING = 1e-5  # change of its output, relative to the norm, beyond the noise of a random order of sums
+_SUMS_FP32, _SUMS_HALF = 1e-3, 0.02  # change, relative to the norm, beyond the noise of another order of sums
+_NEAR = 1e-3  # distance of the compared inputs, relative to their norm
+_STEPS = 2e-4  # distance of their outputs from a line, relative to the norm; rounding to bfloat16 gives 2e-3
+MOST_ROWS = 100  # of a tried product; passes have no more
 _ROWS = (*ROWS, 48, 64, MOST_ROWS)  # of products whose bits are compared; a layer gets all rows of a pass
-_OUTPUTS = 256  # numbers of a row that show another order of sums
+_OUTPUTS = 256  # numbers of a row that are enough to show another order of sums
 
 
 class _NoRows(Exception):
-    """A layer cannot be called by itself, or has no output for every row: passes of the whole model judge it."""
+    """A layer cannot be called alone, or has no output for every row. Passes of the whole model judge it instead."""
 
 
 class _LayerCall(NamedTuple):
-    """A call of a layer, whose rows can be replaced."""
+    """A call of a layer with replaceable rows."""
 
     layer: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rows: Tensor  # one of the arguments, `[..., width]`
-    alike: list[nn.Module]  # the layers of this kind
+    rows: Tensor  # the argument to replace, `[..., width]`
+    alike: list[nn.Module]  # all layers of this kind
 
     @property
     def takes_any_rows(self) -> bool:
-        """Whether no other argument says something of every row."""
+        """Whether the rows are the only tensor argument, so that their number is free."""
         return sum(isinstance(each, Tensor) for each in (*self.args, *self.kwargs.values())) == 1
 
     def output(self, rows: Tensor) -> Tensor:
-        """The output, `[rows, outputs]`, for rows `[rows, width]`; _NoRows if there is none of this shape."""
+        """The output, `[rows, outputs]`, for rows `[rows, width]`; raises _NoRows if it has another shape."""
         shape = (*(1 for _ in self.rows.shape[:-2]), *rows.shape) if self.takes_any_rows else self.rows.shape
         args = [rows.view(shape) if each is self.rows else each for each in self.args]
         kwargs = {name: rows.view(shape) if each is self.rows else each for name, each in self.kwargs.items()}
@@ -68,7 +68,7 @@ class _LayerCall(NamedTuple):
         return out.reshape(len(rows), -1)
 
     def like(self, count: int, seed: int = 0) -> Tensor:
-        """Random rows, `[count, width]`, as large as those of the call; as many as these where `count` does not fit."""
+        """Random rows, `[count, width]`, scaled as the call's rows; the call's number of rows if that is fixed."""
         count = count if self.takes_any_rows else self.rows[..., 0].numel()
         source = torch.Generator().manual_seed(seed)
         numbers = torch.randn(count, self.rows.shape[-1], generator=source, dtype=torch.float32, device="cpu")
@@ -77,14 +77,14 @@ class _LayerCall(NamedTuple):
 
 @torch.inference_mode()
 def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
-    """Why layers of others' code in a model allow no drafts, or an empty string.
+    """Why third-party layers in a model rule out drafts, or an empty string.
 
     Args:
         model: The model.
-        module: The model, or its decoder: an encoder reads its text in one pass, with drafts and without.
+        module: The model, or its decoder: an encoder reads its text in one pass with and without drafts.
 
     Raises:
-        RuntimeError: There is too little memory.
+        RuntimeError: Out of memory.
     """
     is_single = model.dtype == torch.float32
     own = [each for each in module.modules() if isinstance(each, QuantizedLinear)] if is_single else []
@@ -96,7 +96,7 @@ def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
         if is_out_of_memory(error):
             raise
         if not _runs_without_gradients(model):
-            return ""  # the next probe says so
+            return ""  # the next probe reports it
         return f"its layers do not run in torch.inference_mode, as passes over drafts do ({named(error)})"
     if names := _names_of(calls, _mixes):
         return f"its {names} layers scale activations by all tokens of a pass, so drafts would change them"
@@ -110,9 +110,9 @@ def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
 
 @torch.inference_mode()
 def layers_with_solo_bits(model: PreTrainedModel) -> set[nn.Module] | None:
-    """The layers of others' code whose rows have the bits in products of many that they have alone.
+    """The third-party layers whose rows keep the bits that they have alone in products of many rows.
 
-    None where the rows of one have not. Layers that a text does not reach, or that cannot be tried, are left out.
+    None if one layer does not keep them. Layers that are not called for text, or cannot be tried, are left out.
     """
     layers, kept = foreign_layers(model), set[nn.Module]()
     for call in _calls_in_pass(model, layers) if layers else ():
@@ -124,7 +124,7 @@ def layers_with_solo_bits(model: PreTrainedModel) -> set[nn.Module] | None:
 
 
 def _calls_in_pass(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[_LayerCall]:
-    """A call of every kind of layer in a pass of the model's own."""
+    """One call for every kind of layer, recorded in a pass of the model."""
     calls = dict[Any, _LayerCall]()
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ def _calls_in_pass(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[
 
 
 def _runs_without_gradients(model: PreTrainedModel) -> bool:
-    """Whether a pass runs as `model.generate` makes it."""
+    """Whether a pass runs under `torch.no_grad`, as in `model.generate`."""
     try:
         with torch.inference_mode(False), torch.no_grad():
             own_logits(model, [[0]], [0])
@@ -153,7 +153,7 @@ def _runs_without_gradients(model: PreTrainedModel) -> bool:
 
 
 def _names_of(calls: Sequence[_LayerCall], is_met: Callable[[_LayerCall], bool]) -> str:
-    """The names of the layers that meet a condition; one that cannot be tried meets none."""
+    """The names of the layers that meet a condition; layers that cannot be tried do not."""
     names = dict[str, None]()
     for call in calls:
         with suppress(_NoRows):
@@ -165,9 +165,9 @@ def _names_of(calls: Sequence[_LayerCall], is_met: Callable[[_LayerCall], bool])
 
 
 def _mixes(call: _LayerCall) -> bool:
-    """Whether the first row's output depends on the numbers in the others.
+    """Whether the first row's output depends on the values in the other rows.
 
-    The products have as many rows, so bits are the same, unless a kernel adds in a random order.
+    All products have the same number of rows, so bits are equal unless a kernel adds in a random order.
     """
     quiet = call.like(len(PROBES[0]))
     quiet[0] *= _QUIET
@@ -178,7 +178,7 @@ def _mixes(call: _LayerCall) -> bool:
 
 
 def _differs_alone(call: _LayerCall) -> bool:
-    """Whether a row's output in a product of several is another one than alone, as where only several are quantized."""
+    """Whether a row's output in a product of several differs from its output alone, e.g. if only several are quantized."""
     if not call.takes_any_rows:
         return False
     x = call.like(MOST_ROWS)
@@ -186,13 +186,13 @@ def _differs_alone(call: _LayerCall) -> bool:
     alone = call.output(x[:1])[0].float()
     try:
         others = [call.output(x[:rows])[0].float() for rows in (len(PROBES[0]), MOST_ROWS)]
-    except _NoRows:  # although it takes one
+    except _NoRows:  # it takes one row
         return True
     return any(bool((each - alone).norm() > most * alone.norm()) for each in others)
 
 
 def _rounds(call: _LayerCall) -> bool:
-    """Whether outputs go in steps where inputs change by less."""
+    """Whether outputs move in steps when inputs change by less."""
     x = call.like(2 * MAX_ROWS)
     step = call.like(2 * MAX_ROWS, seed=1) * _NEAR
     before, middle, after = (call.output(rows) for rows in (x - step, x, x + step))
@@ -200,7 +200,7 @@ def _rounds(call: _LayerCall) -> bool:
 
 
 def _keeps_bits(call: _LayerCall) -> bool:
-    """Whether rows have the bits that each has alone, in products of any number of rows that passes have."""
+    """Whether rows keep the bits they have alone, in products of every number of rows of a pass."""
     if not call.takes_any_rows:
         raise _NoRows
     outputs = call.output(call.like(1)).shape[-1]

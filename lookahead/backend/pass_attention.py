@@ -1,4 +1,4 @@
-"""What the nodes of a pass attend to: a kernel, torch's attention under a mask of the pass, or each node alone."""
+"""Attention of a pass: by a kernel, by torch under a mask, or for each node alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lookahead.hf.facts import attention_name, is_sdpa, own_attention
 from lookahead.kernels import dispatch
 
 Spans = dict[int, AttentionSpan]
-"""How far the layers of a model look back, by the ids of their modules, as they were asked within `serving`."""
+"""The attention spans of the layers by module id, filled on first use within `serving`."""
 
 
 def attend(
@@ -37,28 +37,28 @@ def attend(
 ) -> Tensor:
     """Attention of a layer in a pass, `[rows, width, heads, value_dim]`.
 
-    Trees go to a kernel where one supports them. Otherwise the query heads that share a KV head are packed into query
-    rows, so that torch's attention reads keys and values once. The pass makes the mask. The window or chunk of the
-    layer applies where the arguments have none.
+    Trees go to a kernel if one supports them. Otherwise the query heads that share a KV head are packed into query
+    rows, so that torch's attention reads keys and values once. The layer's window or chunk applies unless an argument
+    sets another window.
 
     Args:
         tree_pass: The pass.
-        spans: Those known of the model; that of the layer is added.
+        spans: Known spans of the model; the layer's span is added.
         module: The attention layer.
         query: `[rows, heads, width, dim]`.
         key: `[rows, kv_heads, slots, dim]`.
         value: `[rows, kv_heads, slots, value_dim]`.
-        scaling: Factor of the scores; None for `dim ** -0.5`.
-        softcap: Bound of the scores; None for none.
-        s_aux: Sinks `[heads]`, scores that no value belongs to.
+        scaling: Factor of the scores; `dim ** -0.5` if None.
+        softcap: Bound of the scores, or None.
+        s_aux: Attention sinks `[heads]`: scores without a value.
         position_bias: Biases of the scores by slot, `[1, heads, width, slots]`.
-        **kwargs: What else the layer passes along, `sliding_window` among it.
+        **kwargs: Other arguments of the layer, such as `sliding_window`.
     """
     if tree_pass.cross is not None and not _is_of(key, tree_pass.cross.own.layers[module.layer_idx].keys):
         options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, **kwargs}
         return _attend_across(module, query, key, value, tree_pass, options)
     if softcap is not None and attention_name(real_config(module.config)) == "sdpa":
-        softcap = None  # which transformers' SDPA attention does not apply
+        softcap = None  # transformers' SDPA attention does not apply it
     slots = key.shape[2]
     span = span_of(module, spans)
     if "sliding_window" in kwargs and kwargs["sliding_window"] != span.window:
@@ -66,7 +66,7 @@ def attend(
     if tree_pass.attends_per_node:
         options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, "position_bias": position_bias, **kwargs}
         window = _within(span, slots + 1).window
-        # Not by layer: the last layers of some models have no cache of their own and read one with the same window.
+        # Checked over all layers: the last layers of some models share the cache of another layer with the same window.
         crops = window in (tree_pass.windows or ())
         own = own_attention(module, real_config(module.config))
         options = {name: option for name, option in options.items() if option is not None}
@@ -89,9 +89,9 @@ def attend(
 
 
 def _causal(tree_pass: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attention of a part of a prompt, which needs no mask.
+    """Attention of a part of a prompt without a mask.
 
-    From an empty cache SDPA skips half of the work. Behind other tokens flash attention aligns the last query with the
+    From an empty cache SDPA skips half of the work. After other tokens flash attention aligns the last query with the
     last key.
     """
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
@@ -111,7 +111,7 @@ def _is_of(tensor: Tensor, other: Tensor) -> bool:
 def _attend_across(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, tree_pass: TreePass, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of nodes to what the encoder has read, by the model's own function; `[rows, width, heads, dim]`."""
+    """Cross-attention of nodes to the encoder's output, by the model's own function; `[rows, width, heads, dim]`."""
     assert tree_pass.cross is not None
     own = own_attention(module, real_config(module.config))
     options = {name: option for name, option in options.items() if option is not None}
@@ -148,7 +148,7 @@ def _kernel_of(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Callable[..., Tensor] | None:
-    """The kernel of the layers of a pass that are alike, bound to the trees of the pass."""
+    """The kernel for layers of one shape in a pass, bound to the pass's trees."""
     layouts = query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()
     kind = (*layouts, query.device, query.dtype, span, scaling, softcap, s_aux is None)
     if kind not in tree_pass.kernels:
@@ -173,25 +173,25 @@ def _by_torch(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Torch's attention, under a mask of the slots that not every node sees, or of all."""
+    """Torch's attention, masking only the slots that not every node sees if possible."""
     mask = None
     if span != AttentionSpan() or not tree_pass.sees_all:
         start, is_plain = 0, softcap is None and sinks is None and span == AttentionSpan()
-        if is_plain and not torch.compiler.is_compiling():  # which would make the length a constant
+        if is_plain and not torch.compiler.is_compiling():  # compiling would make the length a constant
             start = dispatch.unmasked(query, key, value, tree_pass.prefix)
         mask = tree_pass.mask(query.shape[1] // key.shape[1], span, query.dtype, query.device, start)
     return dispatch.masked_attention(query, key, value, mask, scaling, softcap, sinks)
 
 
 def _within(span: AttentionSpan, slots: int) -> AttentionSpan:
-    """A span without limits that so few slots do not reach."""
+    """The span without limits of at least `slots`."""
     return AttentionSpan(*(None if limit is None or limit >= slots else limit for limit in span))
 
 
 def span_of(module: Any, spans: Spans) -> AttentionSpan:
-    """The window of a layer that is told none, and its chunk.
+    """The window and chunk of a layer, for calls that do not pass a window.
 
-    They are read once in a block of `serving`: configurations take microseconds to answer.
+    They are cached within a `serving` block: a configuration lookup takes microseconds.
     """
     if (known := spans.get(id(module))) is not None:
         return known
@@ -201,7 +201,7 @@ def span_of(module: Any, spans: Spans) -> AttentionSpan:
         # Some models put the window into masks only: Qwen2-MoE in some layers, PhiMoE in all.
         window = getattr(config, "sliding_window", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
-    # Llama 4 does not tell attention functions which of its layers look at chunks only.
+        # Llama 4 does not pass to attention functions which layers are chunked.
     if chunk is not None and config.layer_types[module.layer_idx] != "chunked_attention":
         chunk = None
     span = AttentionSpan(window, chunk)

@@ -1,4 +1,4 @@
-"""Comparisons of passes with the model's own code: whether its kernels agree, and whether bits are the same."""
+"""Comparisons of passes with the model's own code: whether kernels agree, and whether bits are equal."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from lookahead.hf.model_state import state_of
 from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 
-_SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
+_SMALL_MODEL = 1 << 22  # parameters; up to this size several trees are compared
 _TRIALS = 8
 _LONGEST = 5  # depth of those trees
-_ROOT = np.zeros(1, np.int32)  # the path that ends at the root, the last token of a prompt
+_ROOT = np.zeros(1, np.int32)  # the path of the root alone, the last token of a prompt
 
 
 def kernels_agree(model: PreTrainedModel, shape: Shape, *, packs: bool) -> bool:
-    """Whether the kernels that serve the passes of one prompt compute what the model's own code does, but for rounding.
+    """Whether the kernels for passes of one prompt agree with the model's own code up to rounding.
 
-    The first call for a model compares them: packed weights, fused layers, and all layers in one call. Where they do
-    not agree, the log says so, and the model's own code is to run.
+    The first call for a model compares them: packed weights, fused layers, and all layers in one call. A mismatch is
+    logged, and the caller should run the model's own code.
     """
     name = f"kernels for {shape}, packed: {packs}, {torch.get_num_threads()} threads"
     return state_of(model).probed(name, model, partial(_kernels_agree, model, shape, packs), truth)
@@ -93,7 +93,7 @@ def keeps_solo_bits(model: PreTrainedModel) -> bool:
 
 
 def may_keep_bits(model: PreTrainedModel) -> bool:
-    """Whether it is worthwhile to compare the bits of a model's passes: half precision on a CPU, without autocast."""
+    """Whether comparing bits of a model's passes is worthwhile: half precision on a CPU, without autocast."""
     config: Any = model.config.get_text_config()
     return (
         model.dtype in TOLERANCE
@@ -109,26 +109,26 @@ def may_keep_bits(model: PreTrainedModel) -> bool:
 @torch.inference_mode()
 def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
     """Compare trees of `MAX_ROWS` nodes with decoding some of their nodes."""
-    # Linear layers multiply as many rows as keep their bits. Other products take all rows at once, and those of an
-    # expert the rows that chose it.
+    # Linear layers split a product so that its rows keep their bits. Other products take all rows at once, and an
+    # expert's products take the rows routed to it.
     has_experts = any("experts" in name for name, _ in model.named_modules())
-    # Mixers take as few nodes in a call as keep their bits, and an encoder none.
+    # Recurrent mixers split calls to keep bits, and nodes are no input of an encoder.
     apart = list(map(model.get_submodule, mixers_of(model).layers))
     apart += [] if (encoder := encoder_of(model)) is None else [encoder]
     layers = layers_with_solo_bits(model)
     if layers is None or has_experts or has_other_products(model, [*apart, *layers]) or not keeps_bits(model, layers):
         return False
-    # Products of activations that change few bits show in a small model only after many of them.
+    # In a small model, activations with few changed bits show only after many products.
     trials = 1 if model.num_parameters() > _SMALL_MODEL else _TRIALS
     try:
         return all(_has_bits_after(model, step) for step in range(7, 7 + trials))
-    except Exception as error:  # a model's own attention may raise anything here, and masks still serve it
+    except Exception as error:  # the model's attention may raise anything; masks still work
         state_of(model).note_problem(f"{type(model).__name__} is not decoded bit for bit", with_place(error))
         return False
 
 
 def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
-    """Compare one tree, behind a prompt of tokens that are `step` apart: every node of a chain, and a branch of it."""
+    """Compare one tree after a prompt of tokens that are `step` apart: every node of a chain, and a branch of it."""
     vocabulary = decoder_vocabulary(model)
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)

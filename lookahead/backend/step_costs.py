@@ -1,7 +1,7 @@
-"""Step costs of a model, saved from one process to the next.
+"""Step costs of a model, saved between processes.
 
-The library learns costs from the steps it takes, and writes no file unasked: a program prepares or loads them for its
-first call, and saves what it learned. The command line prepares them; `lookahead calibrate` measures more of them.
+The library learns costs from its steps, and writes files only on request: a program can prepare or load costs before
+its first call, and save what was learned. The command line prepares them; `lookahead calibrate` measures more of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError)  # Confi
 
 
 def identity(model: nn.Module) -> dict[str, Any]:
-    """What step costs depend on: parameter shapes, types of quantized weights, dtype, device, threads and PyTorch."""
+    """The key of step costs: parameter shapes, quantized weight types, dtype, device, threads and PyTorch version."""
     floats = (each for each in model.parameters() if each.is_floating_point())
     parameter = next(floats, next(model.parameters()))
     kinds = [each.kind for each in model.modules() if isinstance(each, QUANTIZED_LAYERS)]
@@ -53,7 +53,7 @@ def identity(model: nn.Module) -> dict[str, Any]:
 
 
 def cost_path(model: nn.Module, folder: Path | str | None = None) -> Path:
-    """The file of a model's step costs in a folder; one in the platform's cache folder when None."""
+    """The file of a model's step costs in `folder`, by default in the platform's cache folder."""
     known = identity(model)
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     place = user_cache_path("lookahead", appauthor=False) / "costs" if folder is None else Path(folder)
@@ -63,18 +63,17 @@ def cost_path(model: nn.Module, folder: Path | str | None = None) -> Path:
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
     """Load the step costs of a model from a file, to size drafts from the first step on.
 
-    The first step scales them to the current speed of the machine, and further steps refine them.
+    The first step scales them to the current speed of the machine, and later steps refine them.
 
-    Costs belong to a model of one shape, dtype, device and number of threads, under one version of PyTorch; those
-    of another are never used. Those of recorded passes and of `exactness="fast"` are not kept. A file that cannot
-    be read is ignored with a warning.
+    Costs are for one model shape, dtype, device, number of threads and version of PyTorch. Costs of recorded passes and
+    of `exactness="fast"` are not saved. An unreadable file is ignored with a warning.
 
     Args:
-        model: The model; costs go on being refined by its steps.
-        folder: Where the file is; the platform's cache folder when None.
+        model: The model.
+        folder: The folder of the file; the platform's cache folder if None.
 
     Returns:
-        Whether there was a file.
+        Whether costs were loaded.
     """
     path = cost_path(model, folder)
     try:
@@ -89,18 +88,18 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
 
 
 def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
-    """`load_costs`, and where there is no file a quick sweep of about 3 seconds or 30 plain steps, which is then saved.
+    """Call `load_costs`; without a file, run a quick sweep of about 3 seconds or 30 plain steps and save it.
 
     Args:
-        model: A causal language model; one that would take over 30 seconds, or that cannot verify drafts, is not
-            measured.
-        folder: Where the file is or will be; the platform's cache folder when None.
+        model: A causal language model. It is not measured if that would take over 30 seconds, or if it cannot verify
+            drafts.
+        folder: The folder of the file; the platform's cache folder if None.
 
     Returns:
         Whether costs are known now.
 
     Raises:
-        OSError: The file cannot be written; the costs are known all the same.
+        OSError: The file cannot be written; the measured costs are used anyway.
     """
     if load_costs(model, folder):
         return True
@@ -114,21 +113,21 @@ def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> b
 def save_costs(model: PreTrainedModel, folder: Path | str | None = None) -> Path:
     """Write the measured step costs of a model to a file; returns its path.
 
-    A file that is there is changed under its lock: costs of batch sizes and contexts that only it knows stay.
+    An existing file is updated under its lock, and keeps costs of other batch sizes and contexts.
 
     Args:
         model: The model.
-        folder: Where to write; the platform's cache folder when None.
+        folder: The folder of the file; the platform's cache folder if None.
 
     Raises:
-        OSError: It cannot be written; an older file is still whole then.
+        OSError: The file cannot be written; an older file is left intact.
     """
     path, costs = cost_path(model, folder), state_of(model).learned.costs["plain"].to_dict()
     path.parent.mkdir(parents=True, exist_ok=True)
     known = identity(model)
     with locked(path):
         merged = StepCost()
-        with suppress(*_UNREADABLE):  # then it is made anew
+        with suppress(*_UNREADABLE):  # an unreadable file is replaced
             merged.update(_read_costs(path, known))
         merged.update(costs)
         content = {"version": _VERSION, "for": known, "costs": merged.to_dict()}
@@ -137,7 +136,7 @@ def save_costs(model: PreTrainedModel, folder: Path | str | None = None) -> Path
 
 
 def _read_costs(path: Path, known: dict[str, Any]) -> Any:
-    """The costs in a file; FileNotFoundError also if an older release wrote it, another `_UNREADABLE` if it is none."""
+    """The costs in a file; FileNotFoundError also for a file of an older release, other `_UNREADABLE` if malformed."""
     content = read_json(path)
     if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
         raise FileNotFoundError(path)
@@ -148,14 +147,14 @@ def _read_costs(path: Path, known: dict[str, Any]) -> Any:
 
 @refuses_removed
 def calibrate_costs(model: PreTrainedModel, contexts: Sequence[int] = calibration.CONTEXTS) -> calibration.Calibration:
-    """Measure the costs of steps of every size at some lengths of context, instead of learning them while decoding.
+    """Measure the costs of steps of every size at some context lengths, instead of learning them while decoding.
 
     Args:
         model: A causal language model.
-        contexts: Tokens in the cache.
+        contexts: Context lengths in tokens.
 
     Raises:
-        ConfigError: A context is out of its range.
+        ConfigError: A context is out of range.
         UnsupportedModelError: The model cannot verify drafts.
     """
     validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")

@@ -1,1 +1,1 @@
-"""Passes on GPUs: CUDA graphs, kernels that were tested."""
+"""Passes on GPUs: CUDA graphs and tested kernels."""

@@ -28,17 +28,17 @@ from lookahead.hf.call_caches import CACHE
 from lookahead.hf.model_code import Version, version_of
 from lookahead.hf.model_state import ModelState, state_of
 
-_FEWEST_SLOTS = 1024  # a row
-CAPTURE_AT = 3  # uses of a shape before it is recorded: a shape that is used once is not worth it
-Run = Callable[[], tuple[Tensor, ...]]  # a pass over what its static buffers hold
+_FEWEST_SLOTS = 1024  # per row
+CAPTURE_AT = 3  # uses of a shape before it is recorded, since recording a rare shape does not pay
+Run = Callable[[], tuple[Tensor, ...]]  # a pass over the contents of its static buffers
 
 _aten = torch.ops.aten
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the host waits for a value
 _COPYING = {_aten._to_copy, _aten.copy_}  # wait only between host and device
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}  # wait only with a mask or indices on the host
 _recording = RLock()  # torch records one graph at a time in a process
-# Largest error of a replayed pass, relative to the norm of a node's output. The same numbers give the same bits unless
-# they are added in another order; a number frozen into a recording changes the output by many times that.
+# Largest error of a replayed pass, relative to the norm of a node's output. Bits are equal unless the order of sums
+# changes; a value frozen into a recording changes the output by many times this error.
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _TOLERANCE_FP32 = 1e-4
 _log = logging.getLogger(__name__)
@@ -46,19 +46,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Graph:
-    """One recorded pass; its outputs live as long as it does."""
+    """One recorded pass, which owns its outputs."""
 
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]
 
     def replay(self) -> tuple[Tensor, ...]:
-        """Run the recording on what the static buffers hold now; the next replay overwrites the returned tensors."""
+        """Run the recording on the static buffers; the next replay overwrites the returned tensors."""
         self.graph.replay()
         return self.outputs
 
 
 def graphs_unsupported_reason(model: torch.nn.Module, device: torch.device) -> str | None:
-    """Why passes of a model that takes its tokens on `device` cannot be recorded, or None if they may."""
+    """Why passes of a model with inputs on `device` cannot be recorded, or None if they can."""
     if device.type != "cuda":
         return f"it is on {device}"
     devices = {str(each.device) for each in model.parameters()}
@@ -68,9 +68,9 @@ def graphs_unsupported_reason(model: torch.nn.Module, device: torch.device) -> s
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operations that wait for a kind of device, in this thread, while it is entered.
+    """Refuses operations that synchronize with a device, on this thread, while it is entered.
 
-    One of them would make a recording fail, and torch's allocator would believe that the recording goes on.
+    Such an operation would make a recording fail, and torch's allocator would consider the recording still active.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class Watch(TorchDispatchMode):
         self._kind = device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; RuntimeError if it waits."""
+        """Run an operation; raises RuntimeError if it synchronizes."""
         made = func(*args, **(kwargs or {}))
         packet = getattr(func, "overloadpacket", func)
         kinds = {each.device.type for each in tree_leaves((args, made)) if isinstance(each, Tensor)}
@@ -94,14 +94,14 @@ class Watch(TorchDispatchMode):
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device that passes are recorded on: one, since cuBLAS keeps a workspace for each stream."""
+    """The stream for recordings on a device: only one, since cuBLAS keeps a workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
 class CudaGraphs:
-    """Records passes as CUDA graphs that share one pool of memory.
+    """Records passes as CUDA graphs that share one memory pool.
 
-    No replay needs what another one left in the pool, so they may run in any order.
+    No replay needs data that another left in the pool, so replays may run in any order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class CudaGraphs:
         self._living: WeakSet[Graph] = WeakSet()
 
     def __call__(self, run: Run) -> Graph:
-        """Run a pass once, so that all it compiles and allocates exists, and record it; RuntimeError if it waits."""
+        """Run a pass once to compile and allocate, then record it; raises RuntimeError if it synchronizes."""
         side = _side_stream(self._device)
         with torch.cuda.device(self._device), _recording:
             current = torch.cuda.current_stream()
@@ -122,8 +122,8 @@ class CudaGraphs:
             if not self._living:
                 self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile. A failed recording leaves its stream the current one, and the
-            # outer block restores the other.
+            # Other threads may use the device meanwhile. A failed recording leaves its stream current; the outer block
+            # restores the previous one.
             recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local")
             with torch.cuda.stream(current), recording:
                 outputs = run()
@@ -134,42 +134,42 @@ class CudaGraphs:
 
 @dataclass(slots=True)
 class _ShapeRunner:
-    """A fixed-shape pass, and a graph of it once it was recorded."""
+    """A fixed-shape pass, and its graph once it is recorded."""
 
     static: FixedShapePass
     graph: Graph | None = None
-    is_checked: bool = False  # whether a replay was compared with the pass itself
+    is_checked: bool = False  # a replay was compared with the pass itself
     uses: int = 0
 
 
 @dataclass(eq=False)
 class KeptGraphs:
-    """The graphs of a model, and the cache whose memory they use; one call has them at a time.
+    """The graphs of a model, and the cache whose memory they use. One call owns them at a time.
 
-    They stay with the model between calls, and hold no reference to it.
+    They are kept with the model between calls, and hold no reference to it.
     """
 
-    kind: Hashable  # what must be the same for a later call to use them, as must the version
+    kind: Hashable  # a later call can use them only with an equal kind and version
     version: Version
     cache: TreeCache
     runners: dict[tuple[int, int], _ShapeRunner] = field(default_factory=dict)
-    made_at: int = -1  # allocations of the cache when the runners were made
+    made_at: int = -1  # the cache's allocation count when the runners were made
 
     @classmethod
     def take(cls, model: PreTrainedModel, kind: Hashable, rows: int, capacity: int, windows: Any) -> KeptGraphs:
-        """Those that the last call left, with an empty cache, or new ones.
+        """Take the graphs that the last call left, with an emptied cache, or make new ones.
 
-        Slots are rounded up, so that a somewhat longer call can use them too. The first replay of a call is compared
-        with its pass again.
+        Slots are rounded up, so that a somewhat longer call can reuse them. The first replay of a call is compared with
+        its pass again.
 
         Args:
             model: The model.
-            kind: What else must be the same as when they were made.
+            kind: Options that must be equal for reuse.
             rows: Rows of the cache.
-            capacity: Slots of a row, at least.
+            capacity: Minimum slots per row.
             windows: Positions that each layer of the model's own cache keeps; None for all.
         """
-        kept: KeptGraphs | None = vars(state_of(model)).pop("graphs", None)  # at once: another thread may take them
+        kept: KeptGraphs | None = vars(state_of(model)).pop("graphs", None)  # another thread may want them
         kind, version = (kind, _settings_of(model)), version_of(model)
         slots = None if kept is None or (kept.kind, kept.version.number) != (kind, version.number) else kept.cache.slots
         if kept is None or slots is None or slots.rows != rows or slots.capacity < capacity:
@@ -178,20 +178,20 @@ class KeptGraphs:
         slots.lengths[:], slots.active = 0, rows
         with torch.inference_mode():
             for buffer in kept.cache.buffers():
-                buffer.zero_()  # what is no number would spread from masked slots
+                buffer.zero_()  # NaN would spread from masked slots
         for runner in kept.runners.values():
             runner.is_checked = False
         return kept
 
     def give_back(self, state: ref[ModelState]) -> None:
-        """Leave them to the next call."""
+        """Leave the graphs to the next call."""
         left = state()
         if left is not None:
             left.graphs = self
 
 
 def _settings_of(model: torch.nn.Module) -> int:
-    """A number that changes with the plain attributes of modules, such as a norm's epsilon or the active adapters."""
+    """A hash of the plain attributes of modules, such as a norm's epsilon or the active adapters."""
     found, plain = [], (bool, int, float, str, type(None))
     for module in model.modules():
         for name, value in vars(module).items():
@@ -202,7 +202,7 @@ def _settings_of(model: torch.nn.Module) -> int:
 
 
 class GraphRunner:
-    """Scores trees in fixed-shape passes that are recorded; `GpuBackend` has its options.
+    """Scores trees in recorded fixed-shape passes; `GpuBackend` documents the options.
 
     Without a `scope` the model takes prepared masks.
     """
@@ -219,9 +219,9 @@ class GraphRunner:
         spans: Spans,
     ) -> None:
         self._model, self._kept, self._device, self._scope, self._spans = model, kept, device, scope, spans
-        self.problem = ""  # why no passes are recorded
+        self.problem = ""  # why recording is off
         self._cache, self._most_nodes, self._hidden_layers = kept.cache, most_nodes, hidden_layers
-        self.is_cold = False  # whether the newest pass recorded or is yet to be, so that its time is no cost
+        self.is_cold = False  # the newest pass was not a plain replay, so its time is no step cost
         self._capture: CudaGraphs | None = CudaGraphs(device)
         if state_of(model).has_failed_capture:
             self._capture, self.problem = None, "recording failed before"
@@ -257,9 +257,9 @@ class GraphRunner:
         return tuple(each[: len(trees), :nodes] for each in outputs)
 
     def _forward(self, static: FixedShapePass) -> tuple[Tensor, ...]:
-        """Run the model on the buffers of a pass, with new masks.
+        """Run the model on the static buffers of a pass, with new masks.
 
-        Returns logits `[rows, width, vocab]`, and some of the hidden states.
+        Returns logits `[rows, width, vocab]` and the hidden states of `hidden_layers`.
         """
         options: dict[str, Any] = {CACHE: self._cache}
         if self._hidden_layers:
@@ -274,7 +274,7 @@ class GraphRunner:
         return (output.logits, *(output.hidden_states[layer] for layer in self._hidden_layers))
 
     def _run(self, runner: _ShapeRunner, capture: CudaGraphs) -> tuple[Tensor, ...] | None:
-        """Run a pass whose buffers are filled. None if it failed, and it is not tried again."""
+        """Run a pass with filled buffers. Returns None if it failed; then recording stops."""
         runner.uses += 1
         if runner.graph is not None:
             return self._replay(runner, runner.graph)
@@ -294,11 +294,11 @@ class GraphRunner:
         return outputs
 
     def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
-        """Replay a graph. The first replay is compared with the pass itself, whose outputs count if they differ.
+        """Replay a graph. The first replay is compared with the pass itself, whose outputs are used if they differ.
 
-        It has other trees and another length than the recording, so a value that Python read then shows.
+        Its trees and lengths differ from the recorded ones, which reveals values that Python read while recording.
         """
-        # The next replay overwrites its outputs, and callers may keep them.
+        # The next replay overwrites the outputs, and callers may keep them.
         outputs = tuple(map(torch.clone, graph.replay()))
         if runner.is_checked:
             return outputs
@@ -310,7 +310,7 @@ class GraphRunner:
         return outputs
 
     def _stop(self, reason: str) -> None:
-        """Record no further passes of this model, and log once why."""
+        """Stop recording passes of this model, and log the reason once."""
         self._capture, self.problem = None, reason
         self._kept.runners.clear()
         state = state_of(self._model)
@@ -320,9 +320,9 @@ class GraphRunner:
 
 
 def _difference_of(dtype: torch.dtype, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
-    """The largest error of a node, relative to the norm of what is wanted; an empty string if that is rounding.
+    """The largest error of a node, relative to the norm of `wanted`; an empty string if it is rounding.
 
-    NaN where only one of both is a number.
+    NaN if only one of the two is NaN.
     """
     errors = []
     for got, want in zip(outputs, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""Passes on a GPU: kernels for trees that were tested there, and passes that are recorded as CUDA graphs."""
+"""The GPU backend: tested kernels for trees, and passes recorded as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lookahead.kernels import dispatch
 
 
 class GpuBackend(TorchBackend):
-    """A `TorchBackend` that tests kernels for trees before they serve, and records passes.
+    """A `TorchBackend` that tests kernels for trees before it uses them, and can record passes.
 
     Args:
         model: The model.
         captures: Whether `score` records CUDA graphs, with trees padded to few sizes.
         most_nodes: Nodes of the largest expected tree, its root included.
-        **options: Those of `TorchBackend`.
+        **options: Options of `TorchBackend`.
     """
 
     def __init__(self, model: PreTrainedModel, *, captures: bool = False, most_nodes: int = 64, **options: Any) -> None:
@@ -48,7 +48,7 @@ class GpuBackend(TorchBackend):
         policy: BitPolicy = BitPolicy.ROUNDED,
         scored: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """As `Backend.score`; by a recording where there is one."""
+        """See `Backend.score`; replays a recording if there is one."""
         known, outputs = len(dispatch.verdicts) + len(dispatch.served), None
         if self._graphs is not None and scored is None:
             outputs = self._graphs.score(trees)

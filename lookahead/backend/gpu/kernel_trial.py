@@ -1,4 +1,4 @@
-"""Test kernels in a process of their own before they serve; verdicts are kept in the platform's cache folder."""
+"""Tests of kernels in a separate process before use; verdicts are kept in the platform's cache folder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lookahead.kernels.dispatch import KernelVariant, Verdict
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 
-SELF_TEST = "lookahead.kernels.self_test"  # the module that is run
-PATIENCE_S = 60  # for a process to start, and for each kernel; compiling one takes seconds
+SELF_TEST = "lookahead.kernels.self_test"  # the module to run
+PATIENCE_S = 60  # per process start and per kernel; compiling a kernel takes seconds
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 _guard = RLock()
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 def try_kernels(wanted: MutableMapping[KernelVariant, None]) -> None:
-    """Find the verdicts on some kernels, which are taken out: from the cache folder, or by a test in another process.
+    """Get the verdicts on kernels and clear `wanted`: from the cache folder, or by a test in another process.
 
-    An illegal memory access ends a process' use of a GPU, and the test may meet one. A kernel that is wrong, or whose
-    test crashes or hangs, is named in one line of the log, and torch's own attention serves in its place.
+    The test runs apart because an illegal memory access ends a process's use of the GPU. A kernel that is wrong, or
+    whose test crashes or hangs, is named in one log line, and torch's own attention replaces it.
     """
     verdicts = dispatch.verdicts
     with _guard:
@@ -57,7 +57,7 @@ def try_kernels(wanted: MutableMapping[KernelVariant, None]) -> None:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """What a verdict depends on: the GPU, its driver, what compiles a kernel, and the kernels themselves."""
+    """The key of a verdict: the GPU, its driver, torch and Triton, and the source of the kernels."""
     from lookahead.kernels.tree_attention import TRITON_VERSION
 
     sources = Path(str(self_test.__file__)).parent.glob("*.py")
@@ -72,7 +72,7 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
 
 def run_tests(variants: Sequence[KernelVariant]) -> list[Verdict]:
-    """Test kernels in another process, and the rest in a further one if a test ends it."""
+    """Test kernels in another process; if a test kills it, test the rest in a new one."""
     verdicts: list[Verdict] = []
     while len(verdicts) < len(variants):
         left = variants[len(verdicts) :]
@@ -92,13 +92,13 @@ def run_tests(variants: Sequence[KernelVariant]) -> list[Verdict]:
         found = [*filter(None, map(_parse, lines.splitlines()))]
         verdicts += found[: len(left)]
         if len(verdicts) < len(variants) and (code or not found):
-            # A signal tells of the kernel; memory of the host, or a package of the test, may be missing today.
+            # A signal is the kernel's fault; a lack of host memory or a missing package may be temporary.
             verdicts.append(Verdict(problem, is_lasting=code < 0 and code != -signal.SIGKILL))
     return verdicts
 
 
 def _parse(line: str | bytes) -> Verdict | None:
-    """The verdict of a line in JSON; None for a line of something else."""
+    """The verdict in a line of JSON; None for any other line."""
     try:
         problem, gains, is_lasting = json.loads(line)
         return Verdict(str(problem), tuple((int(a), int(b), float(gain)) for a, b, gain in gains), bool(is_lasting))
@@ -107,7 +107,7 @@ def _parse(line: str | bytes) -> Verdict | None:
 
 
 def _read_verdicts(path: Path) -> dict[str, Verdict]:
-    """The verdicts of a file; none where there is no such file, or it holds something else."""
+    """The verdicts in a file; none if it is missing or malformed."""
     try:
         stored = read_json(path)["verdicts"].items()
         return {name: verdict for name, values in stored if (verdict := _parse(json.dumps(values))) is not None}
@@ -116,9 +116,9 @@ def _read_verdicts(path: Path) -> dict[str, Verdict]:
 
 
 def _write_verdicts(path: Path, machine: dict[str, str], known: dict[str, Verdict]) -> None:
-    """Keep what another test would find too, beside what other processes kept meanwhile.
+    """Add the lasting verdicts to the file, and keep those of other processes.
 
-    A folder that cannot be written to costs a test in every process.
+    If the folder is not writable, every process tests again.
     """
     lasting = {name: verdict for name, verdict in known.items() if verdict.is_lasting}
     try:
