@@ -178,7 +178,7 @@ def _mixes(call: _LayerCall) -> bool:
 
 
 def _differs_alone(call: _LayerCall) -> bool:
-    """Whether a row's output in a product of several differs from its output alone, e.g. if only several are quantized."""
+    """Whether a row alone has another output than among several rows, e.g. if only several are quantized."""
     if not call.takes_any_rows:
         return False
     x = call.like(MOST_ROWS)

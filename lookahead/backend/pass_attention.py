@@ -201,7 +201,7 @@ def span_of(module: Any, spans: Spans) -> AttentionSpan:
         # Some models put the window into masks only: Qwen2-MoE in some layers, PhiMoE in all.
         window = getattr(config, "sliding_window", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
-        # Llama 4 does not pass to attention functions which layers are chunked.
+    # Llama 4 does not pass to attention functions which layers are chunked.
     if chunk is not None and config.layer_types[module.layer_idx] != "chunked_attention":
         chunk = None
     span = AttentionSpan(window, chunk)

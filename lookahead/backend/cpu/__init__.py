@@ -1,1 +1,1 @@
-"""Passes on CPUs: packed weights, fused layers, attention of single nodes."""
+"""Passes on CPUs: packed weights, fused layers, attention per node."""

@@ -1,4 +1,4 @@
-"""Passes on a CPU: packed weights, fused layers, whole passes as one call, nodes that attend one by one."""
+"""The CPU backend: packed weights, fused layers, whole passes as one call, attention per node."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from lookahead.hf.model_state import patched_attribute, state_of
 
 
 class CpuBackend(TorchBackend):
-    """A `TorchBackend` whose products and layers are kernels, with the bits of decoding token by token where asked.
+    """A `TorchBackend` that runs products and layers by kernels, with the bits of token-by-token decoding on request.
 
-    What the kernels do not serve is the model's own code. In half precision every node may attend by itself, so that
-    the logits have the bits of each row alone (`lookahead.backend.cpu.exact_attention`).
+    The model's own code runs whatever the kernels do not support. In half precision every node may attend alone, so
+    that the logits have the bits of each row alone (`lookahead.backend.cpu.exact_attention`).
 
     Args:
         model: The model.
         packs: Whether linear layers may keep packed copies of their weights.
-        has_kernels: Whether kernels may stand for linear layers and whole layers of the model.
-        most_states: Nodes that a recurrent layer takes in one call where bits are kept; found out by default.
-        **options: Those of `TorchBackend`.
+        has_kernels: Whether kernels may replace linear layers and whole layers of the model.
+        most_states: Nodes per call of a recurrent layer if bits are kept; measured if None.
+        **options: Options of `TorchBackend`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CpuBackend(TorchBackend):
             name, make = f"nodes of a call, {torch.get_num_threads()} threads", partial(self._alike, model)
             find = partial(nodes_of_call, make, decoder_vocabulary(model))
             self._most_states = state_of(model).probed(name, model, find, count_of)
-        # Tensor-parallel processes must compute the same bits, and each measures whether packing pays.
+        # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute otherwise than the model's own code"
         if processes_of(model) > 1:
             self._why_apart = "it is spread over several processes"
@@ -64,13 +64,13 @@ class CpuBackend(TorchBackend):
         self._threads = state_of(model).threads
         self._fused = FusedLayers([], [], [])
         self._whole: WholePass | str = "it was not in service yet"
-        # A single node need not attend by torch either.
+        # A single node need not attend by torch.
         is_bf16 = self._scope is not None and model.dtype == torch.bfloat16
         self._takes_rows = is_bf16 and not any(self._windows) and takes_rows(model.config.get_text_config())
 
     @classmethod
     def _alike(cls, model: PreTrainedModel, most: int) -> CpuBackend:
-        """A backend of one row that calls recurrent layers with at most so many nodes."""
+        """A backend of one row that calls recurrent layers with at most `most` nodes."""
         return cls(model, packs=False, rows=1, capacity=64, most_states=most)
 
     def _nodes_of_call(self, policy: BitPolicy) -> int | None:
@@ -79,7 +79,7 @@ class CpuBackend(TorchBackend):
     @contextmanager
     def _patched(self) -> Iterator[None]:
         self._fused = find_fused(self._served)
-        # Chains are verified under the masks that the model makes, which may be a user's.
+        # Chains are verified under the model's own masks, which a user may have changed.
         self._whole = "it verifies chains, by its own masks"
         if self._scope is not None:
             self._whole = whole_pass(self._served, self._fused, self._linears, self._threads)
@@ -91,16 +91,16 @@ class CpuBackend(TorchBackend):
 
     def _attention_of(self, trees: Sequence[TokenTree], policy: BitPolicy) -> tuple[Sequence[int | None] | None, bool]:
         is_exact, is_one = self._keeps(policy), len(trees) == 1
-        # One prompt's nodes attend alone where a kernel does that, which is faster than one mask; but all of them
-        # attend to an encoder's output in one call. Transformers' own attention for several rows has other bits than
-        # for each alone.
+        # The nodes of a single row attend per node if a kernel supports it, which is faster than a mask. An encoder's
+        # output is the exception: all nodes attend to it in one call. Transformers' own attention over several rows has
+        # other bits than over each row alone.
         takes_rows = self._takes_rows and is_one and (is_exact or not self._model.config.is_encoder_decoder)
         windows = self._windows if is_exact or takes_rows else None
         return windows, not takes_rows and (is_one or not is_exact)
 
     def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
         if self._rows > 1 and policy is BitPolicy.ROUNDED:
-            policy = BitPolicy.BATCH  # the passes that `model.generate` would run too have its bits
+            policy = BitPolicy.BATCH  # passes that `model.generate` would also run have its bits
         linears = self._linears
         is_prompt = not tree_pass.trees
         mode = CpuPass(policy, is_prompt, linears.packs, linears.fewest)
@@ -144,7 +144,7 @@ class CpuBackend(TorchBackend):
 
 @contextmanager
 def packed_products(model: PreTrainedModel, *, packs: bool) -> Iterator[None]:
-    """Let the linear layers of a model multiply by packed weights on this thread, with the bits of torch's products."""
+    """Let a model's linear layers use packed weights on this thread, with the bits of torch's products."""
     linears = LinearScope(model, packs=packs)
     mode = CpuPass(BitPolicy.BATCH, False, linears.packs, linears.fewest)
     with patched_attribute("forward", linears.forwards()), running(mode, fuses=False):

@@ -1,4 +1,4 @@
-"""The pass that a thread runs on a CPU, as packed weights and fused layers see it."""
+"""The running pass of a thread on a CPU, as packed weights and fused layers see it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from lookahead.backend.protocol import BitPolicy
 from lookahead.hf.model_state import pass_local
 
-_MAX_FUSED_ELEMENTS = 1 << 17  # numbers of the hidden states that fused layers take
-_MAX_SHARED_ELEMENTS = 1 << 15  # where torch would share them among threads; the kernels run on one
+_MAX_FUSED_ELEMENTS = 1 << 17  # elements of the hidden states, up to which layers are fused
+_MAX_SHARED_ELEMENTS = 1 << 15  # above it torch would use several threads; the kernels run on one
 
 
 class CpuPass(NamedTuple):
-    """What decides how layers compute in a pass."""
+    """The settings that decide how layers compute in a pass."""
 
     policy: BitPolicy  # of rows of half precision
-    is_prompt: bool = False  # whether it reads a part of a prompt, of any number of rows, as torch does
-    packs: bool = False  # whether weights may be packed
-    fewest: int = 1  # rows of float32 from which on packed weights are faster
-    most_elements: int = 0  # of hidden states, up to which layers are fused
-    most_in_call: int = 0  # of hidden states, up to which a pass is one call, whose threads share the products
+    is_prompt: bool = False  # it reads a part of a prompt, of any number of rows, as torch does
+    packs: bool = False  # weights may be packed
+    fewest: int = 1  # float32 rows from which packed weights are faster
+    most_elements: int = 0  # elements of hidden states, up to which layers are fused
+    most_in_call: int = 0  # elements of hidden states, up to which a pass is one call and threads share its products
 
 
 thread = pass_local()
-"""`running` is the `CpuPass` of the thread, None or absent outside of passes. `is_cold` tells that the pass took longer
-than others will: it packed a weight, or was run by several numbers of threads."""
+"""`running` is the thread's `CpuPass`, None or absent outside of passes. `is_cold` says that the pass took longer than
+later ones will: it packed a weight, or tried several numbers of threads."""
 
 
 def running_pass() -> CpuPass | None:
@@ -38,10 +38,10 @@ def running_pass() -> CpuPass | None:
 
 
 def is_intercepted() -> bool:
-    """Whether a mode of torch on this thread sees, and may change, every call of an operator.
+    """Whether a torch mode on this thread sees, and may change, every call of an operator.
 
-    The number of modes is private to torch (since 2.0 under these names). A default device is a mode that changes no
-    number.
+    The functions that count modes are private to torch (under these names since 2.0). A default device is a mode that
+    changes no values.
     """
     if torch._C._len_torch_dispatch_stack():
         return True
@@ -52,10 +52,10 @@ def is_intercepted() -> bool:
 
 @contextmanager
 def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None]:
-    """Run a pass on this thread until the block ends; yields it as the layers see it.
+    """Run a pass on this thread until the block ends; yields the pass as the layers see it.
 
-    Under autocast, which chooses the type of products, and under a mode of torch that sees every operator, the model's
-    own code runs. With `fuses` False layers are not fused.
+    The model's own code runs under autocast, which chooses the dtype of products, and under a torch mode that sees
+    every operator. With `fuses=False` layers are not fused.
     """
     outer, thread.is_cold = getattr(thread, "running", None), False
     is_left = torch.is_autocast_enabled("cpu") or is_intercepted()

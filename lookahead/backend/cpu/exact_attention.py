@@ -1,8 +1,8 @@
-"""Tree attention that gives the bits of decoding token by token, for half precision on a CPU.
+"""Tree attention with the bits of token-by-token decoding, for half precision on a CPU.
 
-In bf16 and fp16 a linear layer gives a row the same bits whatever rows stand beside it, up to `MAX_ROWS` of them.
-Attention does not: its bits depend on how many keys there are and where they stand. So every node attends alone, over
-its own path, in the call that the model would make for one token.
+In bf16 and fp16 a linear layer gives a row the same bits whatever the other rows are, up to `MAX_ROWS` rows. Attention
+does not: its bits depend on the number and the slots of the keys. So every node attends alone, over its own path, in
+the call that the model would make for one token.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from lookahead.kernels import row_attention
 from lookahead.kernels.microkernel import LANES
 
 Step = tuple[int, int, int, Tensor | None]
-"""A node, its depth, the first depth whose slot must change before the node attends, and the nodes whose KV goes there
-and into the slots behind it."""
-MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
-# Numbers of the queries behind the root times slots up to which the kernel for rows, in one call with all layers, takes
-# less time than masked attention in calls of its own, where bits do not matter. With 16 lanes it always does.
+"""A node, its depth, the first depth whose slot must change before the node attends, and the nodes whose KV goes into
+that slot and the following ones."""
+MAX_ROWS = 32  # rows of a product; up to this number half precision was seen to keep the bits of each row alone
+# Upper limit of non-root query elements times slots, below which the per-node kernel within one call for all layers is
+# faster than masked attention in separate calls, if bits do not matter. With 16 lanes it always is.
 MAX_KERNEL_PRODUCTS = sys.maxsize if LANES == 16 else 12 << 20
-_LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which attention is compared with SDPA
+_LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # numbers of keys for which attention is compared with SDPA
 
 
 class PerNodeAttention:
-    """How the nodes of the trees of a pass attend one by one: the slot of each root, nodes scored by earlier passes."""
+    """The per-node attention of a pass: its trees, the slot of each root, and the nodes scored by earlier passes."""
 
     def __init__(self, trees: Sequence[TokenTree], starts: Sequence[int], scored: Sequence[int]) -> None:
         self.trees, self.starts, self.scored = trees, starts, scored
@@ -52,12 +52,12 @@ class PerNodeAttention:
 
     @cached_property
     def steps(self) -> list[list[Step]]:
-        """For every row its nodes that no earlier pass scored, depth first."""
+        """For every row the nodes that no earlier pass scored, in depth-first order."""
         return [_steps_of(tree, scored) for tree, scored in zip(self.trees, self.scored, strict=True)]
 
 
 def _steps_of(tree: TokenTree, scored: int) -> list[Step]:
-    """Slot d holds node d at first, and after that the newest node of depth d that was moved there."""
+    """Depth-first steps of a tree. Slot d holds node d at first, later the newest node of depth d."""
     depths: list[int] = tree.depths.tolist()
     children: list[list[int]] = [[] for _ in depths]
     for node, parent in enumerate(tree.parents[1:].tolist(), 1):
@@ -79,9 +79,9 @@ def _steps_of(tree: TokenTree, scored: int) -> list[Step]:
 @lru_cache(maxsize=64)
 @torch.inference_mode()
 def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool:
-    """Whether `kernels.row_attention` has the bits of SDPA for single queries in bfloat16, on this CPU.
+    """Whether `kernels.row_attention` has the bits of SDPA for single queries in bfloat16 on this CPU.
 
-    `groups` are query heads per KV head, and `flags` torch's settings, which choose its kernel.
+    `groups` are query heads per KV head. `flags` are torch's settings, which choose its kernel.
     """
     nodes = torch.zeros(1, 2, 1, dtype=torch.int64, device="cpu")
     for one, keys, values in _cancelling(torch.bfloat16, 2 * groups, 2, dim):
@@ -99,7 +99,7 @@ def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool
 def _cancelling(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Single queries `[1, heads, 1, dim]`, keys and values `[1, kv_heads, length, dim]` for every length.
 
-    Scores that nearly cancel, and values that do, show any other order of the sums.
+    The scores, or the values, nearly cancel, which reveals any other order of sums.
     """
     source = torch.Generator().manual_seed(0)
     for length in _LENGTHS:
@@ -108,14 +108,14 @@ def _cancelling(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> Iter
             for count, rows in ((heads, 1), (kv_heads, length), (kv_heads, length))
         )
         half = dim // 2
-        # What is left of the scores is near 1.
+        # The remaining scores are near 1.
         near = torch.cat([key[..., :half], key[..., :half]], 3) * 2**11
         far = torch.cat([query[..., :half], -query[..., :half]], 3) * 2**11
         pairs = value.clone()
         pairs[:, :, 1::2] = -pairs[:, :, : length // 2 * 2 : 2]
         same = key.clone()
         same[:, :, 1::2] = same[:, :, : length // 2 * 2 : 2]
-        # Orders that begin with neighbours would lose nothing of pairs that stand side by side.
+        # Shuffled, because an order that starts with neighbours would lose nothing of adjacent pairs.
         places = torch.randperm(length, generator=source, device="cpu")
         same, pairs = same[:, :, places], pairs[:, :, places]
         for each in ((query, key, value), (far, near, value), (query, same, pairs)):
@@ -126,11 +126,11 @@ def _cancelling(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> Iter
 @lru_cache(maxsize=64)
 @torch.inference_mode()
 def _has_bits_of_shared_heads(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, flags: tuple[Any, ...]) -> bool:
-    """Whether SDPA over one row of a batch for each KV head has the bits of SDPA over heads that share keys.
+    """Whether SDPA with one batch row per KV head has the bits of SDPA over heads that share keys.
 
-    The former reads keys and values in the slots of a cache, the latter those that transformers puts together. Torch
-    2.8 has another form of attention for the latter, and without flash attention the products of CPUs with AMX add in
-    an order that depends on where a matrix lies.
+    The former reads keys and values in the slots of the cache, the latter those that transformers concatenates. Torch
+    2.8 has another attention kernel for the latter. Without flash attention, CPUs with AMX add products in an order
+    that depends on the alignment of a matrix.
     """
     for query, keys, values in _cancelling(dtype, heads, kv_heads, dim):
         slots = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (keys, values))
@@ -141,14 +141,14 @@ def _has_bits_of_shared_heads(dtype: torch.dtype, heads: int, kv_heads: int, dim
 
 
 def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of one row of queries, keys and values: a row of a batch for each KV head, which its queries share."""
+    """Views of one row of queries, keys and values as a batch with one row per KV head, shared by its queries."""
     kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     keys, values = (each[0][:, None].expand(-1, groups, -1, -1) for each in (key, value))
     return query[0].unflatten(0, (kv_heads, groups)), keys, values
 
 
 def takes_rows(config: PretrainedConfig) -> bool:
-    """Whether layers of a model in bfloat16 attend by `kernels.row_attention`, where they have no windows."""
+    """Whether layers without windows of a bfloat16 model can attend by `kernels.row_attention`."""
     heads, size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if attention_name(config) != "sdpa" or not isinstance(heads, int) or not isinstance(size, int):
         return False
@@ -158,8 +158,8 @@ def takes_rows(config: PretrainedConfig) -> bool:
 
 
 def has_bits(own: Attention, heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether `kernels.row_attention` has the bits of a model's attention function for so many heads of `dim`."""
-    # For a single head torch would share the sums of a product among its threads.
+    """Whether `kernels.row_attention` has the bits of a model's attention function for these heads of size `dim`."""
+    # For a single head torch would split the sums of a product among its threads.
     return is_sdpa(own) and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads, arithmetic_flags())
 
 
@@ -175,18 +175,18 @@ def attend_per_node(
     own: Attention,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention of the nodes of all rows, each as if it were the only token of its pass.
+    """Attention of the nodes of all rows, each as the only token of its pass.
 
     Args:
         module: The attention layer.
-        query: `[rows, heads, width, dim]`, of the nodes of each tree that were not scored before, and padding.
+        query: `[rows, heads, width, dim]`, the unscored nodes of each tree, and padding.
         key: `[rows, kv_heads, slots, dim]`, a view of the cache.
-        value: `[rows, kv_heads, slots, value_dim]`, likewise.
-        per_node: The trees, and where they stand.
+        value: `[rows, kv_heads, slots, value_dim]`, a view of the cache.
+        per_node: The trees and their slots.
         window: How far back a query may look, itself included; None for no limit.
-        crops: Whether the model's own cache drops what is outside of the window; else a mask hides it.
+        crops: Whether the model's own cache drops positions outside the window; otherwise a mask hides them.
         own: The model's attention function.
-        options: What the model passes to it, `scaling` among them.
+        options: Options that the model passes to it, such as `scaling`.
 
     Returns:
         `[rows, width, heads, value_dim]`; zeros for padding.
@@ -230,7 +230,7 @@ def _attend_by_torch(
     nodes = slice(start, start + scored + len(steps))
     is_moved = any(moved is not None for *_, moved in steps)
     held = [(each, each[:, :, nodes].clone()) for each in (key, value)] if is_moved else []
-    # With one row of a batch for each KV head, SDPA reads shared heads in place.
+    # With one batch row per KV head, SDPA reads shared heads in place.
     shape = query.dtype, heads, key.shape[1], query.shape[3]
     is_shared = by_sdpa and bias is None and _has_bits_of_shared_heads(*shape, arithmetic_flags())
     grouped, keys, values = _by_kv_head(query, key, value)
@@ -246,12 +246,12 @@ def _attend_by_torch(
             out[column] = attended.view(1, heads, -1)
             continue
         first, mask = 0, None
-        if window is not None and end >= window:  # transformers makes a mask from here on
+        if window is not None and end >= window:  # transformers masks from here on
             first = end - window if crops else 0
             mask = torch.arange(first, end, device="cpu")[None, None, None] >= end - window
             if not by_sdpa:
                 mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
-        if bias is not None:  # of distances: the last query stands in the last slot
+        if bias is not None:  # a bias by distance: the last query is in the last slot
             options = {**options, "position_bias": bias[:, :, -1:, -end:]}
         one = query[:, :, column : column + 1]
         out[column] = own(module, one, key[:, :, first:end], value[:, :, first:end], mask, **options)[0][0]

@@ -1,7 +1,7 @@
-"""Decoder layers whose small operators are fused in the passes of drafting, for one model and within a block.
+"""Decoder layers with fused small operators, for the drafted passes of one model within a block.
 
-A pass over a few tokens on a CPU calls some fifty operators and modules a layer, of which seven multiply and one
-attends. The others take a third of its time, nearly all of it in their calls (`lookahead.kernels.layer_ops`).
+A pass over a few tokens on a CPU calls about fifty operators and modules per layer, of which seven multiply and one
+attends. The others take a third of its time, nearly all of it call overhead (`lookahead.kernels.layer_ops`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _HEAD_NORMS = "q_norm", "k_norm"
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _NORMS = {(module, f"{family}RMSNorm") for (module, _), family in FAMILIES.items()}
 _DTYPES = torch.float32, torch.bfloat16
-_ROWS = 32  # whose mean squares are compared
-_TOLERANCE = 1e-4  # of float32, relative to the largest output
+_ROWS = 32  # rows whose mean squares are compared
+_TOLERANCE = 1e-4  # in float32, relative to the largest output
 
 _log = logging.getLogger(__name__)
 _probed: dict[Any, bool] = {}
@@ -66,16 +66,16 @@ class FusedLayers(NamedTuple):
 
     forwards: list[tuple[nn.Module, None, Callable[..., Any]]]  # for `patched_attribute`
     layers: list[LayerParts]  # the fused decoder layers
-    norms: list[Any]  # fused norms outside of these
+    norms: list[Any]  # fused norms outside of these layers
     total: int = 0  # decoder layers of a class that can be fused
     reason: str = ""  # why some or all are not fused
 
 
 def find_fused(model: nn.Module) -> FusedLayers:
-    """The decoder layers and norms whose operators can be fused in passes, and what takes the place of their `forward`.
+    """The decoder layers and norms whose operators can be fused, and the replacements of their `forward`.
 
-    In bfloat16 they keep the bits of the model's own code, with which they are compared first. Layers that are hooked,
-    adapted, offloaded, in training, not on the CPU or of a class not known here stay as they are.
+    In bfloat16 they keep the bits of the model's own code, which is checked first. Layers that are hooked, adapted,
+    offloaded, in training, not on the CPU or of an unknown class stay as they are.
     """
     modules = list(model.modules())
     is_called_otherwise = has_global_hooks() or any(each._compiled_call_impl is not None for each in modules)
@@ -93,11 +93,11 @@ def find_fused(model: nn.Module) -> FusedLayers:
     kinds = {type(part) for parts in layers if parts is not None for part in parts.reimplemented}
     kinds |= {type(each) for each in modules if name_of(each) in _NORMS}
     code = code_of(frozenset(kinds))
-    # A function of another package may have taken the place of one that the kernels stand for.
+    # Another package may have replaced a function that the kernels reimplement.
     if code.foreign or not multiplies_as_shipped():
         return FusedLayers([], [], [], len(found), "code that they stand for is not as shipped")
     right = [parts for parts in layers if parts is not None and _is_right(parts, code.number)]
-    # The last norm of a model, and those of layers that have something else in them.
+    # The last norm of the model, and the norms of layers that are not fused as a whole.
     inside = {norm for parts in right for norm in parts.norms}
     norms: list[Any] = [each for each in modules if each not in inside and _is_plain_norm(each)]
     norms = [norm for norm in norms if _keeps_means(norm.weight.dtype, len(norm.weight))]
@@ -110,13 +110,13 @@ def find_fused(model: nn.Module) -> FusedLayers:
 
 
 def name_of(module: nn.Module) -> tuple[str, str]:
-    """The file and the name of a module's class."""
+    """The module name and the qualified name of a module's class."""
     kind = type(module)
     return kind.__module__, kind.__qualname__
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether calling a module runs the code of its class, or ours, and nothing else."""
+    """Whether calling a module runs only the code of its class, or ours."""
     forward = module.__dict__.get("forward")
     return (
         (forward is None or getattr(forward, "func", None) in (_layer_forward, _norm_forward))
@@ -127,7 +127,7 @@ def is_bare(module: nn.Module) -> bool:
 
 
 def _is_plain_norm(module: Any) -> bool:
-    """Whether a module is an RMSNorm that the kernel computes."""
+    """Whether a module is an RMSNorm that the kernel supports."""
     return (
         name_of(module) in _NORMS
         and is_bare(module)
@@ -139,7 +139,7 @@ def _is_plain_norm(module: Any) -> bool:
 
 
 def _parts_of(layer: Any) -> LayerParts | None:
-    """The parts of a decoder layer; None where one of them is not plain."""
+    """The parts of a decoder layer; None if one of them is not plain."""
     family, code = FAMILIES[name_of(layer)], vars(sys.modules[type(layer).__module__])
     if set(layer._modules) != _LAYER or not is_bare(layer):
         return None
@@ -156,7 +156,7 @@ def _parts_of(layer: Any) -> LayerParts | None:
         and type(mlp.act_fn) in SILU
         and all(map(is_bare, (attention, mlp, mlp.act_fn)))
         and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
-        # Products are called as modules, whatever their weights are, and overwritten: no hook may have kept them.
+        # Products are called as modules whatever their weights, and overwritten: no hook may keep them.
         and all(type(each) in (nn.Linear, QuantizedLinear, BlockLinear) and not is_offloaded(each) for each in linears)
         and not any(is_set_by_user(each) for each in linears)
         and not any(each._forward_pre_hooks or each._forward_hooks for each in linears)
@@ -173,20 +173,20 @@ def _parts_of(layer: Any) -> LayerParts | None:
 
 
 def takes(x: Tensor, norm: Any) -> bool:
-    """Whether a pass of ours runs on this thread, and fused layers take its hidden states, `[rows, tokens, size]`."""
+    """Whether this thread runs one of our passes, and fused layers accept its hidden states, `[rows, tokens, size]`."""
     mode = running_pass()
     return (
         mode is not None
         and 0 < x.numel() <= mode.most_elements
         and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cpu")  # which a user's function within the pass may enter
+        and not torch.is_autocast_enabled("cpu")  # a user's function may enter it within the pass
         and x.dtype == norm._parameters["weight"].dtype
         and x.is_contiguous()
     )
 
 
 def _norm_forward(norm: Any, x: Tensor) -> Tensor:
-    """The norm's `forward`; one call for a few tokens on a thread that runs a pass."""
+    """The norm's `forward`, as one kernel call for a few tokens on a thread that runs a pass."""
     if not takes(x, norm):
         own: Tensor = type(norm).forward(norm, x)
         return own
@@ -196,9 +196,9 @@ def _norm_forward(norm: Any, x: Tensor) -> Tensor:
 
 
 def _layer_forward(parts: LayerParts, *args: Any, **kwargs: Any) -> Any:
-    """The layer's `forward`; fused for a few tokens on a thread that runs a pass."""
+    """The layer's `forward`, fused for a few tokens on a thread that runs a pass."""
     positions, cache = kwargs.get("position_embeddings"), kwargs.get(CACHE)
-    # A cache of another name would be left out.
+    # A cache under another name would be ignored.
     if len(args) != 1 or positions is None or cache is None or not takes(args[0], parts.norms[0]):
         return type(parts.layer).forward(parts.layer, *args, **kwargs)
     return _fused(parts, args[0], **kwargs)
@@ -211,7 +211,7 @@ def _fused(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """A decoder layer, `[rows, tokens, size]`. Kernels that follow each other are one call."""
+    """A decoder layer, `[rows, tokens, size]`. Consecutive kernels run in one call."""
     attention, (before, between, *_) = parts.attention, parts.norms
     weights, linears = packed_weights(parts.linears, hidden, parts.known), parts.linears
     (rows, tokens, _), cache, normed = hidden.shape, kwargs.pop(CACHE, None), torch.empty_like(hidden)
@@ -242,7 +242,7 @@ def _fused(
 
 
 def _is_right(parts: LayerParts, code: int) -> bool:
-    """Whether a fused layer computes what the layer itself does; compared once per class, code and sizes."""
+    """Whether a fused layer computes the same as the layer itself; compared once per class, code and sizes."""
     kind = (
         type(parts.layer), code, arithmetic_flags(),
         parts.attention.head_dim, parts.norms[0].weight.dtype, torch.get_num_threads(),
@@ -262,7 +262,7 @@ def _is_right(parts: LayerParts, code: int) -> bool:
 
 
 def _computes_the_same(parts: LayerParts) -> bool:
-    """Compare a layer, its norm and its rotation with their fused forms, by two rows of three tokens."""
+    """Compare a layer, its norm and its rotation with their fused forms on two rows of three tokens."""
     norm, dim = parts.norms[0], parts.attention.head_dim
     weight, source = norm.weight, torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, len(weight), generator=source, dtype=torch.float32, device="cpu").to(weight.dtype)
@@ -281,7 +281,7 @@ def _computes_the_same(parts: LayerParts) -> bool:
             (type(norm).forward(norm, x), normed),
             *zip(rotated, (query, key), strict=True),
         ]
-    except (RuntimeError, TypeError, ValueError) as error:  # another version of transformers, or an unusual weight
+    except (RuntimeError, TypeError, ValueError) as error:  # e.g. an unknown transformers version or an unusual weight
         _log.warning("layers of %s are not fused: %s", type(parts.layer).__name__, with_place(error))
         return False
     if weight.dtype == torch.bfloat16:
@@ -292,7 +292,7 @@ def _computes_the_same(parts: LayerParts) -> bool:
 @lru_cache(maxsize=64)
 @torch.inference_mode()
 def _keeps_means(dtype: torch.dtype, size: int) -> bool:
-    """Whether the kernel sums squares in torch's order, whose bits a norm in bfloat16 seldom shows."""
+    """Whether the kernel sums squares in torch's order, which the bits of a bfloat16 norm seldom show."""
     x = torch.randn(_ROWS, size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
         dtype
     )
@@ -304,7 +304,7 @@ def _keeps_means(dtype: torch.dtype, size: int) -> bool:
 @lru_cache(maxsize=1)
 @torch.inference_mode()
 def _keeps_silu() -> bool:
-    """Whether the kernel has the bits of torch for every bfloat16."""
+    """Whether the kernel has torch's bits for every bfloat16 value."""
     x = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
     own, fused = nn.functional.silu(x), x.clone()
     run(layer_ops.gating(fused, torch.ones_like(x)))

@@ -1,4 +1,4 @@
-"""Decoder layers as jobs of the kernels: what stands before and after attention."""
+"""Decoder layers as jobs of the kernels: the parts before and after attention."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ Positions = tuple[Tensor, Tensor]
 
 
 class LayerParts(NamedTuple):
-    """The parts of a decoder layer that is computed by jobs."""
+    """The parts of a decoder layer that jobs compute."""
 
     layer: Any
     attention: Any
-    linears: tuple[Any, ...]  # as `LINEARS` names them
-    norms: tuple[Any, ...]  # in front of attention, in front of the MLP, and of the heads of queries and keys
+    linears: tuple[Any, ...]  # in the order of `LINEARS`
+    norms: tuple[Any, ...]  # before attention, before the MLP, and of the heads of queries and keys
     eager: Callable[..., Any]
     options: dict[str, Any]  # of the attention function
-    known: dict[Any, Any]  # of `packed_weights`
+    known: dict[Any, Any]  # cache of `packed_weights`
 
     @property
     def reimplemented(self) -> tuple[Any, ...]:
-        """The modules whose code the jobs stand for; linear layers are those of `lookahead.backend.cpu.linears`."""
+        """The modules that the jobs reimplement; `lookahead.backend.cpu.linears` handles linear layers."""
         mlp = self.layer.mlp
         return (self.layer, self.attention, mlp, mlp.act_fn, *self.norms)
 
     @property
     def biases(self) -> list[Tensor | None]:
-        """Those of the linear layers."""
+        """The biases of the linear layers."""
         return [each._parameters["bias"] for each in self.linears]
 
 
 class Space(NamedTuple):
-    """What the jobs of a layer write, `[rows, tokens, size]`."""
+    """Output buffers of the jobs of a layer, `[rows, tokens, size]`."""
 
     normed: Tensor
     query: Tensor
@@ -56,7 +56,7 @@ class Space(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Tensor, weights: Sequence[PackedWeight], tokens: int) -> Space:
-        """For so many tokens a row; the weights are those of layers of one size, and others that read `prepared`."""
+        """Buffers for `tokens` tokens per row; `weights` are of layers of one size, and others that use `prepared`."""
         outputs = [each.outputs for each in weights[: len(LINEARS)]]
         query, size, inner = outputs[0], outputs[3], outputs[4]
         sizes = size, query, query, size, size, inner, inner, size
@@ -64,7 +64,7 @@ class Space(NamedTuple):
         return cls._make([*tensors, prepared_rows(weights, len(hidden) * tokens)])
 
     def first(self, tokens: int) -> Space:
-        """The part of the first tokens, of a single row."""
+        """The buffers of the first tokens of a single row."""
         return Space._make([*(each[:, :tokens] for each in self[:-1]), self.prepared])
 
 
@@ -74,7 +74,7 @@ def norm_of(module: Any, x: Tensor, out: Tensor, **added: Tensor) -> Job:
 
 
 def jobs_of_heads(parts: LayerParts, query: Tensor, key: Tensor, positions: Positions) -> list[Job]:
-    """Norms of heads, where the layer has some, and rotation."""
+    """Norms of heads, if the layer has some, and rotation."""
     jobs = list[Job]()
     for each, norm in zip((query, key), parts.norms[2:], strict=False):
         heads = each.view(*each.shape[:2], -1, positions[0].shape[-1])
@@ -89,7 +89,7 @@ def _products(
     outs: Sequence[Tensor],
     prepared: Tensor | None,
 ) -> Iterator[Job]:
-    """Jobs that multiply rows by several weights: those of one type that follow each other together."""
+    """Jobs that multiply rows by several weights; consecutive weights of one type share a job."""
     first = 0
     for _, group in groupby(weights, lambda each: (each.packed.dtype, each.kernel)):
         end = first + len(list(group))
@@ -112,9 +112,9 @@ def jobs_before(
         parts: The layer.
         weights: Its packed weights, in the order of `LINEARS`.
         first: The job of its first norm.
-        space: What the jobs write.
-        key: Where the keys go, `[rows, tokens, kv_heads * dim]`.
-        value: Where the values go, likewise.
+        space: Output buffers of the jobs.
+        key: Output for the keys, `[rows, tokens, kv_heads * dim]`.
+        value: Output for the values, of the same shape.
         positions: Cosines and sines.
     """
     outs = space.query, key, value
@@ -123,7 +123,7 @@ def jobs_before(
 
 
 def jobs_after(parts: LayerParts, weights: Sequence[PackedWeight], hidden: Tensor, space: Space) -> list[Job]:
-    """From attention to `space.total` and `space.change`, whose sum is the layer's result."""
+    """The jobs from attention to `space.total` and `space.change`, whose sum is the layer's result."""
     biases, (normed, _, attended, delta, total, gate, up, change, prepared) = parts.biases, space
     return [
         *_products(weights[3:4], attended, biases[3:4], (delta,), prepared),

@@ -1,7 +1,7 @@
-"""Linear layers whose weights are packed for the passes of drafting, for one model and within a block.
+"""Linear layers with weights packed for drafted passes, for one model within a block.
 
-A pass over few rows waits for the weights, which the products of torch read at half the speed of the memory or less. A
-weight that is laid out once for the CPU at hand is read faster: by a kernel of this package, or by oneDNN.
+A pass over few rows is bound by reading the weights, which torch's products read at half the memory bandwidth or less.
+A weight that is laid out once for the CPU is read faster: by a kernel of this package, or by oneDNN.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels.packed_product import PackedWeight
 from lookahead.utils.machine import memory_bytes
 
-_SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
-_UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
-_MAX_PACKED_ROWS = 128  # of float32 that are multiplied by packed weights; for more of them no weight is packed
+_SHARE_OF_MEMORY = 0.25  # limit of a model's packed weights, as a share of the machine's memory
+_UNPACKED_ROWS = 32  # float32 rows from which oneDNN is faster than torch's BLAS even without packing
+_MAX_PACKED_ROWS = 128  # float32 rows that are multiplied by packed weights; no weight is packed for more
 _MANY_ROWS = (64,)
 _FEWEST_ROWS = 8  # of one product in a larger layer
-_ONE_ROW = 1.15  # the same for one row by the kernel of this package, which does whole layers at once
+_ONE_ROW = 1.15  # time of one row relative to torch, up to which our kernel is used: it does whole layers at once
 
 
 class PackedLinear:
-    """The packed weights of one linear layer. Where its model is copied, the copy begins empty."""
+    """The packed weights of one linear layer. A copy of the model starts without them."""
 
     def __init__(self) -> None:
         self._own: Tensor | None = None
@@ -62,27 +62,27 @@ class PackedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed copies; one of oneDNN, which does not tell, counts as the weight does."""
+        """Bytes of the packed copies. oneDNN does not report a size; its copy counts as much as the weight."""
         copies = {id(each.product): each.own for each in self._packed.values() if each is not None}
         weight = 0 if self._own is None else self._own.nbytes
         return sum(weight if own is None else own.packed.nbytes for own in copies.values())
 
     @property
     def product(self) -> str:
-        """What multiplies by the layer's packed weights, "kernel" or "onednn"; "torch" where none is packed."""
+        """What multiplies by the packed weights, "kernel" or "onednn"; "torch" if none is packed."""
         found = next((each for each in self._packed.values() if each is not None), None)
         return "torch" if found is None else "onednn" if found.own is None else "kernel"
 
     def check(self) -> None:
-        """Forget packed weights if the layer's own has other bytes: writes through `.data` count no version up."""
+        """Drop packed weights if the weight's bytes changed: writes through `.data` do not increment its version."""
         if self._own is not None and any(self._packed.values()) and _digest(self._own) != self._digest:
             self._own = None
 
     def weight(self, layer: nn.Linear | Conv1D, policy: BitPolicy = BitPolicy.ROUNDED) -> Packed | None:
-        """A packed form of a layer's weight whose rows have such bits, made anew where the weight has changed."""
+        """A packed weight with the bits of `policy`, repacked if the weight has changed; None if torch is used."""
         own = layer._parameters["weight"]
         assert own is not None
-        if own.is_inference():  # it counts no versions, and may change unnoticed
+        if own.is_inference():  # inference tensors have no version, and may change unnoticed
             return None
         if self._own is not own or self._version != own._version:
             self._packed.clear()
@@ -98,7 +98,7 @@ class PackedLinear:
 
 
 class PackedLookup(NamedTuple):
-    """The packed weights of some layers, by their weights and versions, and the numbers of rows that they take."""
+    """The packed weights of some layers, keyed by weights and versions, and the numbers of rows they accept."""
 
     owns: list[Tensor]
     versions: list[int]
@@ -108,16 +108,16 @@ class PackedLookup(NamedTuple):
 
 
 class LinearScope:
-    """Lets a model's linear layers use packed weights on the threads that run a pass of ours, and on no other.
+    """Lets a model's linear layers use packed weights, only on threads that run one of our passes.
 
-    Packed weights are made by the first pass that needs them, and kept until the model goes or its weights change.
-    Layers that are quantized, sharded, offloaded, adapted or not on the CPU stay as they are. Where weights must not be
-    packed, products of many rows in float32 still go to oneDNN.
+    The first pass that needs a packed weight makes it; it is kept until the model goes or the weight changes. Layers
+    that are quantized, sharded, offloaded, adapted or not on the CPU stay as they are. If weights must not be packed,
+    float32 products of many rows still use oneDNN.
 
     Attributes:
         packs: Whether weights may be packed.
-        fewest: Rows of float32 from which on packed weights are faster.
-        reason: Why no weight is packed; empty where they are.
+        fewest: float32 rows from which packed weights are faster.
+        reason: Why no weight is packed; empty if weights are packed.
     """
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
@@ -158,14 +158,14 @@ class LinearScope:
         return self.packs and layer.weight.numel() >= product_bits.FEWEST_WEIGHTS and layer in self._layers
 
     def forwards(self) -> list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]]:
-        """The layers, and what takes the place of their `forward`, for `patched_attribute`."""
+        """The layers and the replacements of their `forward`, for `patched_attribute`."""
         return self._forwards if multiplies_as_shipped() else []
 
 
 def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, PackedLookup]) -> Sequence[PackedWeight]:
-    """The weights by which the kernel of this package multiplies rows in the running pass; none unless it takes all.
+    """The weights by which our kernel multiplies rows in the running pass; empty unless it handles all layers.
 
-    What is found is kept in `known`, until a weight changes.
+    Results are cached in `known` until a weight changes.
     """
     mode, rows = running_pass(), x.numel() // x.shape[-1]
     if mode is None:
@@ -179,7 +179,7 @@ def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, PackedLook
 
 
 def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: CpuPass) -> tuple[Sequence[PackedWeight], range]:
-    """The packed weights of some layers, and the numbers of rows that they take; others are left to the layers."""
+    """The packed weights of some layers, and the numbers of rows they accept; empty if the layers must multiply."""
     weights, fewest, most = list[PackedWeight](), mode.fewest if dtype == torch.float32 else 1, sys.maxsize
     if all(isinstance(layer, QuantizedLinear) and layer.multiplies(dtype) for layer in layers):
         return [layer.packed() for layer in layers], range(1, sys.maxsize)
@@ -191,7 +191,7 @@ def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: CpuPass) -> tuple
             return (), range(0)
         weights.append(found.own)
         most = min(most, found.most)
-    # Those of as many inputs may be multiplied together, by blocks of one size.
+    # Products with equally many inputs may run together, in blocks of one size.
     if len({(each.terms, each.block) for each in weights}) > len({each.terms for each in weights}):
         return (), range(0)
     return weights, range(fewest, most + 1)
@@ -210,7 +210,7 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
         return by_torch(x, own, bias) if rows < _UNPACKED_ROWS else product_bits.by_onednn(x, own, bias)
     if mode.policy is not BitPolicy.SOLO or mode.is_prompt:
         return by_torch(x, own, bias)
-    # A split takes as long as a small product.
+    # Splitting takes as long as a small product.
     most = max(1, rows_of(Kind.of(own, bias), Layout()).solo) if found is None else found.most
     parts = [x] if rows <= most else x.reshape(rows, -1).split(most)
     outs = [by_torch(part, own, bias) if found is None else found.product(part, bias) for part in parts]
@@ -218,10 +218,10 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
 
 
 def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: CpuPass) -> Packed | None:
-    """The packed weight for so many rows, or for some of them at a time; None where torch multiplies."""
+    """The packed weight for `rows` rows, or for fewer at a time; None if torch multiplies."""
     weight, policy = layer._parameters["weight"], mode.policy
     assert weight is not None
-    if weight.dtype == torch.float32:  # fewer rows wait for the weight, which torch reads faster
+    if weight.dtype == torch.float32:  # for fewer rows torch reads the weight faster
         return packed.weight(layer) if mode.packs and mode.fewest <= rows <= _MAX_PACKED_ROWS else None
     if not mode.packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
         return None
@@ -236,7 +236,7 @@ def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: CpuP
 
 
 def _is_for_prompts(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool:
-    """Whether our kernel multiplies any number of rows of half precision with the bits of torch, and faster."""
+    """Whether our kernel multiplies any number of half-precision rows with torch's bits, and faster."""
     return (
         layout.block > 0
         and takes_any_rows(Kind.of(weight, bias), layout)
@@ -249,7 +249,7 @@ def _digest(weight: Tensor) -> int:
 
 
 def _is_plain(layer: nn.Linear | Conv1D) -> bool:
-    """Whether a layer is nothing but a product with its weight, on the CPU, and has something to gain."""
+    """Whether a layer only multiplies by its weight, on the CPU, and can gain from packing."""
     weight, bias, forward = layer.weight, layer.bias, layer.__dict__.get("forward")
     return (
         (forward is None or getattr(forward, "func", None) is _forward)
@@ -260,12 +260,12 @@ def _is_plain(layer: nn.Linear | Conv1D) -> bool:
         and weight.is_contiguous()
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
         and not weight.is_inference()
-        and (type(layer) is nn.Linear or min(weight.shape) > 1)  # a single row does not show that it is transposed
+        and (type(layer) is nn.Linear or min(weight.shape) > 1)  # a single row does not show transposition
     )
 
 
 def _pack(weight: Tensor, bias: Tensor | None, policy: BitPolicy, others: Sequence[Packed]) -> Packed | None:
-    """A packed weight, None where nothing multiplies faster or bits change; one of the others is not packed again."""
+    """A packed weight; None if nothing is faster or bits change. An equal layout in `others` is reused."""
     backends = measured_backends(weight.dtype)
     with torch.inference_mode():
         try:
@@ -285,9 +285,9 @@ def _pack(weight: Tensor, bias: Tensor | None, policy: BitPolicy, others: Sequen
 
 
 def keeps_bits(model: nn.Module, apart: Collection[nn.Module] = ()) -> bool:
-    """Whether rows of the layers of text in half precision can have the bits they have alone, without many products.
+    """Whether half-precision rows keep the bits they have alone in the layers for text, without many small products.
 
-    Layers that stand `apart` do not count.
+    The layers in `apart` do not count.
     """
     with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
         layers = product_bits.linear_layers_of_text(model)

@@ -1,4 +1,4 @@
-"""A pass over token trees as one call of the kernels: the numbers of its jobs, made once and changed for every pass."""
+"""A pass over token trees as one kernel call: a table of the jobs' numbers, made once and adjusted for every pass."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from lookahead.kernels.packed_product import PackedWeight, product
 from lookahead.kernels.team import team_of
 from lookahead.utils.addresses import KeepsAddresses
 
-MAX_TABLE_NODES = DEFAULT_NODES + 1  # of a tree of a pass that a table is made for, its root included
+MAX_TABLE_NODES = DEFAULT_NODES + 1  # of one tree, its root included
 MAX_BATCH_NODES = 256  # of all trees of a pass over several rows
 
 
 class PassParts(NamedTuple):
-    """The modules of a model whose passes are one call."""
+    """The modules of a model whose passes run as one call."""
 
     layers: list[LayerParts]
-    norm: Any  # behind the last layer
-    head: Any  # the output layer; None where it is called as a module
+    norm: Any  # after the last layer
+    head: Any  # the output layer; None if it is called as a module
 
 
 class PassTable(KeepsAddresses):
-    """A pass over the trees of some rows, whose nodes attend alone, as one call.
+    """A pass over the trees of some rows as one call, with attention per node.
 
-    Its numbers are addresses and sizes. Each is affine in the tokens of the pass, the slot of the first, and the
-    address of what it writes, so that those of a pass take few operations. They are for certain weights, for the
-    buffers that a cache has now, and for one number of rows. The nodes of all rows stand behind each other without
-    padding. Those of a single row write their keys and values into its slots; of several rows they are copied there.
-    Rows whose first keys and values are copies of one text read them once.
+    The table's numbers are addresses and sizes. Each is affine in the tokens of the pass, the slot of the first token
+    and the address of the output, so adjusting them takes few operations. A table is for certain weights, for the
+    current buffers of a cache, and for one number of rows. The nodes of all rows are concatenated without padding. A
+    single row writes its keys and values into its slots; several rows copy them there. Rows whose first keys and
+    values are copies of one text read them once.
 
     Args:
         parts: The modules.
-        weights: Those of the linear layers, packed.
-        of_head: That of the head likewise; none without one.
-        cache: The cache; it holds the table.
+        weights: The packed weights of the linear layers.
+        of_head: The packed weight of the head; empty without a head.
+        cache: The cache, which holds the table.
         hidden: Hidden states of any pass, `[1, tokens, size]`.
-        dim: Numbers of a head.
+        dim: Size of a head.
         rows: Rows of the pass.
-        keeps: Places of hidden states that passes keep, as `output_hidden_states` numbers them.
+        keeps: Hidden states that passes keep, as indices in `output_hidden_states`.
     """
 
     def __init__(
@@ -66,24 +66,24 @@ class PassTable(KeepsAddresses):
         keeps: tuple[int, ...] = (),
     ) -> None:
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
-        self.query_size = weights[0].outputs  # numbers of the queries of a node
-        self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # numbers of a node that it writes
+        self.query_size = weights[0].outputs  # elements of a node's queries
+        self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # elements of a node's output
         most, size = MAX_TABLE_NODES if rows == 1 else MAX_BATCH_NODES, hidden.shape[2]
         self._hidden = hidden.new_empty(1, most, size)
-        # A layer that begins with them reads them here. Those of place 0 are what a pass is given.
+        # The layer that starts with them reads them here. Place 0 is the input of a pass.
         self._kept = {place: hidden.new_empty(1, most, size) for place in keeps if place}
         self._space = Space.of(hidden, [*weights, *of_head], most)
         self._positions = hidden.new_empty(1, most, dim), hidden.new_empty(1, most, dim)
         shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (most,), (rows, 2 + row_attention.MAX_SHARING)
         self._nodes, self._trees, self._places, self._groups = (np.zeros(shape, np.int64) for shape in shapes)
-        self._origins: list[Origin] = []  # of the rows, when the groups were made
+        self._origins: list[Origin] = []  # of the rows when they were grouped
         self._sharing_step = row_attention.sharing_step(hidden.dtype)
         self._written = [hidden.new_empty(1, most, each.outputs) for each in weights[1:3]] if rows > 1 else []
         self._threads = torch.get_num_threads()
         for at in range(len(parts.layers)):
-            cache.is_ready(at)  # which allocates what the slots of a pass need
+            cache.is_ready(at)  # allocates the slots
         self._buffers, self._settings = (cache.slots.capacity, cache.slots.allocations), list(_settings_of(parts))
-        written = hidden.new_empty(2)  # two places, to see which numbers are the address of what is written
+        written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
         step = written[1:].data_ptr() - written.data_ptr()
         one, two, later, moved = (
             self._numbers(cache, tokens, slot, written[place:])
@@ -94,7 +94,7 @@ class PassTable(KeepsAddresses):
         self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of(3, 5, written[1:])).all())
 
     def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
-        """Whether the table is for these weights and settings of the modules, and nothing has moved since."""
+        """Whether the table is for these weights and module settings, and nothing has moved since."""
         return (
             (weights is self._weights or _are_same(weights, self._weights))
             and (of_head is self._of_head or _are_same(of_head, self._of_head))
@@ -112,15 +112,15 @@ class PassTable(KeepsAddresses):
         scored: Sequence[int],
         threads: int,
     ) -> Tensor:
-        """Do a pass.
+        """Run a pass.
 
         Args:
-            hidden: Embedded tokens, `[1, tokens, size]`, those of all rows behind each other.
+            hidden: Embedded tokens of all rows, concatenated, `[1, tokens, size]`.
             positions: Cosines and sines, `[1, tokens, dim]`.
-            trees: The trees, one a row, each of at most `MAX_TABLE_NODES`.
+            trees: One tree per row, each of at most `MAX_TABLE_NODES` nodes.
             starts: The slots of their roots.
-            scored: Their first nodes that are not in the pass.
-            threads: How many share the jobs, at most as many as torch is set to.
+            scored: How many first nodes of each tree are not in the pass.
+            threads: Threads that share the jobs, at most torch's number of threads.
 
         Returns:
             The logits, `[1, tokens, vocab]`; without a head the normed hidden states.
@@ -140,7 +140,7 @@ class PassTable(KeepsAddresses):
             self._places[first:end] = range(slot + done, slot + nodes)
             first = end
         written = hidden.new_empty(1, tokens, self.outputs)
-        numbers = self._of(tokens, self._slots.start, written)  # they live until the call has ended
+        numbers = self._of(tokens, self._slots.start, written)  # alive until the call ends
         leader()(team_of(threads) if threads > 1 else 0, numbers.ctypes.data, threads)
         return written
 
@@ -152,17 +152,17 @@ class PassTable(KeepsAddresses):
         self._origins = origins
 
     def kept(self, hidden: Tensor) -> dict[int, Tensor]:
-        """The hidden states that the newest pass kept, by place; it was given `hidden`, `[1, tokens, size]`."""
+        """The hidden states that the newest pass kept, by place; `hidden`, `[1, tokens, size]`, was its input."""
         return {0: hidden} | {place: each[:, : hidden.shape[1]].clone() for place, each in self._kept.items()}
 
     def _of(self, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
-        """The numbers of a pass of some tokens, the first of which goes to a slot."""
+        """The numbers of a pass of `tokens` tokens whose first goes to `slot`, by the affine formula."""
         of_pass: NDArray[np.int64] = self._base + tokens * self._by_token + slot * self._by_slot
         of_pass += written.data_ptr() * self._by_address
         return of_pass
 
     def _numbers(self, cache: TreeCache, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
-        """Those numbers, read off the jobs."""
+        """The same numbers, read from the jobs."""
         space, own = self._space.first(tokens), self._hidden[:, :tokens]
         kept = {place: each[:, :tokens] for place, each in self._kept.items()}
         cos, sin = (each[:, :tokens] for each in self._positions)
@@ -176,7 +176,7 @@ class PassTable(KeepsAddresses):
                 key, value = (each[:, :tokens] for each in self._written)
             else:
                 key, value = (each[:1].narrow(1, slot, tokens) for each in (layer.keys, layer.values))
-            read = kept.get(at, own)  # hidden states that the layer begins with
+            read = kept.get(at, own)  # input of the layer
             added = {"delta": space.change, "total": read} if at else {}
             first = norm_of(parts.norms[0], space.total if at else read, space.normed, **added)
             jobs += jobs_before(parts, weights, first, space, key, value, (cos, sin))
@@ -195,7 +195,7 @@ class PassTable(KeepsAddresses):
 
 
 def _settings_of(parts: PassParts) -> Iterator[float]:
-    """What users may change of the modules: where norms and biases are, what the norms add, how attention scales."""
+    """Module settings that users may change: addresses of norms and biases, epsilons, attention scales."""
     for layer in parts.layers:
         for norm in layer.norms:
             yield norm._parameters["weight"].data_ptr()

@@ -1,8 +1,8 @@
-"""Products of half precision on a CPU, and which of them have the same bits: of a row alone, or of rows together.
+"""Half-precision products on a CPU, and which have the same bits: of a row alone, or of rows together.
 
-A product's bits depend on the order of its sums, and that on the number of rows, on the layout of the weight and on the
-CPU. So products of every shape are compared once for a machine, with numbers that nearly cancel: any other order shows
-there. The sign of a zero is none of these bits: sums and scores behind it are the same numbers.
+A product's bits depend on the order of its sums, which depends on the number of rows, the layout of the weight and the
+CPU. So products of every shape are compared once per machine, with numbers that nearly cancel, which reveals any other
+order. The sign of zero is ignored: later sums and scores have the same values.
 """
 
 from __future__ import annotations
@@ -30,93 +30,93 @@ from lookahead.utils.kept_values import Parse, kept, kept_file, truth
 from lookahead.utils.machine import machine_fingerprint
 
 T = TypeVar("T")
-ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)  # of products that are compared with those of one row
-FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
-_OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is left over
-_MANY_ROWS = 100  # of a prompt, which are compared where torch seems to multiply each by itself
-_DIFFERENT = 256  # outputs of the compared weight that differ; the others repeat them
-_CANCELLING = 4  # inputs that take back the sum of the others, each what the last one left
-_OCTAVES = 3  # powers of two by which compared numbers are larger or smaller, so that sums of a few round too
-_BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs take them for one row
+ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)  # of products that are compared with products of one row
+FEWEST_WEIGHTS = 1 << 16  # of a layer; below it, a call of oneDNN takes longer than it saves
+_OUTPUTS = 4096  # most compared outputs of a layer, plus the remainder
+_MANY_ROWS = 100  # of a prompt, compared if torch seems to multiply each row alone
+_DIFFERENT = 256  # distinct outputs of the compared weight; the others repeat them
+_CANCELLING = 4  # inputs that cancel the remaining sum, one after the other
+_OCTAVES = 3  # range of compared numbers in powers of two either way, so that sums of a few round too
+_BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs choose them for one row
 
 
 class Layout(NamedTuple):
-    """How a weight is laid out; torch's own product takes it as it is."""
+    """The layout of a weight; the default is the weight as it is, for torch's own product."""
 
-    rows: int = 0  # that oneDNN lays it out for; it serves other numbers of rows too
+    rows: int = 0  # rows for which oneDNN lays it out; it accepts other numbers of rows too
     block: int = 0  # inputs of a block of sums of `kernels.packed_product`
 
 
 class Packed(NamedTuple):
-    """A weight that is laid out."""
+    """A packed weight."""
 
     layout: Layout
     product: Callable[[Tensor, Tensor | None], Tensor]  # of rows `[..., inputs]` and a bias `[outputs]` or None
-    most: int = 0  # rows of a product; in half precision, those up to which bits are right
+    most: int = 0  # rows of a product; in half precision the limit up to which bits are right
     own: PackedWeight | None = None  # for the kernel of this package
 
 
 class Kind(NamedTuple):
-    """What the bits of a layer's products depend on."""
+    """The key of the bits of a layer's products."""
 
     dtype: torch.dtype
     shape: torch.Size  # outputs and inputs
     has_bias: bool
     is_transposed: bool
     threads: int
-    flags: tuple[Any, ...] = ()  # torch's settings of arithmetic
+    flags: tuple[Any, ...] = ()  # torch's arithmetic settings
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Kind:
-        """That of the products with a weight, which a bias is added to."""
+        """The kind of the products with a weight, plus a bias."""
         threads, flags = torch.get_num_threads(), arithmetic_flags()
         return cls(weight.dtype, weight.shape, bias is not None, not weight.is_contiguous(), threads, flags)
 
 
 class Rows(NamedTuple):
-    """Most rows of a product of half precision, up to `MAX_ROWS`, that have certain bits."""
+    """Most rows of a half-precision product, up to `MAX_ROWS`, that have certain bits."""
 
-    solo: int  # those that each row has alone in torch's own product
-    batch: int  # those that the same rows have together in torch's own product
+    solo: int  # the bits of each row alone in torch's own product
+    batch: int  # the bits of the same rows together in torch's own product
 
     def keeping(self, policy: BitPolicy) -> int:
-        """Those that have the bits of a policy, which is not `ROUNDED`."""
+        """Most rows with the bits of a policy other than `ROUNDED`."""
         return self.solo if policy is BitPolicy.SOLO else self.batch
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear | Conv1D]:
-    """The linear layers of a model, none of a subclass."""
+    """The linear layers of a model, without subclasses."""
     return [each for each in model.modules() if type(each) is nn.Linear or type(each) is Conv1D]
 
 
 def linear_layers_of_text(model: nn.Module) -> list[nn.Linear | Conv1D]:
-    """Those of them that a pass over text calls."""
+    """The linear layers that a pass over text calls."""
     called = set(modules_of_text(model))
     return [each for each in linear_layers(model) if each in called]
 
 
 def matrix_of(layer: nn.Linear | Conv1D) -> Tensor:
-    """The weight of a layer, `[outputs, inputs]`; that of `Conv1D`, the linear layer of GPT-2, lies transposed."""
+    """The weight of a layer, `[outputs, inputs]`; `Conv1D`, the linear layer of GPT-2, stores it transposed."""
     weight: Any = layer._parameters.get("weight")
     weight = layer.weight if weight is None else weight  # pruning computes it from another parameter
     return weight if type(layer) is nn.Linear else weight.T  # type: ignore[no-any-return]
 
 
 def by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of a layer's own forward, from its `matrix_of`; a `Conv1D` always has a bias."""
+    """The product of a layer's own forward, given its `matrix_of`; a `Conv1D` always has a bias."""
     if weight.is_contiguous() or bias is None:
         return linear(x, weight, bias)
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.T).view(*x.shape[:-1], len(weight))
 
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product by oneDNN, with a weight that it laid out or another."""
+    """A product by oneDNN, with a packed or plain weight."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
 def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
-    """Lay a weight out; AttributeError if torch was built without oneDNN, RuntimeError if that does not take it."""
+    """Pack a weight; AttributeError if torch was built without oneDNN, RuntimeError if oneDNN rejects it."""
     weight = weight.contiguous()
     if layout.block:
         own = packed_product.pack(weight, layout.block)
@@ -126,9 +126,9 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
 
 
 def best_layout(weight: Tensor, bias: Tensor | None, policy: BitPolicy, backends: Sequence[str]) -> tuple[Layout, int]:
-    """The layout of a weight of half precision that gives the right bits to most rows, and how many; 0 if none does.
+    """The layout of a half-precision weight that gives the right bits to most rows, and that number of rows, or 0.
 
-    Of the backends "packed", the kernel of this package, and "onednn", the first serves where both do.
+    The backends are "packed", our kernel, and "onednn"; earlier ones are preferred.
     """
     layouts = {"onednn": [Layout(rows=16), Layout(rows=1)]}  # the second keeps the bits of some long rows
     if packed_product.is_supported(weight):
@@ -144,7 +144,7 @@ def best_layout(weight: Tensor, bias: Tensor | None, policy: BitPolicy, backends
 
 
 def _once(parse: Parse[T]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Keep what a function finds about the products of a kind for later processes, if weights are no small ones."""
+    """Save the findings of a function about the products of a kind for later processes, unless weights are small."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         @lru_cache(maxsize=1024)
@@ -170,7 +170,7 @@ def _rows_from(value: Any) -> Rows:
 
 @_once(truth)
 def takes_any_rows(kind: Kind, layout: Layout) -> bool:
-    """Whether a layout has the bits of torch's product for any number of rows, each of which torch multiplies alone."""
+    """Whether a layout has torch's bits for any number of rows, because torch multiplies each row alone."""
     if not MAX_ROWS == rows_of(kind, Layout()).solo == rows_of(kind, layout).solo:
         return False
     x, weight, bias = _cancelling(kind, _MANY_ROWS)
@@ -179,8 +179,8 @@ def takes_any_rows(kind: Kind, layout: Layout) -> bool:
 
 @_once(_rows_from)
 def rows_of(kind: Kind, layout: Layout) -> Rows:
-    """Most rows whose bits do not change in a product with a weight of this kind that is laid out so."""
-    trials = range(max(1, _DIFFERENT // kind.shape[0]))  # of few outputs, few show another order
+    """Most rows whose bits stay the same in products with this kind of weight in a layout."""
+    trials = range(max(1, _DIFFERENT // kind.shape[0]))  # few outputs seldom show another order
     found = [_rows_of(kind, layout, seed) for seed in trials]
     return Rows(min(each.solo for each in found), min(each.batch for each in found))
 
@@ -200,9 +200,9 @@ def _rows_of(kind: Kind, layout: Layout, seed: int) -> Rows:
 
 
 def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows `[rows, inputs]`, a weight and a bias whose sums nearly cancel: the rest shows the order.
+    """Rows `[rows, inputs]`, a weight and a bias whose sums nearly cancel: the remainder shows the order.
 
-    A bias is one of the numbers of a sum, so rows that it is added to are not scaled.
+    A bias is one of the numbers of a sum, so rows are not scaled if there is one.
     """
     source = torch.Generator().manual_seed(seed)
     dtype, (outputs, inputs), has_bias, is_transposed, *_ = kind
@@ -225,9 +225,9 @@ def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, T
 
 
 def has_other_products(model: nn.Module, apart: Iterable[nn.Module] = ()) -> bool:
-    """Whether passes over text multiply by weights that are not those of linear layers, as for experts in one tensor.
+    """Whether passes over text multiply by weights outside of linear layers, such as experts in one tensor.
 
-    The modules that stand `apart`, with all in them, do not count.
+    The modules in `apart`, and their submodules, do not count.
     """
     known = nn.Embedding, BlockEmbedding, QuantizedLinear
     ours = {*linear_layers(model), *(part for module in apart for part in module.modules())}
@@ -236,7 +236,7 @@ def has_other_products(model: nn.Module, apart: Iterable[nn.Module] = ()) -> boo
 
 
 def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
-    """Whether rows in half precision have the bits that they have in a pass over copies of them; but for the head."""
+    """Whether half-precision rows have the bits that they have in a pass over copies of them, except in the head."""
     head = model.get_output_embeddings()
     if has_other_products(model) or foreign_layers(model):
         return False
@@ -249,6 +249,6 @@ def _has_bits_of_copies(kind: Kind, rows: int, copies: int) -> bool:
     _, weight, bias = _cancelling(kind, 1)
     layout, most = best_layout(weight, bias, BitPolicy.SOLO, ("packed",))
     if most == MAX_ROWS and takes_any_rows(kind, layout):
-        return True  # torch multiplies each row alone, and so slowly that a comparison would take seconds
+        return True  # torch multiplies rows alone; comparing would take seconds
     x, weight, bias = _cancelling(kind, rows)
     return torch.equal(by_torch(x, weight, bias).repeat(copies, 1), by_torch(x.repeat(copies, 1), weight, bias))

@@ -1,6 +1,6 @@
-"""Which product is faster than torch's on this CPU: measured once for a machine, and kept in the cache folder.
+"""The fastest product on this CPU, measured once per machine and kept in the cache folder.
 
-The choice decides in which order a product adds, so every process must make the same one.
+The choice decides the order of sums, so every process must make the same one.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from lookahead.utils.machine import machine_fingerprint
 
 LAYOUTS = {"packed": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
-_CACHES = 1 << 26  # bytes that are read before each of them, so that weights come from memory
-_FEW_ROWS = (4, 16)  # of those products
-_ANSWER = {1: 32, 8: 32, 64: 4}  # products of a layer by their rows: 64 passes, half with drafts, and a prompt
+_CACHES = 1 << 26  # bytes read before each product, so that weights come from memory
+_FEW_ROWS = (4, 16)  # rows of the measured products
+_ANSWER = {1: 32, 8: 32, 64: 4}  # products of a layer by rows: 64 passes, half with drafts, and a prompt
 _TRIALS = 5
-_GAIN = 0.95  # most time relative to torch to count as faster
-_OTHERS = 1.5  # their time relative to the kernel of this package, which does whole layers and passes in one call
+_GAIN = 0.95  # largest time relative to torch that counts as faster
+_OTHERS = 1.5  # handicap of other backends against our kernel, which does whole layers and passes in one call
 
 
 @cache
 def measured_backends(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN) -> tuple[str, ...]:
     """The backends that multiply by a packed weight faster than torch, "packed" and "onednn", fastest first.
 
-    It is measured once for a `machine_fingerprint`. Where the cache folder cannot be written, every process measures,
-    and the last bits of float32 may differ from one process to the next.
+    Measured once per `machine_fingerprint`. If the cache folder is not writable, every process measures, and the last
+    bits of float32 may differ between processes.
     """
     case = f"{dtype}, rows {rows}, gain {gain}"
     return kept(kept_file("products", machine_fingerprint()), case, _known_backends, lambda: measure(dtype, rows, gain))
 
 
 def _known_backends(names: Any) -> tuple[str, ...]:
-    """The backends that a file names, but for those of another release."""
+    """The backends in a file, without those of other releases."""
     return tuple(name for name in names if name in LAYOUTS)
 
 
 def bfloat16_gain() -> float:
-    """How many times as fast as in float32 this CPU multiplies in bfloat16, measured once as by `measured_backends`.
+    """The speed of this CPU in bfloat16 relative to float32, measured once like `measured_backends`.
 
     The products are those of a layer for a short answer: passes over one node and over eight, and a prompt.
     """
@@ -73,9 +73,9 @@ def _known_gain(gain: Any) -> float:
 
 
 def measure(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN) -> tuple[str, ...]:
-    """The backends by their time in products of some numbers of rows, those that take less than `gain` of torch's.
+    """The backends that take less than `gain` of torch's time for these numbers of rows, best first.
 
-    The kernel of this package comes first unless another is much faster: around it, passes take less time too.
+    Our kernel comes first unless another is much faster, because it also saves time around the products.
     """
     seconds = {name: sum(taken) for name, taken in _seconds(dtype, rows).items()}
     ranks = {name: spent * (1 if name == "packed" else _OTHERS) for name, spent in seconds.items()}
@@ -83,10 +83,10 @@ def measure(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float =
 
 
 def _seconds(dtype: torch.dtype, rows: tuple[int, ...]) -> dict[str, list[float]]:
-    """The least seconds of a product of each number of rows, by backend, "torch" among them.
+    """The minimum seconds of a product for each number of rows, by backend, including "torch".
 
-    One thread multiplies, and its own time counts, whatever else the machine does: several wait for one another, most
-    of all where another program has a core.
+    The products run on one thread, and its CPU time counts, so that other load matters less: several threads wait for
+    one another, most of all if another program uses a core.
     """
     inputs, outputs = _TRIED
     with torch_on_one_thread(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
@@ -107,7 +107,7 @@ def _seconds(dtype: torch.dtype, rows: tuple[int, ...]) -> dict[str, list[float]
         seconds = {name: list[float]() for name in products}
         for count in rows:
             calls, taken = [partial(each, x[:count], None) for each in products.values()], list[list[float]]()
-            for _ in range(_TRIALS):  # the products take turns: other work may come and go
+            for _ in range(_TRIALS):  # interleaved, because other load may come and go
                 taken.append([timeit(call, others.sum, timer=clock, number=1) for call in calls])
             for name, times in zip(products, zip(*taken, strict=True), strict=True):
                 seconds[name].append(min(times))

@@ -1,4 +1,4 @@
-"""How many nodes a recurrent layer may take in one call in half precision, each with the bits that it has alone."""
+"""How many nodes a recurrent layer may take per half-precision call so that each keeps the bits it has alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PROMPT = 8  # tokens
 
 @torch.inference_mode()
 def nodes_of_call(make: Callable[[int], Backend], vocabulary: int) -> int:
-    """The most siblings whose logits and states are bit for bit those that calls for single nodes give; at least 1.
+    """The most siblings per call whose logits and states are bit for bit those of single-node calls; at least 1.
 
-    States are mostly of float32, in which another order of sums shows at once.
+    States are mostly float32, which shows another order of sums at once.
 
     Args:
-        make: Makes a backend of one row that calls recurrent layers with at most so many nodes.
+        make: Makes a backend of one row that calls recurrent layers with at most the given number of nodes.
         vocabulary: Number of token ids.
     """
     prompt = (np.arange(_PROMPT, dtype=np.int32) * 7 + 1) % vocabulary
@@ -44,7 +44,7 @@ def nodes_of_call(make: Callable[[int], Backend], vocabulary: int) -> int:
 
 
 def _scored(backend: Backend, tree: TokenTree) -> list[Any]:
-    """The logits of the children of a root, and their states."""
+    """The logits of a tree, and the states of the root's children."""
     with backend.serving():
         logits = backend.score([tree], BitPolicy.SOLO)
     states = [each for layer in backend.cache.states for each in layer.level(1).values()]
@@ -52,7 +52,7 @@ def _scored(backend: Backend, tree: TokenTree) -> list[Any]:
 
 
 def count_of(value: Any) -> int:
-    """A number of nodes that was kept; TypeError for anything else."""
+    """Parse a stored number of nodes; TypeError for anything else."""
     if type(value) is not int or not 1 <= value <= MAX_ROWS:
         raise TypeError(f"it must be a whole number from 1 to {MAX_ROWS}, got {value!r}")
     return value

@@ -1,4 +1,4 @@
-"""Passes over token trees as one call of the kernels: all layers, the last norm and the head."""
+"""Passes over token trees as one kernel call: all layers, the last norm and the head."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, u
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import torch_on_one_thread
 
-_TRIALS = 3  # of a pass by a number of threads
-_FEWER, _HOPELESS = 0.9, 1.3  # time by fewer threads, relative to the least, to take them, and to try no fewer
+_TRIALS = 3  # per number of threads
+_FEWER, _HOPELESS = 0.9, 1.3  # time relative to the least: below, fewer threads are used; above, the search stops
 _FEWEST_SLOTS = 16  # of a cache, to see how numbers change with the slot
 
 
 def fastest_number(run: Callable[[int], object], most: int, clock: Callable[[], float] = perf_counter) -> int:
-    """The number of threads with which a call takes least time: `most`, or a half, a quarter and so on of it.
+    """The number of threads with which a call is fastest: `most`, a half of it, a quarter, and so on.
 
-    Fewer are taken where that saves a tenth: what is busy now may not be so later, and threads that wait cost little.
-    Threads may share a core or the time that a container is given, and a
-    small model has too little work for many.
+    Fewer threads must save a tenth of the time: load that is there now may go, and waiting threads cost little. Threads
+    may share a core or a container's CPU quota, and a small model has too little work for many.
     """
     best, least, number = most, math.inf, most
     while number:
@@ -56,41 +55,41 @@ def fastest_number(run: Callable[[int], object], most: int, clock: Callable[[], 
 
 
 def _is_called_alone(head: Any) -> bool:
-    """Whether calling the output layer runs nothing of a user's around it."""
+    """Whether calling the output layer runs no user code around it."""
     return not (is_set_by_user(head) or user_hooks_of(head))
 
 
 class WholePass:
-    """The passes of a model whose decoder layers are alike, and which runs them by the code that transformers ships.
+    """The passes of a model whose decoder layers are alike and run by code that transformers ships.
 
-    The embedding and the rotary positions are called as modules, and the head where hooks stand around it.
+    The embedding and the rotary positions are called as modules, as is a head with hooks.
     """
 
     def __init__(self, model: Any, parts: PassParts, threads: dict[int, int]) -> None:
         self._model, self._decoder, self._parts = model, model.model, parts
         self._linears = [each for of_layer in parts.layers for each in of_layer.linears]
-        self._threads = threads  # of a pass, by those of torch; kept with the model
+        self._threads = threads  # of a pass, by torch's number of threads; kept with the model
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
         layers = [each.attention for each in parts.layers]
-        window = span_of(layers[0], {}).window  # of layers that pass none along
+        window = span_of(layers[0], {}).window  # for layers that pass no window
         self._windows = {each.options.get("sliding_window", window) for each in parts.layers}
         heads, kv_heads = (parts.layers[0].linears[at].out_features // layers[0].head_dim for at in (0, 1))
-        is_half = parts.norm.weight.dtype == torch.bfloat16  # in float32 no bits are promised
+        is_half = parts.norm.weight.dtype == torch.bfloat16  # float32 has no bit guarantee
         own = {own_attention(each, real_config(each.config)) for each in layers if is_half}
         self._has_bits = is_half and all(has_bits(each, heads, kv_heads, layers[0].head_dim) for each in own)
-        # What a streamer or a stopping criterion may change between two passes of a call.
+        # A streamer or a stopping criterion may change these between two passes of a call.
         self._layers = [each.layer for each in parts.layers]
         self._inner = [model, self._decoder, parts.norm, *([parts.head] if parts.head else []), *self._layers]
-        self._forwards: list[Any] = []  # what they run, as the first pass found it
+        self._forwards: list[Any] = []  # their `forward`s as of the first pass
         self._newest_hook = RemovableHandle.next_id
 
     def __call__(
         self, tree_pass: TreePass, cache: TreeCache, mode: CpuPass, layers: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
-        """The logits of all nodes, `[rows, width, vocab]`, and hidden states; None for a pass it does not serve.
+        """The logits of all nodes, `[rows, width, vocab]`, and hidden states; None for an unsupported pass.
 
-        The pass runs within `cpu_pass.running`. The hidden states `[rows, width, size]` of `layers`, numbered as by
-        `output_hidden_states`, are by these numbers. Nothing is written for padding.
+        Must run within `cpu_pass.running`. The hidden states `[rows, width, size]` are keyed by `layers`, numbered as
+        in `output_hidden_states`. Padding is left unwritten.
         """
         if not self._takes(tree_pass, cache):
             return None
@@ -98,7 +97,7 @@ class WholePass:
         places = tuple(layer if layer >= 0 else layer + last + 1 for layer in layers)
         if places and not (min(places) >= 0 and max(places) <= last):
             return None
-        # Weights are looked up for what the embedding will give: a hook on it must run once in a pass.
+        # Weights are looked up before calling the embedding: a hook on it must run once per pass.
         trees, scored, (rows, width) = tree_pass.trees, tree_pass.firsts, tree_pass.tokens.shape
         counts = [len(tree.tokens) - done for tree, done in zip(trees, scored, strict=True)]
         like = self._parts.norm.weight.expand(1, sum(counts), -1)
@@ -117,7 +116,7 @@ class WholePass:
         starts = cache.slots.lengths[:rows].tolist()
         if not (table.is_right and self._attends(trees, starts, table, is_exact=tree_pass.attends_per_node)):
             return None
-        # The places of what is no padding, where rows have more or fewer nodes.
+        # The flat indices of nodes that are not padding.
         kept = None
         tokens, at = tree_pass.tokens, tree_pass.positions
         if rows > 1:
@@ -145,16 +144,16 @@ class WholePass:
 
     @property
     def thread_count(self) -> int:
-        """How many threads share a pass; as many as torch has until the first was run."""
+        """Threads that share a pass; torch's number before the first pass."""
         most = torch.get_num_threads()
         return self._threads.get(most, most)
 
     def _takes(self, tree_pass: TreePass, cache: TreeCache) -> bool:
-        """Whether it is a small pass over trees, and the modules that it does not call are as found."""
+        """Whether this is a small pass over trees, and the modules that are not called are unchanged."""
         parts, slots, decoder, trees = self._parts, cache.slots, self._decoder, tree_pass.trees
         if not trees or max(map(len, trees)) > MAX_TABLE_NODES or sum(map(len, trees)) > MAX_BATCH_NODES:
             return False
-        # In half precision the nodes of several rows have the bits of their rows alone, or those of one batch.
+        # In half precision the nodes of several rows have the bits of each row alone, or of one batch.
         if len(trees) > 1 and parts.norm.weight.dtype != torch.float32 and not tree_pass.attends_per_node:
             return False
         forwards = [vars(each).get("forward") for each in self._inner]
@@ -171,7 +170,7 @@ class WholePass:
         )
 
     def _is_unhooked(self) -> bool:
-        """Whether no hook stands around the modules that a pass does not call; asked where one was set anywhere."""
+        """Whether no module that is not called has a hook; checked again after any hook was set anywhere."""
         called = self._decoder.embed_tokens, self._decoder.rotary_emb, None if self._parts.head else self._model.lm_head
         if has_global_hooks() or any(user_hooks_of(each) for each in self._model.modules() if each not in called):
             return False
@@ -179,7 +178,7 @@ class WholePass:
         return True
 
     def _attends(self, trees: Sequence[TokenTree], starts: Sequence[int], table: PassTable, *, is_exact: bool) -> bool:
-        """Whether the kernel attends in all layers: behind no window, with the bits of SDPA or faster than a mask."""
+        """Whether the kernel attends in all layers: within all windows, with the bits of SDPA or faster than a mask."""
         ends = [start + int(tree.depths.max()) + 1 for tree, start in zip(trees, starts, strict=True)]
         end, nodes = max(ends), sum(map(len, trees))
         if any(window is not None and end >= window for window in self._windows):
@@ -190,14 +189,14 @@ class WholePass:
 
 
 def _padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
-    """What stands behind each other, `[1, tokens, size]`, at its places of `[rows, width, size]`."""
+    """Scatter concatenated rows, `[1, tokens, size]`, to their places in `[rows, width, size]`."""
     padded = flat.new_empty(rows, width, flat.shape[2])
     padded.flatten(0, 1).index_copy_(0, places, flat[0])
     return padded
 
 
 def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: dict[int, int]) -> WholePass | str:
-    """The passes of a model with these fused layers and packed weights, or why they are not one call."""
+    """The `WholePass` of a model with these fused layers and packed weights, or why it cannot be one call."""
     layers = fused.layers
     if not layers:
         return "no layer is fused"
