@@ -1,1 +1,1 @@
-"""HuggingFace models and transformers: loading, caches, hooks; the only room that uses its private names."""
+"""HuggingFace models: loading, caches, hooks. Only this package uses private names of transformers."""

@@ -1,6 +1,6 @@
 """Tree attention for a HuggingFace model: the registered attention function, and the threads that use it.
 
-The running pass of a thread says what the function computes (`lookahead.backend.pass_attention`).
+The running pass of a thread decides what the function computes (`lookahead.backend.pass_attention`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from lookahead.hf.model_state import pass_local, patched_attribute
 
 ATTENTION_NAME = "lookahead_tree"
 Attend = Callable[..., Tensor]
-"""Computes the attention of a layer, module, queries, keys, values and options, as `[rows, width, heads, dim]`."""
+"""Attention of a layer for module, queries, keys, values and options; returns `[rows, width, heads, dim]`."""
 
 _guard = RLock()
-_views: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of the configuration, which a view keeps
+_views: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of the configuration, kept alive by the view
 _thread = pass_local()
 
 
 class AttentionScope:
-    """Switches a model to tree attention on the threads that run a pass of ours, and on no other.
+    """Switches a model to tree attention, only on threads that run one of our passes.
 
-    Within `serving` the modules of the model hold a view of their configuration, which has its type and values, and
-    names tree attention on threads that run a pass. The configuration itself does not change, nor other models with it.
+    Within `serving` the modules of the model hold a view of their configuration. It has the same type and values, but
+    names tree attention on threads that run a pass. The configuration itself, which other models may share, is
+    unchanged.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # The model itself keeps its configuration: users read it, and no module chooses its attention by it.
+        # The model keeps its own configuration: users read it, and no module chooses attention by it.
         held = [(each, each.__dict__.get("config")) for each in model.modules() if each is not model]
         with _guard:
             self._modules = [
@@ -48,12 +49,12 @@ class AttentionScope:
             self._own_views = tuple({id(view): view for _, _, view in self._modules}.values())
 
     def serving(self) -> AbstractContextManager[None]:
-        """Let the modules hold views until the last open block of any thread ends."""
+        """Install the views in the modules until the last open block of any thread ends."""
         return patched_attribute("config", self._modules)
 
     @contextmanager
     def running(self, attend: Attend) -> Iterator[None]:
-        """Within `serving`, let the modules attend by a function on this thread until the block ends."""
+        """Within `serving`, let the modules attend by `attend` on this thread until the block ends."""
         outer = getattr(_thread, "views", ()), getattr(_thread, "attend", None)
         _thread.views, _thread.attend = self._own_views, attend
         try:
@@ -75,7 +76,7 @@ def _view_of(config: Any) -> Any:
 
 
 def real_config(config: Any) -> Any:
-    """The configuration behind a view; any other configuration itself."""
+    """The configuration behind a view; other configurations unchanged."""
     return config._viewed if isinstance(config, _View) else config
 
 
@@ -112,7 +113,7 @@ def _view_class(kind: Any) -> Any:
 
 
 def registered_attention(config: Any, eager: Attention) -> Attention:
-    """The attention function that a layer with this configuration calls; `eager` is that of its file."""
+    """The attention function that a layer with this configuration calls; `eager` is its file's eager function."""
     own: Attention = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
     return own
 
@@ -123,15 +124,15 @@ def tree_attention(
     """Attention of the thread's running pass, with the signature of transformers' attention functions.
 
     Args:
-        module: The attention layer that calls.
+        module: The calling attention layer.
         query: `[rows, heads, width, dim]`, of the nodes of the pass.
-        key: `[rows, kv_heads, slots, dim]`, those in the cache.
+        key: `[rows, kv_heads, slots, dim]`, from the cache.
         value: `[rows, kv_heads, slots, value_dim]`.
-        attention_mask: Not used; the pass knows what a node sees.
-        **options: What the layer passes along, `scaling`, `sliding_window` or `softcap` among them.
+        attention_mask: Unused; the pass knows what a node sees.
+        **options: Options of the layer, such as `scaling`, `sliding_window` or `softcap`.
 
     Returns:
-        `[rows, width, heads, value_dim]`, and no weights.
+        `[rows, width, heads, value_dim]`, and None for the weights.
     """
     attended: Tensor = _thread.attend(module, query, key, value, **options)
     return attended, None

@@ -1,4 +1,4 @@
-"""Beams as one token tree: what transformers' beam search takes for the model."""
+"""Beams as one token tree, and a stand-in for the model in transformers' beam search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lookahead.hf.cache import RowCopy, TreeCache
 Read = Callable[[Tensor, Any], Tensor]
 Score = Callable[[Sequence[TokenTree], NDArray[np.int64]], Tensor]
 DEAD_NODES = 64
-"""Nodes that a tree gains before those that no beam comes from are dropped."""
+"""Nodes that a tree gains before dead ones, which no beam descends from, are dropped."""
 
 
 class BeamTree:
@@ -30,7 +30,7 @@ class BeamTree:
     def __init__(self, root: int, logits: Tensor, beams: int) -> None:
         self._tokens, self._parents = [root], [0]
         self.logits = logits.expand(beams, -1)  # after the newest node of each beam, `[beams, vocab]`
-        self.scored = 1  # first nodes that passes have scored; later ones wait for the next pass
+        self.scored = 1  # number of scored nodes; later ones wait for the next pass
         self.tips = [0] * beams  # the newest node of each beam
         self.most = DEAD_NODES  # nodes beyond which dropping dead ones pays
 
@@ -38,9 +38,9 @@ class BeamTree:
         return len(self._tokens)
 
     def advance(self, beams: Sequence[int], tokens: Sequence[int]) -> None:
-        """Continue some of the beams by one token each; they are the new beams.
+        """Continue beams by one token each; the results are the new beams.
 
-        Beams with the same tokens stay apart: in half precision the bits of a pass depend on the number of its rows.
+        Beams with equal tokens are not merged: in half precision the bits of a pass depend on the number of its rows.
         """
         parents = [self.tips[beam] for beam in beams]
         self.tips = list(range(len(self), len(self) + len(parents)))
@@ -53,7 +53,7 @@ class BeamTree:
         return TokenTree(np.array(self._tokens, np.int32), parents, node_depths(parents), np.zeros_like(parents))
 
     def learn(self, logits: Tensor) -> None:
-        """Take the logits after the newest node of each beam, `[beams, vocab]`."""
+        """Set the logits after the newest node of each beam, `[beams, vocab]`."""
         self.logits, self.scored = logits, len(self)
 
     def path_of(self, node: int) -> NDArray[np.int64]:
@@ -65,9 +65,9 @@ class BeamTree:
         return np.array(path[::-1])
 
     def drop_dead(self) -> tuple[IntArray, int]:
-        """Forget the nodes that no beam comes from; what all beams share is left to the cache.
+        """Drop the nodes that no beam descends from, and leave nodes shared by all beams to the cache.
 
-        Returns the nodes to keep in the cache, and how many of them, the last ones, are still nodes.
+        Returns the nodes to keep in the cache, and how many of the last ones stay tree nodes.
         """
         paths = [set(self.path_of(tip).tolist()) for tip in self.tips]
         kept, shared = sorted(set.union(*paths)), len(set.intersection(*paths)) - 1
@@ -81,15 +81,15 @@ class BeamTree:
 
 
 class BeamModel:
-    """What transformers' beam search takes for the model and for its cache. A pass scores the tips of all beams.
+    """Stands in for the model and its cache in transformers' beam search. A pass scores the tips of all beams.
 
     Args:
         model: The model.
         cache: The cache of its trees, one row per prompt.
-        score: Scores the nodes of all trees behind the first ones, whose KV is known; runs in service.
+        score: Scores the nodes of all trees after the first `scored` ones, whose KV is cached; runs within `serving`.
         roots: The last token of each prompt.
-        beams: Beams of a prompt.
-        read: Reads the prompts into the cache; the logits after each, `[prompts, vocab]`.
+        beams: Beams per prompt.
+        read: Reads the prompts into the cache; returns the logits after each, `[prompts, vocab]`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class BeamModel:
         self._chosen: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_reorder_cache":  # a model's own way to rearrange a cache
+        if name == "_reorder_cache":  # a model's own method to reorder a cache
             raise AttributeError(name)
         return getattr(self._model, name)
 
@@ -121,7 +121,7 @@ class BeamModel:
         return {"tokens": input_ids[:, -1].tolist()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the beams, int64 `[batch * num_beams]`, that the next tokens continue."""
+        """Set the beams, int64 `[batch * num_beams]`, that the next tokens continue."""
         self._chosen = (beam_idx % self._beams).tolist()
 
     def __call__(self, tokens: list[int], return_dict: bool = True) -> Any:
@@ -139,14 +139,14 @@ class BeamModel:
         """Score the tips of all trees."""
         scored, cache = np.array([tree.scored for tree in self._trees]), self._cache
         needed = int(max(cache.slots.lengths + [len(tree) for tree in self._trees]))
-        if needed > cache.slots.capacity:  # a cache that grows by itself gains half of its size
+        if needed > cache.slots.capacity:  # growing on demand would add half of its size
             cache.resize(rows=len(self._trees), capacity=needed + DEAD_NODES)
         logits = self._score_trees([tree.tree() for tree in self._trees], scored)
         for tree, each in zip(self._trees, logits, strict=True):
             tree.learn(each)
 
     def states(self) -> list[RowCopy]:
-        """The keys and values of the chosen beams, but for their newest tokens."""
+        """The keys and values of the chosen beams, without their newest tokens."""
         taken, cache = [], self._cache
         for i, beam in enumerate(self._chosen):
             row, tree = i // self._beams, self._trees[i // self._beams]
@@ -154,10 +154,10 @@ class BeamModel:
         return taken
 
     def _output(self) -> Any:
-        """Logits after the tips, `[batch * num_beams, 1, vocab]`, as transformers' models return them."""
+        """Logits after the tips, `[batch * num_beams, 1, vocab]`, as a transformers model output."""
         logits: Any = torch.cat([tree.logits for tree in self._trees])
         return CausalLMOutputWithPast(logits=logits[:, None])
 
     def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
-        """Leave the inputs as they are."""
+        """Return the inputs unchanged."""
         return model_kwargs

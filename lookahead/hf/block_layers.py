@@ -1,4 +1,4 @@
-"""Layers with weights in the blocks of a GGUF file, and the quantizer of transformers that puts them in place."""
+"""Layers with weights in the blocks of a GGUF file, and the transformers quantizer that installs them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lookahead.kernels.packed_product import PackedWeight
 
 
 class BlockLinear(QuantizedLinear):
-    """A linear layer with the weights of a GGUF file, for inference on a CPU; it shares the bias of its original.
+    """A linear layer with the weights of a GGUF file, for inference on a CPU. It shares the original's bias.
 
-    Only the rows that it multiplies are rounded: every 32 numbers to 8 bits.
+    Only activations are rounded: every 32 numbers to 8 bits.
     """
 
     def __init__(self, linear: nn.Linear, kind: str) -> None:
@@ -31,26 +31,26 @@ class BlockLinear(QuantizedLinear):
         self.register_parameter("bias", linear.bias)
 
     def packed(self) -> PackedWeight:
-        """The weight as `kernels.packed_product` takes it."""
+        """The weight in the form of `kernels.packed_product`."""
         self.check_layout()
         return gguf_product.weight_of(self.weight, self.kind, self.out_features)
 
 
 class BlockEmbedding(nn.Module):
-    """An embedding with the weights of a GGUF file, which may be those of the output layer too.
+    """An embedding with the weights of a GGUF file, which the output layer may share.
 
-    It gives the rows that `gguf.quants.dequantize` makes of the file, rounded to the dtype of the model.
+    Its rows are those of `gguf.quants.dequantize`, rounded to the dtype of the model.
     """
 
     def __init__(self, embedding: nn.Embedding, kind: str) -> None:
         super().__init__()
         self.kind, self.num_embeddings, self.embedding_dim = kind, embedding.num_embeddings, embedding.embedding_dim
         self.weight = _without_numbers(kind, self.num_embeddings, self.embedding_dim)
-        # Changes with the dtype of the model, as a weight would.
+        # Follows the dtype of the model, as a weight would.
         self.register_buffer("like", torch.empty(0, dtype=embedding.weight.dtype, device="cpu"), persistent=False)
 
     def extra_repr(self) -> str:
-        """The sizes, for the description of the model."""
+        """The sizes, for the model's `repr`."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.kind}"
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -64,11 +64,11 @@ class BlockEmbedding(nn.Module):
 
 
 QUANTIZED_LAYERS = QuantizedLinear, BlockEmbedding
-"""The layers that have a `kind`: the type of their weights."""
+"""The layers with a `kind`, the type of their weights."""
 
 
 def weight_count(model: nn.Module) -> int:
-    """How many weights the parameters of a model stand for: an element of a quantized one holds several."""
+    """Number of weights of a model. An element of a quantized parameter holds several."""
     held = {
         id(each.weight): each.in_features * each.out_features
         for each in model.modules()
@@ -83,7 +83,7 @@ def weight_count(model: nn.Module) -> int:
 
 
 def kinds_in_words(model: nn.Module) -> str:
-    """How many layers have which type of quantized weights, and which types of a file are dequantized; or nothing."""
+    """The number of layers per quantized weight type, and the dequantized types of a file; empty if there are none."""
     kinds = Counter(each.kind for each in model.modules() if isinstance(each, QUANTIZED_LAYERS))
     counted = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
     config: Any = getattr(model, "config", None)
@@ -101,7 +101,7 @@ class BlockConfig(QuantizationConfigMixin):
     """The argument `quantization_config` of `from_pretrained` for weights in the blocks of a GGUF file.
 
     Args:
-        kinds: The types of blocks, by the names of the layers.
+        kinds: Block types by layer name.
         dequantized: Other types, whose tensors are dequantized.
     """
 
@@ -112,7 +112,7 @@ class BlockConfig(QuantizationConfigMixin):
 
 @register_quantizer("lookahead_gguf")
 class _BlockQuantizer(InferenceQuantizer):
-    """Puts layers for blocks in the places of linear layers and embeddings, before weights are loaded."""
+    """Replaces linear layers and embeddings by block layers before weights are loaded."""
 
     quantization_config: BlockConfig
 

@@ -1,4 +1,4 @@
-"""The KV cache of trees: committed tokens in slots 0..length-1 of each row, tree nodes in the slots after them."""
+"""The KV cache for trees: committed tokens in slots 0..length-1 of each row, tree nodes in the slots after them."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from lookahead.hf.state_layers import Levels, StateLayer, States, has_states
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
 
-_GROWTH = 1.5  # of the slots of a row, when they are too few
+_GROWTH = 1.5  # of the slots per row, if they are too few
 
 RowStates = tuple[Tensor, Tensor]
 
 
 class RowCopy(NamedTuple):
-    """What a cache holds of a row, by the index of the layer."""
+    """The cached contents of a row, by layer index."""
 
     kv: dict[int, RowStates]  # keys and values, `[heads, tokens, dim]`
-    states: dict[int, States]  # behind the last of the tokens
+    states: dict[int, States]  # after the last token
     tokens: int
     origin: Origin = ()  # of the keys and values
 
 
 class TreeSlots:
-    """The slots that the rows of a batch use, in every layer; one object is shared by all layers."""
+    """The slots that the rows of a batch use, shared by all layers."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)  # committed tokens, with KV in slots 0..length-1
         self.origins = [new_origin() for _ in range(rows)]
-        self.rows, self.capacity = rows, capacity  # slots of a row
+        self.rows, self.capacity = rows, capacity  # slots per row
         self.first, self.active = 0, rows  # the rows of a pass: first..first+active-1, numbered from 0 by `lengths`
         self.width = self.kv_length = 0  # nodes the running pass writes per row, and slots its queries may look at
-        self.is_even, self.start = True, 0  # whether all active rows write from one slot on; that of the first row
-        self.is_plain = False  # whether the model uses its own masks and attention in the running pass
-        self.is_fixed = False  # whether it is a fixed-shape pass
+        self.is_even, self.start = True, 0  # all active rows write from the same slot on; that of the first row
+        self.is_plain = False  # the model uses its own masks and attention in the running pass
+        self.is_fixed = False  # it is a fixed-shape pass
         self.index: Tensor | None = None  # int64 `[active * width]`, the slots of uneven rows, numbered over all rows
         self.allocations = 0  # by layers so far; when it grows, old addresses are invalid
 
     def begin(self, width: int, scored: NDArray[np.int64] | None = None, *, is_plain: bool = False) -> None:
-        """Begin a pass that writes `width` nodes per active row, behind committed tokens and nodes scored before."""
+        """Begin a pass that writes `width` nodes per active row, after committed tokens and already scored nodes."""
         lengths = self.lengths[: self.active]
         starts = (lengths if scored is None else lengths + scored).tolist()
         self.start = starts[0]
@@ -63,7 +63,7 @@ class TreeSlots:
 
     @contextmanager
     def rows_from(self, first: int, count: int) -> Iterator[None]:
-        """Leave all rows but `count` from `first` on out of the passes in a block, and number these from 0."""
+        """Restrict passes in a block to `count` rows from `first` on, numbered from 0."""
         lengths, active = self.lengths, self.active
         self.first, self.lengths, self.active = first, lengths[first:], count
         try:
@@ -86,7 +86,7 @@ class TreeSlots:
 class TreeLayer(CacheLayerMixin):
     """KV of one layer, `[rows, capacity, heads, dim]`, allocated by the first pass.
 
-    In a plain pass it returns what a layer of a `DynamicCache` does, of which a query sees `window` positions.
+    In a plain pass it acts like a layer of a `DynamicCache`, in which a query sees `window` positions.
     """
 
     keys: Tensor
@@ -96,10 +96,10 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self._slots = slots
         self._window = window
-        self.indexer: TreeLayer | None = None  # what is compared where an indexer picks the keys of queries
+        self.indexer: TreeLayer | None = None  # the indexer's keys, if an indexer picks the keys of queries
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate zeroed slots: the value of a masked slot is still multiplied by 0."""
+        """Allocate slots filled with zeros, since the value of a masked slot is still multiplied by 0."""
         shape = (self._slots.rows, self._slots.capacity)
         self.keys, self.values = (
             new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key_states, value_states)
@@ -109,7 +109,7 @@ class TreeLayer(CacheLayerMixin):
         self._slots.allocations += 1
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the pass's nodes and return the keys and values its queries may see, `[active, heads, kv, dim]`."""
+        """Write the pass's nodes; returns the keys and values its queries may see, `[active, heads, kv, dim]`."""
         slots = self._slots
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -126,14 +126,14 @@ class TreeLayer(CacheLayerMixin):
         return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write what the indexer of the pass's nodes compares, and return that of all slots, `[active, kv, dim]`."""
+        """Write the indexer keys of the pass's nodes; returns the keys of all slots, `[active, kv, dim]`."""
         self.indexer = self.indexer or TreeLayer(self._slots)
         new = indexer_key_states[:, None]
         keys, _ = self.indexer.update(new, new[..., :0])
         return keys[:, 0]
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values, and what an indexer compares."""
+        """Keys and values, and the keys of an indexer."""
         return [self.keys, self.values, *([self.indexer.keys] if self.indexer else [])]
 
     @property
@@ -155,10 +155,10 @@ class TreeLayer(CacheLayerMixin):
         """No maximum: the slots grow."""
         return -1
 
-    get_max_cache_shape = get_max_length  # as older releases of transformers call it
+    get_max_cache_shape = get_max_length  # its name in older releases of transformers
 
     def grow(self) -> None:
-        """Reallocate for the shared rows and capacity, and copy what fits of the rows in use."""
+        """Reallocate for the shared number of rows and capacity, and copy the rows in use as far as they fit."""
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
             new = old.new_zeros(self._slots.rows, self._slots.capacity, *old.shape[2:])
@@ -172,44 +172,45 @@ class TreeLayer(CacheLayerMixin):
 
 
 class StateTreeLayer(StateLayer, TreeLayer):
-    """The states of one layer, and the KV of attention beside them."""
+    """A layer with recurrent states and the KV of attention."""
 
     def __init__(self, slots: TreeSlots, window: int | None, number_of_states: int) -> None:
         StateLayer.__init__(self, number_of_states)
         TreeLayer.__init__(self, slots, window)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate slots for keys and values, which come without names, or states."""
+        """Allocate slots for keys and values, which are positional arguments, or states."""
         (TreeLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
 
 
 class TreeCache(Cache):
     """The KV cache of passes over token trees. Layers are made when the first pass reaches them, and grow.
 
-    Of layers with states a row has those behind its committed tokens, and those of a pass over trees behind each node,
-    of which `commit` takes one. Behind a prompt they are those of its last token too: `commit` comes before more trees.
+    For layers with recurrent states, a row holds the states after its committed tokens, and a pass over trees adds the
+    states after each node, of which `commit` keeps one. After a prompt the states include its last token, the root, so
+    `commit` must come before more trees.
 
     Args:
         rows: Rows of the batch.
-        capacity: Slots per row to begin with.
-        windows: Positions each layer of a `DynamicCache` keeps for a query; None for all.
-        like: The layers of a cache of transformers, if some have states.
+        capacity: Initial slots per row.
+        windows: Positions that each layer of a `DynamicCache` keeps for a query; None for all.
+        like: The layers of a transformers cache, if some have states.
     """
 
-    layers: Any  # of `TreeLayer`, `StateLayer` or `StateTreeLayer`, which the base class does not say
+    layers: Any  # `TreeLayer`, `StateLayer` or `StateTreeLayer`
 
     def __init__(
         self, *, rows: int, capacity: int, windows: Sequence[int | None] = (), like: Sequence[Any] = ()
     ) -> None:
         self.slots = slots = TreeSlots(rows, capacity)
         self._compact: Callable[..., None] | None = None  # the kernel of `commit`, bound to the buffers
-        self._bound_at = 0, 0  # allocations and tested kernels when it was bound
-        self.tables: dict[Any, Any] = {}  # of each kind a `PassTable` for the buffers as they are
+        self._bound_at = 0, 0  # allocation count and tested kernels at binding
+        self.tables: dict[Any, Any] = {}  # by kind, a `PassTable` for the current buffers
         following = chain(windows, repeat(None))
-        # The base class only calls it, so it need not be a class. It does not hold the cache, which is freed at once.
+        # The base class only calls it, so it need not be a class. It must not hold the cache, which is freed at once.
         self._next_layer: Callable[[], TreeLayer] = lambda: TreeLayer(slots, next(following))
-        self.levels: Levels | None = None  # of the newest pass over trees, where there are states
-        self._ahead = set[int]()  # rows with the states of their first root, which is not committed yet
+        self.levels: Levels | None = None  # of the newest pass over trees, if there are states
+        self._ahead = set[int]()  # rows whose states include an uncommitted root
         if like:
             super().__init__(layers=[_layer_like(each, slots) for each in like])
         else:
@@ -217,7 +218,7 @@ class TreeCache(Cache):
         self.states: list[StateLayer] = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of all layers with KV of their own; a layer that shares another's is never written."""
+        """Keys and values of all layers with their own KV. A layer that shares another's is never written."""
         return [each for layer in self._written() for each in layer.buffers()]
 
     def _written(self) -> list[TreeLayer]:
@@ -225,7 +226,7 @@ class TreeCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, TreeLayer) and layer.is_initialized]
 
     def begin_trees(self, trees: Sequence[TokenTree], device: torch.device) -> None:
-        """Let the next pass be one over trees; RuntimeError if a root was read already and is not committed."""
+        """Prepare for a pass over trees; RuntimeError if a row's states include an uncommitted root."""
         if self._ahead:
             raise RuntimeError("the states of a row are those behind its root, which is not committed")
         self.levels = Levels(trees, self.slots.width, device)
@@ -233,20 +234,20 @@ class TreeCache(Cache):
             layer.drop()
 
     def begin_prompt(self, row: int) -> None:
-        """Let the next pass go on with the text of a single row."""
+        """Prepare for a pass that continues the text of a single row."""
         self.levels = None
         for layer in self.states:
             held = layer.committed.get(row, {})
             layer.load({key: each[None].clone() for key, each in held.items()})
 
     def end_prompt(self, row: int) -> None:
-        """Keep the states that a pass over a single row left."""
+        """Keep the states after a pass over a single row."""
         self._ahead.add(row)
         for layer in self.states:
             layer.read(row)
 
     def places(self, at: int) -> tuple[Tensor, Tensor] | None:
-        """The slots of a layer that a pass over one row writes, `[1, width, heads, dim]`; None where `update` must."""
+        """A layer's slots that a pass over one row writes, `[1, width, heads, dim]`; None if `update` is needed."""
         slots = self.slots
         if slots.active > 1 or not self.is_ready(at):
             return None
@@ -255,7 +256,7 @@ class TreeCache(Cache):
         return keys, values
 
     def is_ready(self, at: int) -> bool:
-        """Whether a layer has its slots for all rows of the running pass, which may be written past `update`."""
+        """Whether a layer's slots are allocated for the running pass, and may be written without `update`."""
         slots, layer = self.slots, self.layers[at] if at < len(self.layers) else None
         if layer is None or not layer.is_initialized or slots.first or slots.is_plain:
             return False
@@ -264,12 +265,12 @@ class TreeCache(Cache):
         return True
 
     def reserve(self, capacity: int) -> None:
-        """Allocate at least so many slots a row now, before a pass that must not allocate."""
+        """Allocate at least `capacity` slots per row now, before a pass that must not allocate."""
         if capacity > self.slots.capacity:
             self.resize(rows=self.slots.rows, capacity=max(capacity, int(self.slots.capacity * _GROWTH)))
 
     def resize(self, *, rows: int, capacity: int) -> None:
-        """Reallocate for `rows`, at least the active ones, with `capacity` slots each, at least those in use."""
+        """Reallocate for `rows` rows, at least the active ones, of `capacity` slots, at least the used ones."""
         slots = self.slots
         lengths = np.zeros(rows, np.int64)
         lengths[: slots.active] = slots.lengths[: slots.active]
@@ -279,7 +280,7 @@ class TreeCache(Cache):
             layer.grow()
 
     def wipe(self, row: int, start: int = 0) -> None:
-        """Zero a row's KV after its first `start` tokens: a NaN in a masked slot would spread, as NaN · 0."""
+        """Zero a row's KV after its first `start` tokens, since a NaN in a masked slot would spread as NaN · 0."""
         for buffer in self.buffers():
             buffer[row, start:] = 0
         self.slots.lengths[row] = start
@@ -293,7 +294,7 @@ class TreeCache(Cache):
             layer.committed.pop(row, None)
 
     def _commit_states(self, row: int, path: NDArray[np.int32]) -> None:
-        """Take the states of the last node of a path."""
+        """Keep the states after the last node of a path."""
         if row in self._ahead:
             self._ahead.remove(row)
         elif len(path):
@@ -305,7 +306,7 @@ class TreeCache(Cache):
     def commit(self, row: int, path: NDArray[np.int32], live: int = 0) -> None:
         """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and drop the tree's other nodes.
 
-        The last `live` of them stay nodes of a tree: their KV stays behind the committed tokens.
+        The last `live` of them stay tree nodes: their KV stays after the committed tokens.
         """
         start = int(self.slots.lengths[row])
         self.slots.lengths[row] += len(path) - live
@@ -317,11 +318,11 @@ class TreeCache(Cache):
             self._compact = dispatch.compactor_for(self.buffers())
             self._bound_at = self.slots.allocations, len(dispatch.verdicts)
         if not len(path) or path[-1] < len(path):
-            return  # every node is in its slot already
+            return  # every node is already in its slot
         if self._compact is None or len(path) > MAX_NODES:
             nodes = torch.from_numpy(path.astype(np.int64) + start)
             for buffer in self.buffers():
-                nodes = nodes.to(buffer.device)  # a copy waits for the device, so one for all layers of it
+                nodes = nodes.to(buffer.device)  # copying synchronizes, so once per device
                 buffer[row, start : start + len(path)] = buffer[row].index_select(0, nodes)
             return
         packed = torch.from_numpy(np.array([row, start, len(path), *path], np.int32))
@@ -329,7 +330,7 @@ class TreeCache(Cache):
         self._compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
 
     def extract_row(self, row: int, path: Tensor | None = None) -> RowCopy:
-        """Copy what is held of a row; of a path (int64 `[a]`) of its tree the KV too, `[heads, length + a, dim]`."""
+        """Copy a row, and the KV of a path (int64 `[a]`) of its tree; KV `[heads, length + a, dim]`."""
         length, kv, states = int(self.slots.lengths[row]), dict[int, RowStates](), dict[int, States]()
         slots = slice(length) if path is None else torch.cat([torch.arange(length, device=path.device), length + path])
         for at, layer in enumerate(self.layers):
@@ -341,10 +342,10 @@ class TreeCache(Cache):
         return RowCopy(kv, states, length, self.slots.origins[row])
 
     def copy_prefix_from(self, row: int, states: Iterable[RowStates | None], length: int, origin: Origin = ()) -> None:
-        """Fill an empty row with the KV of its first `length` tokens: by layer keys and values, `[heads, n, dim]`.
+        """Fill an empty row with the KV of `length` tokens: keys and values by layer, `[heads, n, dim]`.
 
-        A sliding-window layer may hold only the last of them, and fills the slots before `length`. A layer without any,
-        None, reads those of another layer.
+        A sliding-window layer may hold only the last n tokens, which fill the slots before `length`. None stands for a
+        layer that reads the KV of another layer.
         """
         for at, held in enumerate(states):
             if at == len(self.layers):
@@ -359,7 +360,7 @@ class TreeCache(Cache):
         self.slots.lengths[row], self.slots.origins[row] = length, new_origin(origin, length)
 
     def hold_root(self, row: int) -> None:
-        """Let the newest committed token of a row be the root of its first tree."""
+        """Turn the newest committed token of a row into the root of its first tree."""
         slots = self.slots
         slots.lengths[row] -= 1
         slots.origins[row] = new_origin(slots.origins[row], int(slots.lengths[row]))
@@ -367,7 +368,7 @@ class TreeCache(Cache):
             self._ahead.add(row)
 
     def retire(self, row: int) -> int:
-        """Remove an active row; the last active row takes its place. Returns the row that moved to `row`."""
+        """Remove an active row; the last active row takes its place. Returns the old index of that row."""
         last = self.slots.active - 1
         if row != last:
             length = int(self.slots.lengths[last])
@@ -385,7 +386,7 @@ class TreeCache(Cache):
 
 
 def _layer_like(layer: Any, slots: TreeSlots) -> Any:
-    """The layer of a cache of trees that stands for one of a `DynamicCache`."""
+    """The `TreeCache` layer in place of a layer of a `DynamicCache`."""
     window: int | None = getattr(layer, "sliding_window", None)
     if not has_states(layer):
         return TreeLayer(slots, window) if isinstance(layer, CacheLayerMixin) else layer

@@ -1,4 +1,4 @@
-"""Code that has taken the place of that of transformers' caches."""
+"""Detection of code that replaces the code of transformers' caches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, Enco
 
 
 def changed_caches() -> str:
-    """The name of a function that has taken the place of one of transformers' caches, or an empty string."""
+    """The name of a function that replaces one of transformers' caches, or an empty string."""
     return _changed_in(_CACHES)
 
 
 def changed_cache(cache: Any) -> str:
-    """The same of a cache that a call brings along, whose class or `update` may be a user's; empty without a cache."""
+    """The same for a cache passed to a call, whose class or `update` may be a user's; empty without a cache."""
     if cache is None:
         return ""
     parts = [cache, *(getattr(cache, "layers", None) or ())]
@@ -32,7 +32,7 @@ def changed_cache(cache: Any) -> str:
 
 
 def _changed_in(kinds: frozenset[type]) -> str:
-    """A method that was added under a name that transformers' caches do not know takes no place: they never call it."""
+    """A method added under a name that transformers' caches do not use is harmless: they never call it."""
     if not (foreign := code_of(kinds).foreign):
         return ""
     spaces = [vars(base) for kind in kinds for base in kind.__mro__ if base is not object]

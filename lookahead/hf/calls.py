@@ -1,4 +1,4 @@
-"""Calls of `model.generate`: what transformers resolves one to, and its own loops."""
+"""Calls of `model.generate`: their resolved arguments, and transformers' own loops."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ GenerateOutput = utils.GenerateOutput
 
 
 class ResolvedCall(NamedTuple):
-    """What `model.generate` hands to its loop."""
+    """The arguments that `model.generate` passes to its loop."""
 
     model: PreTrainedModel
     input_ids: Tensor  # int64 `[batch, tokens]`, left-padded; of an encoder-decoder model the decoder's prompt
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
-    inputs_tensor: Tensor | None  # what the encoder has read
-    model_kwargs: dict[str, Any]  # what the model gets, the encoder's outputs included
+    inputs_tensor: Tensor | None  # the encoder's inputs
+    model_kwargs: dict[str, Any]  # inputs of the model, including the encoder's outputs
 
     @property
     def pad_token(self) -> Tensor | None:
-        """The token of padding, as a tensor; None where there is none."""
+        """The padding token as a tensor, or None."""
         config: Any = self.generation_config
         token: Tensor | None = getattr(config, "_pad_token_tensor", None)
         if token is None and isinstance(config.pad_token_id, int):
@@ -40,7 +40,7 @@ class ResolvedCall(NamedTuple):
         return token
 
 
-# The methods of a model by which `generate` decodes, besides its passes.
+# The methods of a model that `generate` decodes with, besides its passes.
 _LOOP = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
@@ -54,18 +54,18 @@ def changed_loop(model: Any) -> str:
 
 
 def mask_length(config: GenerationConfig, default: int) -> int:
-    """Tokens that the mask of a call has, as far as its configuration tells."""
+    """Length of a call's mask in tokens, if its configuration has one."""
     length: int = getattr(config, "_mask_length", default)
     return length
 
 
 def resolve_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> ResolvedCall:
-    """Let `model.generate` check and resolve its arguments; nothing is generated.
+    """Let `model.generate` check and resolve its arguments, without generating.
 
     Args:
         model: The model.
         *args: Arguments of `model.generate`.
-        **kwargs: Further ones; not `custom_generate`.
+        **kwargs: Keyword arguments of it, except `custom_generate`.
     """
     resolved: list[ResolvedCall] = []
 
@@ -87,7 +87,7 @@ def resolve_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> ResolvedC
 
 
 def own_sample(call: ResolvedCall) -> Callable[..., Any]:
-    """Transformers' own loop of greedy search and sampling for a call; it takes criteria and a streamer."""
+    """Transformers' own loop for greedy search and sampling; call it with criteria and a streamer."""
     lm: Any = call.model
     return partial(
         lm._sample,
@@ -99,7 +99,7 @@ def own_sample(call: ResolvedCall) -> Callable[..., Any]:
 
 
 def own_beam_search(call: ResolvedCall) -> Callable[..., Any]:
-    """Transformers' own beam search for a call; it takes what stands for the model, criteria and inputs."""
+    """Transformers' own beam search; call it with a stand-in for the model, criteria and inputs."""
     kind: Any = type(call.model)
     return partial(
         kind._beam_search,
@@ -110,24 +110,24 @@ def own_beam_search(call: ResolvedCall) -> Callable[..., Any]:
 
 
 def own_loop(model: Any, config: GenerationConfig) -> Callable[..., Any] | None:
-    """The loop of transformers that `model.generate` chooses by a configuration; None if it is on the Hub."""
+    """The transformers loop that `model.generate` chooses for a configuration; None if it is on the Hub."""
     name = utils.GENERATION_MODES_MAPPING[config.get_generation_mode()]
     loop: Callable[..., Any] | None = getattr(type(model), name, None)
     return loop
 
 
 def read_prompt(model: Any, input_ids: Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> Tensor:
-    """Read a prompt as the loop of transformers does; logits `[rows, n, vocab]`."""
+    """Read a prompt as transformers' loop does; returns logits `[rows, n, vocab]`."""
     logits: Tensor = model._prefill(input_ids, config, inputs).logits
     return logits
 
 
 def inputs_of_step(call: ResolvedCall, past: Cache, tokens: Tensor) -> dict[str, Any]:
-    """The inputs of the model for the newest of some tokens behind a prompt, as the loop of transformers makes them.
+    """The model inputs for the newest of `tokens` after a prompt, as transformers' loop makes them.
 
     Args:
         call: The call.
-        past: The cache, which holds the prompt and the tokens before the newest.
+        past: The cache, with the prompt and all tokens but the newest.
         tokens: int64 `[batch, 1 or more]`.
     """
     model: Any = call.model

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, every tensor of which is checked: transformers fills what is missing with random numbers."""
+"""Loading of checkpoints with a check of every tensor: transformers fills missing tensors with random numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OTHER_SHAPES = "has other shapes than the configuration says, in"
-_MAX_NAMED_TENSORS = 8  # tensors that an error names
-# Causal masks, which old releases of transformers saved with the weights of attention.
+_MAX_NAMED_TENSORS = 8  # tensors named in an error
+# Causal masks, which old releases of transformers saved with attention weights.
 _MASK = re.compile(r"\battn(\.attention)?\.(bias|masked_bias|causal_mask)$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that loads the language model of a configuration."""
+    """The transformers class that loads the language model of a configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -41,11 +41,11 @@ def no_bars() -> Iterator[None]:
 
 
 def load_weights(config: Any, location: Any, model_class: Any = None, **options: Any) -> PreTrainedModel:
-    """Load a model by `from_pretrained`, whose options these are; by `auto_class` if no class is named.
+    """Load a model by `from_pretrained` with `options`; by `auto_class` if no class is given.
 
-    Every tensor of the model must be in the checkpoint, with its shape, and the checkpoint may hold no others. What
-    transformers derives or leaves out by design is not missed: tied embeddings, buffers, rotary frequencies, layers for
-    multi-token prediction, and what a quantized checkpoint keeps beside its weights.
+    The checkpoint must have exactly the tensors of the model, with their shapes. Tensors that transformers derives or
+    leaves out by design do not count: tied embeddings, buffers, rotary frequencies, layers for multi-token prediction,
+    and the extra tensors of a quantized checkpoint.
 
     Raises:
         UnsupportedModelError: A tensor is missing, unexpected or of another shape; the message names it.
@@ -56,7 +56,7 @@ def load_weights(config: Any, location: Any, model_class: Any = None, **options:
     try:
         model, info = (model_class or auto_class(config)).from_pretrained(location, **options)
     except RuntimeError as error:
-        if "CONVERSION" not in str(error):  # a heading in the log of transformers, which has the names
+        if "CONVERSION" not in str(error):  # a heading in transformers' log, which has the names
             raise
         problem = "tensors that become one in the model, as those of experts, are missing or of another shape"
         raise UnsupportedModelError(f"the checkpoint does not fit its configuration: {problem}") from error
@@ -76,20 +76,20 @@ def load_weights(config: Any, location: Any, model_class: Any = None, **options:
 
 
 def check_fit(model: Any, faults: Sequence[str]) -> None:
-    """Raise UnsupportedModelError if a checkpoint has faults, as `fault` tells them."""
+    """Raise UnsupportedModelError if a checkpoint has faults, as formatted by `fault`."""
     if faults:
         raise UnsupportedModelError(f"the checkpoint does not fit {type(model).__name__}: it {'; it '.join(faults)}")
 
 
 def fault(what: str, names: Any) -> Iterator[str]:
-    """Nothing if there are no names, else what is wrong with these tensors."""
+    """A fault of the named tensors; nothing if there are none."""
     if shown := sorted(names):
         more = f" and {len(shown) - _MAX_NAMED_TENSORS:,} more" if len(shown) > _MAX_NAMED_TENSORS else ""
         yield f"{what} {count(len(shown), 'tensor')}: {', '.join(shown[:_MAX_NAMED_TENSORS])}{more}"
 
 
 def _unused_by_design(model: PreTrainedModel, names: Any, is_quantized: bool) -> Iterator[str]:
-    """The tensors of a checkpoint that a model of transformers is complete without."""
+    """The tensors of a checkpoint that its transformers model does not need."""
     config = model.config.get_text_config()
     buffers, modules = dict(model.named_buffers()), dict(model.named_modules())
     layers = getattr(config, "num_hidden_layers", None) or 0

@@ -1,4 +1,4 @@
-"""What the rows of a decoder attend to: keys and values of what the encoder has read for each, and their masks."""
+"""Cross-attention of decoder rows: keys and values of each row's encoder outputs, and their masks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lookahead.hf.call_caches import CACHE
 
 
 class Cross:
-    """How a decoder attends to what the encoder has read: by keys and values that are not those of its own text.
+    """Cross-attention of a decoder: keys and values of encoder outputs instead of its own text.
 
     Attributes:
         own: The cache of its own text.
         mask: bool `[rows, 1, 1, tokens]`; None for all tokens.
-        alone: By row, without what pads it: tokens, and their mask as above.
+        alone: By row, without padding: number of tokens, and their mask as above.
     """
 
     def __init__(self, own: TreeCache, masks: Sequence[Tensor] = ()) -> None:
@@ -36,7 +36,7 @@ class Cross:
         self.see(masks)
 
     def see(self, masks: Sequence[Tensor]) -> None:
-        """Let every row see what its mask shows, bool `[tokens]`."""
+        """Set the masks of all rows, bool `[tokens]` each."""
         self.mask: Tensor | None = None
         if not all(bool(mask.all()) for mask in masks) or len({len(mask) for mask in masks}) > 1:
             self.mask = pad_sequence(list(masks), batch_first=True)[:, None, None]
@@ -45,17 +45,17 @@ class Cross:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What the decoder attends to, and where it keeps its keys and values."""
+    """Encoder outputs for the decoder to attend to, and its cache."""
 
     outputs: Any  # of the encoder, one row per input
-    mask: Tensor | None  # int64 `[rows, tokens]`, the attention mask of the inputs; None for all; sound has longer ones
-    past: EncoderDecoderCache  # empty at first; it ends as `model.generate` would leave it
-    is_returned: bool = False  # whether the caller gets the cache, and may use it outside of inference mode
-    tokens: Sequence[IntArray] = ()  # inputs without padding, int32; none if the decoder has another vocabulary
-    heard: Tensor | None = None  # sound or images that the encoder has read, `[rows, ...]`
+    mask: Tensor | None  # int64 `[rows, tokens]`, attention mask of the inputs; None for all; audio has longer masks
+    past: EncoderDecoderCache  # empty at first; ends as `model.generate` would leave it
+    is_returned: bool = False  # the caller gets the cache, and may use it outside of inference mode
+    tokens: Sequence[IntArray] = ()  # inputs without padding, int32; empty if the decoder has another vocabulary
+    heard: Tensor | None = None  # audio or images that the encoder has read, `[rows, ...]`
 
     def masks(self) -> list[Tensor]:
-        """Of every row what its decoder sees of the outputs, bool `[tokens]`; of a mask of other tokens all of them."""
+        """The decoder's masks over each row's outputs, bool `[tokens]`; all True if `mask` has another length."""
         shape = self.outputs[0].shape[:2]
         if self.mask is not None and self.mask.shape == shape:
             return list(self.mask.bool())
@@ -63,24 +63,24 @@ class Encoded:
 
 
 class EncodedRows:
-    """What was encoded for the rows of a batch that others join and leave, padded to one length.
+    """Encoder outputs for the rows of a batch that rows join and leave, padded to one length.
 
     Args:
         own: The cache of the decoder's own text.
-        decoder: The decoder, which is told what of the outputs it sees.
+        decoder: The decoder, whose inputs include the mask of the outputs.
     """
 
     def __init__(self, own: TreeCache, decoder: nn.Module) -> None:
         self._own, self._decoder = own, decoder
-        self._masks: list[Tensor] = []  # bool `[tokens]` of every row
+        self._masks: list[Tensor] = []  # bool `[tokens]` per row
         self._buffers: list[Tensor] = []  # keys and values of all layers, `[rows or more, heads, tokens, size]`
-        self._is_changed = self._is_lent = False  # lent: what is held is the caller's too
+        self._is_changed = self._is_lent = False  # lent: the buffers also belong to the caller
         self._inputs: dict[str, Any] = {}
         self._cross = Cross(own)
 
     @contextmanager
     def joining(self, encoded: Encoded) -> Iterator[None]:
-        """Let rows join: the passes of the block are over them alone, and compute their keys and values."""
+        """Let rows join. Passes in the block are over the new rows only, and compute their keys and values."""
         outputs, mask, cross = encoded.outputs, encoded.mask, encoded.past.cross_attention_cache
         past = EncoderDecoderCache(self._own, cross)
         past.is_updated = encoded.past.is_updated
@@ -88,7 +88,7 @@ class EncodedRows:
         self._inputs = {"encoder_outputs": outputs, "attention_mask": mask, CACHE: past}
         with self._seeing(encoded) as masks:
             yield
-        if encoded.is_returned:  # rows that end leave the passes, but not the cache of the caller
+        if encoded.is_returned:  # finished rows leave the passes, but not the caller's cache
             cross, self._is_lent = copy(cross), True
             cross.layers = [copy(layer) for layer in cross.layers]
             self._inputs[CACHE] = past = EncoderDecoderCache(self._own, cross)
@@ -103,9 +103,9 @@ class EncodedRows:
 
     @contextmanager
     def _seeing(self, encoded: Encoded) -> Iterator[list[Tensor]]:
-        """Let rows see what the model shows its decoder in a block; yields their masks, bool `[tokens]`.
+        """Record the masks that the model passes to its decoder in a block; yields them, bool `[tokens]` per row.
 
-        Of sound an encoder gives fewer outputs than its mask has places, and the model makes another mask for them.
+        For audio an encoder gives fewer outputs than its mask has entries, and the model makes another mask for them.
         """
         thread, masks, is_shown = get_ident(), encoded.masks(), False
         self._cross = Cross(self._own, masks)
@@ -130,7 +130,7 @@ class EncodedRows:
             raise UnsupportedModelError("what its decoder sees of the encoder's outputs is not known")
 
     def _append(self, states: Sequence[Tensor]) -> None:
-        """Keep keys and values of further rows."""
+        """Keep the keys and values of further rows."""
         first, (rows, _, tokens, _) = len(self._masks), states[0].shape
         for at, new in enumerate(states):
             buffer = self._buffers[at]
@@ -140,7 +140,7 @@ class EncodedRows:
                 self._buffers[at][:first, :, : buffer.shape[2]] = buffer[:first]
                 buffer = self._buffers[at]
             buffer[first : first + rows, :, :tokens] = new
-            buffer[first : first + rows, :, tokens:] = 0  # what is no number there would spread, as NaN · 0
+            buffer[first : first + rows, :, tokens:] = 0  # NaN there would spread, as NaN · 0
         self._is_changed = True
 
     def retire(self, row: int) -> None:
@@ -155,22 +155,22 @@ class EncodedRows:
         self._is_changed = bool(self._masks)
 
     def of_pass(self) -> tuple[dict[str, Any], Cross]:
-        """The inputs of a pass over all rows, and how they attend."""
+        """The inputs of a pass over all rows, and their cross-attention."""
         if self._is_changed:
             mask = pad_sequence(self._masks, batch_first=True)
             (rows, tokens), given = mask.shape, self._inputs["attention_mask"]
             layers = held_layers(self._inputs[CACHE].cross_attention_cache)
             for layer, keys, values in zip(layers, self._buffers[::2], self._buffers[1::2], strict=True):
                 layer.keys, layer.values = keys[:rows, :, :tokens], values[:rows, :, :tokens]
-            # Their keys and values are known: of the outputs of the encoder a pass reads the shape alone.
+            # Keys and values are cached, so a pass reads only the shape of the encoder's outputs.
             outputs, known = self._inputs["encoder_outputs"], self._inputs["encoder_outputs"][0].shape[1]
             lengths = {known: tokens}
-            with torch.inference_mode(False):  # some models add to them in place
+            with torch.inference_mode(False):  # some models modify them in place
                 outputs = with_tensors(
                     outputs,
                     lambda each: each.new_zeros(rows, *(lengths.get(n, n) for n in each.shape[1:2]), *each.shape[2:]),
                 )
-            # The model makes another mask of one of sound.
+            # For audio the model makes its own mask from `attention_mask`.
             given = mask.long() if given is None or given.shape[1] == known else None
             self._inputs |= {"encoder_outputs": outputs, "attention_mask": given}
             self._cross, self._is_changed = Cross(self._own, self._masks), False
@@ -178,12 +178,12 @@ class EncodedRows:
 
 
 def held_layers(cache: Any) -> list[Any]:
-    """The layers of a cache of transformers that hold something; some configurations count those of the encoder."""
+    """The initialized layers of a transformers cache; some configurations count the encoder's layers."""
     return [layer for layer in cache.layers if layer.is_initialized]
 
 
 def with_tensors(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """An encoder's outputs with other tensors, which may be its last states, their mean or their mask; no others."""
+    """An encoder's outputs with changed tensors: last states, their mean or their mask. Other fields are dropped."""
     outputs = outputs if isinstance(outputs, ModelOutput) else BaseModelOutput(outputs[0])
     return type(outputs)(**{name: change(each) for name, each in outputs.items() if isinstance(each, Tensor)})
 

@@ -1,4 +1,4 @@
-"""What encoders read, and what is given to decoders in its place."""
+"""Encoding of inputs, and encoder outputs for drafters and probes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lookahead.hf.model_state import state_of
 
 
 def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:
-    """Let the encoder of a model read inputs, int32 `[tokens]` each."""
+    """Encode inputs, int32 `[tokens]` each."""
     seq2seq: Any = model
     ids, mask = np.zeros((2, len(inputs), max(map(len, inputs))), np.int64)
     for row, tokens in enumerate(inputs):
@@ -33,13 +33,13 @@ def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:
 
 
 def encode_heard(model: PreTrainedModel, encoded: Encoded, rows: Sequence[int], *, is_shared: bool) -> Encoded | None:
-    """Let the encoder of a model read the sound or the images that another one has read; None where they are not known.
+    """Encode the audio or images that another model's encoder has read; None if they are not known.
 
     Args:
         model: The model.
-        encoded: What the other one has read, and gives.
-        rows: Those of its rows to read.
-        is_shared: Whether both encoders give the same (`are_alike`), so that none runs.
+        encoded: The inputs and outputs of the other encoder.
+        rows: The rows to encode.
+        is_shared: Whether both encoders are equal (`are_alike`), so that the outputs can be shared.
     """
     outputs, mask = rows_of(encoded.outputs, encoded.mask, torch.tensor(rows, dtype=torch.int64))
     if not is_shared and encoded.heard is None:
@@ -56,7 +56,7 @@ def encode_heard(model: PreTrainedModel, encoded: Encoded, rows: Sequence[int], 
 
 
 def are_alike(encoder: nn.Module | None, other: nn.Module | None) -> bool:
-    """Whether two encoders have the same weights, as those of a model and of one distilled from it."""
+    """Whether two encoders have the same weights, such as those of a model and of one distilled from it."""
     if encoder is None or other is None or type(encoder) is not type(other):
         return False
     own, others = encoder.state_dict(), other.state_dict()
@@ -65,7 +65,7 @@ def are_alike(encoder: nn.Module | None, other: nn.Module | None) -> bool:
 
 
 def note_outputs(model: PreTrainedModel, outputs: Any) -> None:
-    """Keep the form of what the encoder of a model gives, for probes, unless it is as they guess."""
+    """Remember the form of a model's encoder outputs for probes, unless it is the one they guess."""
     kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
     sizes = {name: tuple(each.shape[1:]) for name, each in with_tensors(outputs, lambda each: each).items()}
     sizes.pop("attention_mask", None)
@@ -75,17 +75,17 @@ def note_outputs(model: PreTrainedModel, outputs: Any) -> None:
 
 
 def _guessed_width(model: PreTrainedModel) -> int | None:
-    """The width of what an encoder gives, by its configuration."""
+    """The width of encoder outputs according to the configuration."""
     config = getattr(encoder_of(model), "config", None)
     width: int | None = getattr(config, "output_hidden_size", None) or getattr(config, "hidden_size", None)
     return width
 
 
 def encode_probe(model: PreTrainedModel, tokens: Sequence[int], rows: int) -> Encoded:
-    """What a decoder is probed with, the same for every row: tokens that the encoder reads.
+    """Encoder outputs for probing a decoder, equal in every row: those of `tokens` if the encoder reads text.
 
-    Of an encoder that reads no text the outputs are drawn at random, as many as tokens, in the form they last had: none
-    runs, and no sound or image is made up for it. Before the first call their width is that of the configuration.
+    For audio or images the outputs are random, one per token, in the form of the last real outputs; the encoder does
+    not run, and no input is made up for it. Before the first call their width comes from the configuration.
     """
     if reads_text(model):
         return encode(model, [np.array(tokens, np.int32)] * rows)
@@ -102,6 +102,6 @@ def encode_probe(model: PreTrainedModel, tokens: Sequence[int], rows: int) -> En
 
 @dataclass
 class EncoderOutputs(BaseModelOutput):
-    """What an encoder gives; some of those that hear give the mask of it too."""
+    """Encoder outputs, to which some audio encoders add a mask."""
 
     attention_mask: Tensor | None = None  # int64 `[rows, tokens]`

@@ -1,4 +1,4 @@
-"""Facts about a model of transformers: its inputs, sizes, positions, windows, and what it attends by."""
+"""Facts about a transformers model: its inputs, sizes, positions, windows and attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.hf.call_caches import CACHE
 
 Attention = Callable[..., tuple[Tensor, Any]]
-_INDEXED = "indexed_attention"  # whose queries see the keys that an indexer picks, by a mask that the model makes
+_INDEXED = "indexed_attention"  # queries see the keys that an indexer picks, by the model's mask
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", _INDEXED})
 SILU = SiLUActivation, nn.SiLU
 """The classes of the activation `x * sigmoid(x)`."""
@@ -38,7 +38,7 @@ def is_sdpa(attention: Attention) -> bool:
 
 
 def calls_registered_attention(model: Any) -> bool:
-    """Whether layers of a model, or of its decoder, call the attention function that is configured, with all keys."""
+    """Whether the layers of a model, or of its decoder, call the configured attention function with all keys."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     own = not isinstance(decoder, PreTrainedModel) or decoder._can_set_attn_implementation()
     return bool(own and model._can_set_attn_implementation()) and not picks_keys(model)
@@ -50,7 +50,7 @@ def picks_keys(model: Any) -> bool:
 
 
 def uncompiled(model: Any) -> Any:
-    """The model that `torch.compile` wraps, which forwards attributes to it but does not store them; else the model."""
+    """The model inside `torch.compile`'s wrapper, which forwards attribute reads only; other models unchanged."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -60,12 +60,12 @@ def is_sequential(model: Any) -> bool:
 
 
 def may_keep_states(model: Any) -> bool:
-    """Whether some layers of a model are other than attention, by its class and its configuration alone."""
+    """Whether some layers of a model are not attention, judging by its class and configuration."""
     return is_sequential(model) or bool(other_layers(model.config.get_text_config(decoder=True)))
 
 
 def other_layers(config: Any) -> set[str]:
-    """The types of layers of a configuration that are other than attention."""
+    """The layer types of a configuration that are not attention."""
     return set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
 
 
@@ -75,12 +75,12 @@ def is_offloaded(module: Any) -> bool:
 
 
 def processes_of(model: Any) -> int:
-    """Number of processes that hold a model together, by tensor parallelism."""
+    """Number of processes that share a model by tensor parallelism."""
     return getattr(model, "tp_size", None) or 1
 
 
 def embedding_of(model: PreTrainedModel) -> Any:
-    """The table of a model's tokens, of some models that of their decoder; None for a transducer, which has none."""
+    """The token embedding of a model, or of its decoder; None for a transducer, which has none."""
     sides: list[Any] = [model, model.get_decoder()]
     for side in sides:
         with suppress(NotImplementedError, AttributeError):
@@ -93,13 +93,13 @@ def input_device(model: PreTrainedModel) -> torch.device:
     embedding = embedding_of(model)
     device: torch.device = embedding.weight.device
     if device.type == "meta" and is_offloaded(embedding):
-        # Offloaded weights are on meta between passes. The hook of accelerate knows the device they run on.
+        # Offloaded weights are on meta between passes; accelerate's hook knows the device they run on.
         return torch.device(getattr(embedding._hf_hook, "execution_device", "cpu"))
     return device
 
 
 def inputs_of(model: PreTrainedModel) -> frozenset[str]:
-    """The names of the inputs of a model; of a subclass that hands all on by `**kwargs`, those of its base too."""
+    """The names of the inputs of a model; if a subclass forwards `**kwargs`, the names of its base too."""
     names: set[str] = set()
     for kind in type(model).__mro__:
         if "forward" not in vars(kind):
@@ -112,17 +112,17 @@ def inputs_of(model: PreTrainedModel) -> frozenset[str]:
 
 
 def cache_input(model: PreTrainedModel) -> str:
-    """The name by which a model takes its cache; models of states alone have one of their own."""
+    """The name of a model's cache argument; purely recurrent models have another one."""
     names = inputs_of(model)
     return "cache_params" if "cache_params" in names and CACHE not in names else CACHE
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Positions a model has a table for; None where positions are computed and unlimited."""
+    """Size of a model's position table; None if positions are computed and unlimited."""
     config: Any = model.config.get_text_config()
     if getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
         return None
-    # Recurrent models have no table, and sinusoidal ones of this kind lengthen it.
+    # Recurrent models have no table, and some sinusoidal models extend theirs.
     if is_sequential(model) or _lengthens_table(model):
         return None
     limit: int | None = getattr(config, "max_position_embeddings", None)
@@ -130,23 +130,23 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _lengthens_table(model: PreTrainedModel) -> bool:
-    """Whether a model makes a longer table of positions when it needs one."""
+    """Whether a model extends its position table on demand."""
     return any(hasattr(module, "make_weights") for module in model.modules())
 
 
 def prefills_at_once(model: PreTrainedModel) -> bool:
-    """Whether a prompt must be read in one pass, because position embeddings depend on the longest position in it."""
+    """Whether a prompt must be read in one pass, because position embeddings depend on its longest position."""
     return any(rope.get("rope_type") == "longrope" for rope in rope_parameters_of(model.config.get_text_config()))
 
 
 def rope_parameters_of(config: Any) -> list[dict[str, Any]]:
-    """The rotary embeddings of a model: one for all layers, or one per type of layer."""
+    """The rotary embedding parameters of a model: one set for all layers, or one per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [each for each in rope.values() if isinstance(each, dict)] or [rope]
 
 
 def check_model(model: object) -> None:
-    """Raise ConfigError if the argument is not a model; the message says how to load one."""
+    """Raise ConfigError if the argument is not a model; the message explains how to load one."""
     if isinstance(model, nn.Module) and hasattr(model, "can_generate"):
         return
     if isinstance(model, tuple) and len(model) == 2:
@@ -155,12 +155,12 @@ def check_model(model: object) -> None:
 
 
 def reads_text(model: Any) -> bool:
-    """Whether what a model, or its encoder, reads is tokens, not sound or an image."""
+    """Whether a model, or its encoder, reads tokens instead of audio or images."""
     return bool(model.main_input_name == "input_ids")
 
 
 def encoder_of(model: Any) -> Any:
-    """The encoder of a model; None without one."""
+    """The encoder of a model, or None."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
     return None if encoder is model else encoder
 
@@ -180,7 +180,7 @@ def validate_model(model: PreTrainedModel) -> None:
             f"{name} cannot generate; lookahead serves what AutoModelForCausalLM and AutoModelForSeq2SeqLM load"
         )
     is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
-    # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
+    # GPT-NeoX is not configured as a decoder either, but its attention layers are causal.
     if not is_decoder and not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
     if embedding_of(model) is None:
@@ -190,7 +190,7 @@ def validate_model(model: PreTrainedModel) -> None:
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
-    """Most positions of a prompt and its output together by the model's configuration, its RoPE scaling included."""
+    """The maximum length of a prompt plus output by the model's configuration, including RoPE scaling."""
     config: Any = model.config.get_text_config(decoder=True)
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
@@ -226,40 +226,40 @@ def described(value: object) -> str:
 def modules_of_text(model: nn.Module) -> list[nn.Module]:
     """The modules that a pass over text may call.
 
-    What stands beside the decoder within the base model reads images or sound.
+    Modules of the base model outside of the decoder read images or audio.
     """
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         return list(model.modules())
     text = {part for each in (model.get_decoder(), model.get_output_embeddings()) if each for part in each.modules()}
-    if model.get_input_embeddings() not in text:  # some name their head a decoder
+    if model.get_input_embeddings() not in text:  # some models call their head a decoder
         return list(model.modules())
     beside = {each for each in model.base_model.modules() if each not in text and text.isdisjoint(each.modules())}
     return [each for each in model.modules() if each not in beside]
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:
-    """Positions that each layer of the cache of `model.generate` keeps for a query; None for all."""
+    """Positions that each layer of `model.generate`'s cache keeps for a query; None for all."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def side_positions(model: PreTrainedModel, side: Literal["encoder", "decoder"]) -> int | None:
-    """Positions one side has a table for; None where they are computed."""
+    """Size of the position table of one side; None if positions are computed."""
     limit: int | None = getattr(model.config, f"max_{side}_position_embeddings", None)  # LED names both
     limit = limit if limit is not None else position_limit(model)
     if limit is None and side == "decoder" and not _lengthens_table(model):
-        limit = getattr(model.config, "max_target_positions", None)  # as models that hear name it
+        limit = getattr(model.config, "max_target_positions", None)  # its name in audio models
     return limit
 
 
 def empty_cache(model: PreTrainedModel) -> EncoderDecoderCache:
-    """A cache as `model.generate` makes one."""
+    """An empty cache as `model.generate` makes it."""
     config: Any = model.config.get_text_config(decoder=True)
     return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
 
 
 def own_attention(module: Any, config: PretrainedConfig) -> Attention:
-    """The attention function that a layer of the model calls by itself, for one row at a time."""
+    """The attention function that a layer of the model calls on its own, for one row at a time."""
     name, space = config._attn_implementation, vars(sys.modules[type(module).__module__])
     if name not in ("sdpa", "eager"):
         raise UnsupportedModelError(f"the attention {name!r} has no form for single rows")

@@ -1,4 +1,4 @@
-"""Layers of a model whose products are neither torch's nor this package's, such as those of quantized weights."""
+"""Layers of a model with products of third-party code, such as quantized layers of other libraries."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lookahead.utils.shipped import is_shipped
 
 _SHIPPED = "torch.", "transformers.", "lookahead."
 _ADDRESS = re.compile(r" at 0x\w+")
-_QUANTIZERS = "torch.ao.", "transformers.integrations."  # and yet others' arithmetic
+_QUANTIZERS = "torch.ao.", "transformers.integrations."  # ship with torch or transformers, but with other arithmetic
 
 
 def foreign_layers(module: nn.Module) -> list[nn.Module]:
-    """The modules of a model that others' code computes, by their class, a weight's, or a `forward` that was set.
+    """The modules computed by third-party code, judging by their class, a weight's class, or a `forward` set on them.
 
-    Where the parts of a module hold parameters, the parts count in its place.
+    If submodules of a module hold parameters, the submodules count instead.
     """
     return [each for each in module.modules() if is_foreign(each) and not _has_parts(each)]
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether a module, its parts left out, computes by code that is not of torch, transformers or this package."""
+    """Whether a module itself, apart from submodules, uses code not from torch, transformers or this package."""
     forward = forward_under(module)
     return (
         not _is_shipped_class(type(module))
@@ -39,7 +39,7 @@ def weight_kinds(module: nn.Module) -> list[type[Any]]:
 
 
 def arithmetic_of(module: nn.Module) -> tuple[Any, ...]:
-    """What tells the arithmetic of a layer from that of others: classes, its description and its settings."""
+    """A key of the arithmetic of a layer: classes, its `repr` and its settings."""
     settings = {name: each for name, each in vars(module).items() if name[0] != "_" and not isinstance(each, Tensor)}
     shown = [_ADDRESS.sub("", repr(each)) for each in (module, *settings.values())]
     return type(module), *weight_kinds(module), *settings, *shown

@@ -1,7 +1,7 @@
 """GGUF files. transformers dequantizes one whenever it reads it, which takes longer than most requests.
 
-So it is converted once, to a folder of the platform's cache folder whose name holds a hash of the file. Nothing is kept
-before it is checked: the sizes that the metadata states, and that every tensor has found its place.
+So a file is converted once, to a cache folder whose name contains a hash of the file. It is checked first: the sizes in
+the metadata must be plausible, and every tensor must be used.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-_VERSION = 2  # of conversions; those of version 1 were not checked and may hold random weights
-# Tensors that transformers reads in another way or derives: scales of rotary embeddings, tied outputs, and experts.
+_VERSION = 2  # of conversions; version 1 was not checked and may contain random weights
+# Tensors that transformers reads differently or derives: scales of rotary embeddings, tied outputs, and experts.
 _DROPPED = re.compile(r"rope_.*|output\.weight|.*\.ffn_\w+_(exps|projs)\.weight")
 _S_PER_MB = 0.2  # of a quantized file, on one thread
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
+    """Whether a path names an existing GGUF file, judging by its suffix."""
     return Path(path).suffix.lower() == ".gguf" and os.path.isfile(path)
 
 
@@ -53,23 +53,23 @@ def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> P
 
 
 def kept_models() -> Path:
-    """The folder where what is made of GGUF files is kept."""
+    """The folder of conversions of GGUF files."""
     return user_cache_path("lookahead", appauthor=False) / "models"
 
 
 def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
-    """The folder that holds what is made of a GGUF file, made now unless an earlier call did.
+    """The folder of something derived from a GGUF file, which is made unless an earlier call did.
 
-    The folder is in the platform's cache folder, or in a temporary one if that cannot be written. A lock lets one
-    process make it and others wait.
+    The folder is in the platform's cache folder, or in a temporary one if that is not writable. A lock makes other
+    processes wait for the one that makes it.
 
     Args:
-        file: The file; the name of the folder holds a hash of it.
-        kind: What is made, and its version.
-        make: Makes it in a folder that does not exist yet.
+        file: The file; the name of the folder contains a hash of it.
+        kind: What is derived, and its version.
+        make: Makes the contents in a folder that does not exist yet.
 
     Raises:
-        UnsupportedModelError: A package is missing that reads such files.
+        UnsupportedModelError: A package that reads GGUF files is missing.
     """
     kept = kept_models()
     folder = kept / f"{file.stem}-{kind}-{_hash_of(file)[:16]}"
@@ -84,17 +84,17 @@ def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
     folder = writable_folder(kept, "converted models") / folder.name
     with locked(folder, timeout_s=-1), no_bars():  # a large model takes minutes
         if not folder.is_dir():
-            for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):  # by a process that was killed
+            for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):  # left by a killed process
                 shutil.rmtree(left, ignore_errors=True)
             with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as place:
                 made = Path(place) / "model"
                 make(made)
-                made.replace(folder)  # so a folder with this name is whole
+                made.replace(folder)  # atomic: a folder with this name is complete
     return folder
 
 
 def _convert(file: Path, announce: Callable[[str], None] | None, folder: Path) -> None:
-    """Save what a GGUF file holds as transformers saves any model."""
+    """Save a GGUF file's model in the format of transformers."""
     import transformers
 
     reader = open_checked(file)
@@ -115,19 +115,19 @@ def _convert(file: Path, announce: Callable[[str], None] | None, folder: Path) -
 
 
 def read_parts(file: Path, numbers: int) -> tuple[Any, Any]:
-    """The configuration of a GGUF file whose tensors hold so many numbers, and its tokenizer."""
+    """The configuration of a GGUF file with `numbers` tensor elements, and its tokenizer."""
     from transformers import TOKENIZER_MAPPING, AutoConfig, PreTrainedTokenizerFast
 
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(file.parent, **options, trust_remote_code=False)
     _check_size(config, numbers)
-    # The class that AutoTokenizer takes; it reads all of the metadata again to learn it, for seconds.
+    # AutoTokenizer would use this class, but spends seconds on reading all metadata again to find it.
     kind: Any = TOKENIZER_MAPPING.get(type(config), None) or PreTrainedTokenizerFast
     return config, kind.from_pretrained(file.parent, **options)
 
 
 def set_end_token(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Let a model that knows no end token generate until that of its tokenizer."""
+    """Use the tokenizer's end token for a model without one."""
     assert model.generation_config is not None
     if model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -135,25 +135,25 @@ def set_end_token(model: PreTrainedModel, tokenizer: Any) -> None:
 
 @contextmanager
 def one_error(file: Path) -> Iterator[None]:
-    """One error for what transformers, tokenizers and safetensors raise about a file, dozens of unrelated types."""
+    """Turn the dozens of unrelated errors of transformers, tokenizers and safetensors about a file into one."""
     try:
         yield
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"model {file.name}: {error}") from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk; transformers raises others without a number
+            raise  # a disk error; transformers' own have no number
         reason = f"its metadata lacks {error}" if isinstance(error, KeyError) else first_line(error)
         raise UnsupportedModelError(f"model {file.name} cannot be read by transformers: {reason}") from error
 
 
 def open_checked(file: Path) -> Any:
-    """The `GGUFReader` of a file; UnsupportedModelError unless it is whole, and its metadata fit its tensors."""
+    """The `GGUFReader` of a file; UnsupportedModelError unless it is complete and its metadata fit its tensors."""
     import numpy as np
     from gguf import GGUFReader
 
     class PlainReader(GGUFReader):
-        """It takes hundreds of thousands of slices, each of which costs three times as much of a mapped array."""
+        """Reads a plain array: it takes hundreds of thousands of slices, which cost thrice as much from a memmap."""
 
         def _get(self, *args: Any, **kwargs: Any) -> Any:
             self.data: Any = self.data.view(np.ndarray)
@@ -161,14 +161,14 @@ def open_checked(file: Path) -> Any:
 
     try:
         reader = PlainReader(file)
-    except Exception as error:  # NumPy's errors, and the reader's own, for bytes that are missing or mean nothing
+    except Exception as error:  # errors of NumPy and of the reader for missing or invalid bytes
         raise UnsupportedModelError(f"model {file.name} is truncated or no GGUF file: {first_line(error)}") from error
     check_metadata(file.name, reader)
     return reader
 
 
 def _dtype_of(reader: Any) -> torch.dtype:
-    """The dtype that a GGUF file is converted to, that of most weights."""
+    """The dtype that a GGUF file is converted to, by the type of most weights."""
     import torch
 
     weights: Counter[str] = Counter()
@@ -179,32 +179,32 @@ def _dtype_of(reader: Any) -> torch.dtype:
 
 
 def _check_size(config: Any, numbers: int) -> None:
-    """Refuse a configuration of far more parameters than a file has numbers, before they are allocated."""
+    """Refuse a configuration with far more parameters than a file has, before they are allocated."""
     import torch
 
     with torch.device("meta"):
         described = auto_class(config).from_config(config).num_parameters()
-    if described > 2 * numbers:  # where some are missing, an error names them later
+    if described > 2 * numbers:  # smaller gaps are reported later by name
         raise UnsupportedModelError(
             f"its metadata describes a model of {described:,} parameters, and its tensors hold {numbers:,}"
         )
 
 
 def _check_names(sizes: dict[str, int], model: PreTrainedModel) -> None:
-    """Refuse tensors that transformers drops without a word, as the biases of a model that has none there."""
+    """Refuse tensors that transformers drops silently, such as biases of layers without a bias."""
     if sum(size for name, size in sizes.items() if not name.startswith("rope_")) == model.num_parameters():
         return
     try:
         from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
         places = get_gguf_hf_weights_map(model, TensorProcessor())
-    except (ImportError, NotImplementedError):  # what is read in transformers' new way was checked
+    except (ImportError, NotImplementedError):  # transformers' new reader was already checked
         return
     check_places(sizes, places, model)
 
 
 def check_places(tensors: Iterable[str], places: Mapping[str, str], model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError for tensors that have no place in a model."""
+    """Raise UnsupportedModelError for tensors without a place in a model."""
     if dropped := sorted(name for name in {*tensors} - {*places} if not _DROPPED.fullmatch(name)):
         raise UnsupportedModelError(f"transformers has no place for {', '.join(dropped)} in {type(model).__name__}")
 
@@ -216,7 +216,7 @@ def _hash_of(file: Path) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _hash(file: Path, *_: int) -> str:
-    """The hash of a file in a state; a command asks several times, and a large file takes seconds to read."""
+    """The hash of a file, cached by its status: a command needs it several times, and reading takes seconds."""
     state = xxhash.xxh3_128()
     with file.open("rb") as stream:
         while chunk := stream.read(2**22):

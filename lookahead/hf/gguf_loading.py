@@ -1,4 +1,4 @@
-"""Models whose weights stay in the blocks of a GGUF file, filled from the mapped file."""
+"""Models whose weights stay in the blocks of a GGUF file, loaded from the mapped file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def load_blocks(file: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model whose weights stay as they are in a file, on the CPU.
+    """Load a model on the CPU that keeps the blocks of a file.
 
     Args:
-        file: The GGUF file, for which `planned_once` gives no reason against that.
-        dtype: Of hidden states, and of what is dequantized.
+        file: The GGUF file, for which `planned_once` gives no reason against it.
+        dtype: Dtype of hidden states and of dequantized weights.
 
     Raises:
-        UnsupportedModelError: A tensor is missing, or holds what is no number.
+        UnsupportedModelError: A tensor is missing, or contains invalid numbers.
     """
     folder, plan = planned_once(file)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -39,7 +39,7 @@ def load_blocks(file: Path, dtype: torch.dtype) -> PreTrainedModel:
             state[each.place] = _laid_out(file, each, orders)
         else:
             state |= _dequantized(file, each, processor, dtype)
-    kind = getattr(transformers, config.architectures[0])  # automatic classes want a name
+    kind = getattr(transformers, config.architectures[0])  # auto classes need a name
     options: dict[str, Any] = {"state_dict": state, "dtype": dtype, "local_files_only": True}
     model: PreTrainedModel = load_weights(
         config, None, kind, quantization_config=BlockConfig(plan.layers, plan.dequantized), **options
@@ -59,7 +59,7 @@ def _laid_out(file: Path, tensor: PlacedTensor, orders: RowOrders) -> Tensor:
 
 
 def _dequantized(file: Path, tensor: PlacedTensor, processor: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters that transformers makes of a tensor."""
+    """The parameters that transformers makes from a tensor."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

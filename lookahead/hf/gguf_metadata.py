@@ -1,7 +1,7 @@
-"""The sizes that a GGUF file states, checked before a model of these sizes is made.
+"""Checks of the sizes in a GGUF file's metadata, before a model of these sizes is made.
 
-Where a key is missing transformers takes the default of a configuration, which is that of another model. So a file must
-state what transformers reads of it, in whole numbers that its tensors have room for.
+For a missing key transformers uses the default of a configuration, which belongs to another model. So a file must state
+the keys that transformers reads, in whole numbers that fit its tensors.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from lookahead.errors import UnsupportedModelError
 
 _GENERAL = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens")
 _SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
-# Files may leave these out: their defaults do not depend on the model, or follow from other keys and from tensors.
+# Optional keys: their defaults do not depend on the model, or follow from other keys and from tensors.
 _OPTIONAL = re.compile(
     r"rope\..*|vocab_size|.*head_count_kv|.*(key|value|expert_feed_forward)_length|.*sliding_window|.*_id|.*gating_func"
 )
 _SIZE = re.compile(r".*(_count|_count_kv|_length|_size|_kernel|_rank|l_cache|dimension_count)")
 _NUMBER = re.compile(r".*(_epsilon|freq_base)")
-_EPSILON = re.compile(r"attention\.layer_norm_(rms_)?epsilon")  # tables of transformers name either for some models
+_EPSILON = re.compile(r"attention\.layer_norm_(rms_)?epsilon")  # transformers' tables use either for some models
 _BLOCK = re.compile(r"(?:enc\.)?blk\.(\d+)\.")
 _NO_DIMENSIONS = ("block_count", "context_length")  # other sizes are at most the largest dimension of a tensor
 _MAX_INT32 = (1 << 31) - 1
 
 
 def check_metadata(name: str, reader: Any) -> None:
-    """Raise UnsupportedModelError, which names the key, unless a `GGUFReader` states the sizes of its tensors."""
+    """Raise UnsupportedModelError, naming the key, unless a `GGUFReader`'s metadata fit its tensors."""
     values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
     shapes = {tensor.name: [*map(int, tensor.shape)] for tensor in reader.tensors}
     for problem in _problems(values, shapes, {*reader.fields}):
@@ -56,9 +56,9 @@ def _problems(values: dict[str, Any], shapes: dict[str, list[int]], keys: set[st
 
 
 def _keys_of(architecture: str) -> Sequence[str]:
-    """The keys that transformers reads of a file, without the architecture in front of them.
+    """The keys that transformers reads from a file, without the architecture prefix.
 
-    There are none if it has no table of them: it then names a missing key itself, or does not read the architecture.
+    Empty if transformers has no table for it: it then reports missing keys itself, or does not read the architecture.
     """
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
@@ -74,14 +74,14 @@ def _problem_of_value(key: str, value: Any, most: int) -> Iterator[str]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             yield f"{key} must be a positive number, got {value!r}"
     elif _SIZE.fullmatch(key):
-        # Some architectures have a number for each block, 0 where a block has no such part.
+        # Some architectures have a number per block, 0 for a block without that part.
         least, numbers = (0, value) if isinstance(value, list) else (1, [value])
         if not numbers or any(type(each) is not int or not least <= each <= most for each in numbers):
             yield f"{key} must be a whole number from 1 to {most}, got {value!r}"
 
 
 def _problems_of_tensors(architecture: str, values: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
-    """Where the shapes of the tensors, innermost dimension first, contradict the metadata."""
+    """Contradictions between the metadata and the shapes of tensors, innermost dimension first."""
     predicting = values.get(f"{architecture}.nextn_predict_layers")
     blocks = 1 + max((int(found.group(1)) for name in shapes if (found := _BLOCK.match(name))), default=-1)
     stated = values.get(f"{architecture}.block_count", blocks)

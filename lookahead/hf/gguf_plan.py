@@ -1,8 +1,8 @@
-"""What stands in a GGUF file, and which of its tensors are multiplied as they are stored.
+"""The tensors of a GGUF file, and which of them are multiplied as they are stored.
 
-A linear layer or an embedding keeps its blocks if their type is one of `gguf_blocks.TYPES`, and what transformers does
-to its tensor moves whole rows at most. Other tensors are dequantized. The configuration, the tokenizer and the places
-of tensors take seconds to read, and are kept in a small folder.
+A linear layer or an embedding keeps its blocks if their type is one of `gguf_blocks.TYPES` and transformers at most
+reorders the rows of its tensor. Other tensors are dequantized. The configuration, the tokenizer and the plan of tensors
+take seconds to read, and are kept in a small folder.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _VERSION = "parts-1"
-_S = 10  # that a configuration and a tokenizer take
+_S = 10  # to read a configuration and a tokenizer
 _FILE = "tensors.json"
-_SHARE = 0.5  # of the numbers of a file that must stand in tensors that are kept
+_SHARE = 0.5  # smallest share of a file's elements in kept tensors
 _FLOATS = {"F32", "F16", "BF16", "F64"}
 
 
@@ -39,11 +39,11 @@ class PlacedTensor(NamedTuple):
 
     Attributes:
         name: Its name in the file.
-        place: That of the model's parameter.
-        kind: The type of its numbers, as the file names it.
-        shape: As torch has it.
-        offset: Of its first byte in the file.
-        nbytes: Its bytes.
+        place: The name of the model's parameter.
+        kind: The type of its blocks or numbers, in the file's terms.
+        shape: Shape in torch's order.
+        offset: Offset of its first byte in the file.
+        nbytes: Size in bytes.
         is_kept: Whether its blocks are multiplied as they are.
     """
 
@@ -57,37 +57,37 @@ class PlacedTensor(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """How many it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class Plan(NamedTuple):
     """The tensors of a file, and the layers that keep their blocks."""
 
-    architecture: str  # as the file names it
-    reason: str  # why none is kept; empty where some are
+    architecture: str  # the file's name for it
+    reason: str  # why no blocks are kept; empty if some are
     tensors: list[PlacedTensor]
-    layers: dict[str, str]  # the type of blocks, by the name of a layer
+    layers: dict[str, str]  # block types by layer name
 
     @property
     def dequantized(self) -> list[str]:
-        """The types of blocks of the tensors that are dequantized."""
+        """The block types of the dequantized tensors."""
         return sorted({each.kind for each in self.tensors if not each.is_kept} - _FLOATS)
 
 
 def planned_once(file: Path, announce: Callable[[str], None] | None = None) -> tuple[Path, Plan]:
     """The folder with the configuration and the tokenizer of a file, and its plan; made unless an earlier call did.
 
-    `announce` is called with one line of text before that.
+    `announce` is called with one line of text before that work.
 
     Raises:
-        UnsupportedModelError: The file is truncated, or describes no model that transformers reads.
+        UnsupportedModelError: The file is truncated, or transformers does not support its model.
     """
     make = partial(_describe, file, announce)
     folder = kept_once(file, _VERSION, make)
     try:
         return folder, _read(folder)
-    except (OSError, ValueError, TypeError, KeyError):  # of a torn file
+    except (OSError, ValueError, TypeError, KeyError):  # a damaged file
         with locked(folder, timeout_s=-1):
             shutil.rmtree(folder, ignore_errors=True)
         folder = kept_once(file, _VERSION, make)
@@ -121,7 +121,7 @@ def _describe(file: Path, announce: Callable[[str], None] | None, folder: Path) 
 
 
 def plan_of(reader: Any, model: PreTrainedModel) -> Plan:
-    """Where the tensors of a file stand in a model, which may be one without numbers."""
+    """Assign the tensors of a file to the parameters of a model, which may be on the meta device."""
     from lookahead.kernels import gguf_product
 
     architecture = reader.fields["general.architecture"].contents()
@@ -130,7 +130,7 @@ def plan_of(reader: Any, model: PreTrainedModel) -> Plan:
         return Plan(architecture, f"transformers reads {architecture} in another way", [], {})
     if not gguf_product.is_supported():
         return Plan(architecture, "this CPU has no instructions for float16", [], {})
-    orders, parameters = RowOrders(processor), dict(model.named_parameters())  # of tied ones one
+    orders, parameters = RowOrders(processor), dict(model.named_parameters())  # tied ones once
     tensors = [_placed(each, places[each.name]) for each in reader.tensors if each.name in places]
     shapes = {each.place: each.shape for each in tensors}
     others = _other_shapes(shapes, parameters)
@@ -152,7 +152,7 @@ def _placed(tensor: Any, place: str) -> PlacedTensor:
 
 
 def _other_shapes(shapes: dict[str, tuple[int, ...]], parameters: dict[str, Any]) -> list[str]:
-    """Where a matrix has another shape than its parameter; transformers may transpose it, or add a dimension."""
+    """Matrices whose shape differs from their parameter's; transformers may transpose one, or add a dimension."""
     return [
         f"{name} is {found} instead of {tuple(parameters[name].shape)}"
         for name, found in shapes.items()
@@ -162,7 +162,7 @@ def _other_shapes(shapes: dict[str, tuple[int, ...]], parameters: dict[str, Any]
 
 
 def _places_of(architecture: str, model: PreTrainedModel) -> dict[str, str]:
-    """The parameters of a model by the names of tensors; none unless all names are known."""
+    """The parameters of a model by tensor name; empty unless all names are known."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
@@ -179,7 +179,7 @@ def _places_of(architecture: str, model: PreTrainedModel) -> dict[str, str]:
 
 
 def processor_of(architecture: str, config: Any) -> Any:
-    """What transformers does to tensors of an architecture while it dequantizes them; None if not known here."""
+    """transformers' processor of an architecture's tensors during dequantization; None if not supported here."""
     try:
         from transformers.modeling_gguf_pytorch_utils import (
             GGUF_SUPPORTED_ARCHITECTURES,
@@ -195,7 +195,7 @@ def processor_of(architecture: str, config: Any) -> Any:
 
 
 def _read_otherwise() -> Any:
-    """The architectures whose tensors newer versions of transformers map in another way."""
+    """The architectures whose tensors newer versions of transformers map differently."""
     try:
         from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
     except ImportError:
@@ -204,14 +204,14 @@ def _read_otherwise() -> Any:
 
 
 class RowOrders:
-    """In which order transformers reads the rows of tensors, those of a query for example, found with row numbers."""
+    """The order in which transformers reads the rows of tensors such as a query's, found by sending row numbers."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._known: dict[Any, NDArray[np.int64] | None] = {}
 
     def of(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        """The row of a tensor for each row of the parameter; ValueError if something else is done to it."""
+        """The tensor row for each row of the parameter; ValueError if more than the order changes."""
         key = re.sub(r"\d+", "0", name), shape
         if key not in self._known:
             self._known[key] = self._find(name, shape)
@@ -234,13 +234,13 @@ class RowOrders:
                 and np.array_equal(np.sort(moved.weights[:, 0]), rows)
                 and bool((moved.weights == moved.weights[:, :1]).all() and (kept.weights == columns).all())
             )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):  # for other sizes or settings
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):  # unexpected sizes or settings
             return None
         return moved.weights[:, 0].astype(np.int64) if is_order else None
 
 
 def _keeps_blocks(tensor: PlacedTensor, model: PreTrainedModel, orders: RowOrders) -> bool:
-    """Whether the layer of a tensor is plain, and takes its blocks as they are but for the order of rows."""
+    """Whether the layer of a tensor is plain, and can use its blocks unchanged except for the order of rows."""
     import torch
 
     from lookahead.kernels.gguf_blocks import TYPES
@@ -260,7 +260,7 @@ def _keeps_blocks(tensor: PlacedTensor, model: PreTrainedModel, orders: RowOrder
 
 
 def _tied(model: PreTrainedModel, layers: dict[str, str]) -> dict[str, str]:
-    """The type of blocks of an output layer that shares them with the embedding."""
+    """The block type of an output layer that shares the embedding's blocks."""
     import torch
 
     weights = {id(model.get_submodule(name).weight): kind for name, kind in layers.items()}
@@ -272,7 +272,7 @@ def _tied(model: PreTrainedModel, layers: dict[str, str]) -> dict[str, str]:
 
 
 def tensor_bytes(file: Path, tensor: PlacedTensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor, mapped; UnsupportedModelError if the file ends before."""
+    """The mapped bytes of a tensor; UnsupportedModelError if the file is too short."""
     if tensor.offset + tensor.nbytes > file.stat().st_size:
         raise UnsupportedModelError(f"model {file.name} is truncated: it ends within {tensor.name}")
     return np.memmap(file, np.uint8, "r", tensor.offset, (tensor.nbytes,))

@@ -1,4 +1,4 @@
-"""Where the keys and values of rows come from, so that it is known which rows hold the same ones."""
+"""Origins of the keys and values of rows, to find rows that hold equal ones."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Origin = tuple[tuple[int, int], ...]
-"""Which texts computed the keys and values of a row: the number of each, and the end of its tokens, ascending."""
+"""The texts that computed the keys and values of a row: the number of each, and the end of its tokens, ascending."""
 
 _numbers = itertools.count()
 
 
 def new_origin(copied: Origin = (), tokens: int = 0) -> Origin:
-    """That of a row which computes its own keys and values, behind its first tokens, which are copied."""
+    """The origin of a row that copies its first `tokens` tokens and computes the others itself."""
     kept = ((number, min(end, tokens)) for i, (number, end) in enumerate(copied) if not i or copied[i - 1][1] < tokens)
     return (*(kept if tokens else ()), (next(_numbers), sys.maxsize))
 
 
 def shared_tokens(some: Origin, others: Origin) -> int:
-    """First tokens for which two rows have the keys and values of the same texts."""
+    """Number of first tokens for which two rows have the keys and values of the same texts."""
     tokens = 0
     for (number, end), (other, other_end) in zip(some, others, strict=False):
         if number != other:
@@ -34,16 +34,16 @@ def shared_tokens(some: Origin, others: Origin) -> int:
 
 
 def sharing_groups(origins: Sequence[Origin], starts: Sequence[int], *, most: int, step: int) -> NDArray[np.int64]:
-    """Rows that share first slots of a cache.
+    """Group rows that share the first slots of a cache.
 
     Args:
-        origins: Of every row.
-        starts: The slots that hold committed tokens of each.
-        most: Rows of a group.
+        origins: The origin of every row.
+        starts: The number of slots with committed tokens, for every row.
+        most: Maximum rows per group.
         step: Shared slots are a multiple of it.
 
     Returns:
-        `[rows, 2 + most]`: of each group the slots that are shared, the number of rows, and these; zeros at the end.
+        `[rows, 2 + most]`: for each group the shared slots, the number of rows, and the rows; zeros at the end.
     """
     found: NDArray[np.int64] = np.zeros((len(origins), 2 + most), np.int64)
     group = -1
@@ -51,7 +51,7 @@ def sharing_groups(origins: Sequence[Origin], starts: Sequence[int], *, most: in
         if group >= 0:
             shared, size, first = (int(each) for each in found[group, :3])
             both = min(shared_tokens(origins[first], origins[row]), starts[row], starts[first]) // step * step
-            if size < most and both > shared // 2:  # fewer slots for all would be a loss
+            if size < most and both > shared // 2:  # sharing half the slots or fewer would be a loss
                 found[group, :2], found[group, 2 + size] = (min(both, shared or both), size + 1), row
                 continue
         group += 1

@@ -1,4 +1,4 @@
-"""Calls of a module with states for the nodes of every depth of trees, in which its linear layers run once for all."""
+"""Calls of a recurrent module by tree depth, in which its linear layers run once for all nodes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lookahead.hf.model_state import pass_local
 from lookahead.hf.state_layers import Levels
 
 thread = pass_local()
-"""`cache` is that of the pass over trees that the thread runs, or None; a call gets `most` nodes, or all of a depth."""
+"""`cache` belongs to the pass over trees that the thread runs, or is None. A call gets `most` nodes or a depth."""
 _calls = pass_local()
 
 
 class LevelCalls:
     """The calls of one module in a pass.
 
-    Products of its input are computed for all nodes at the first of them. Those that make its output wait until the
-    last, once a call has shown which linear layer returns what the module does.
+    Products of its input are computed for all nodes at the first use. The products that make its output are postponed
+    to the end, once a call has shown which linear layer returns the module's output.
 
     Args:
         hidden: `[rows, width, size]`, the input of the module.
         levels: The nodes of the pass by depth.
-        last: The linear layer that makes the output, if that is known.
+        last: The linear layer that makes the output, if known.
     """
 
     def __init__(self, hidden: Tensor, levels: Levels, last: nn.Module | None) -> None:
@@ -35,10 +35,10 @@ class LevelCalls:
         self._products: dict[nn.Module, Tensor] = {}  # of all nodes
         self._given, self._nodes = hidden, torch.empty(0)
         self._newest: tuple[nn.Module, Tensor] | None = None  # the last product of the running call
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # nodes, and what the last product is of
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # nodes, and the input of the last product
 
     def run(self, cache: TreeCache, layers: list[int], most: int | None, call: Callable[[Tensor], Any]) -> Any:
-        """Call the module for all nodes; its output, `[rows, width, ...]`, or a tuple of such."""
+        """Call the module for all nodes; returns its output, `[rows, width, ...]`, or a tuple of outputs."""
         whole: Any = None
         for depth, level in enumerate(self._levels.all):
             size = most or len(level.nodes)
@@ -64,7 +64,7 @@ class LevelCalls:
             _calls.newest = outer
 
     def product(self, linear: nn.Module, x: Tensor) -> Tensor:
-        """What a linear layer of the module makes of rows, `[nodes, 1, size]`."""
+        """The product of a linear layer of the module with rows, `[nodes, 1, size]`."""
         if x is self._given:
             if linear not in self._products:
                 self._products[linear] = linear(self._hidden)
@@ -78,7 +78,7 @@ class LevelCalls:
         return made
 
     def _learn(self, made: Any) -> None:
-        """See whether the output of the module is that of a linear layer."""
+        """Find out whether a linear layer returns the module's output."""
         output = made[0] if isinstance(made, tuple) else made
         is_last = self._newest is not None and output is self._newest[1]
         if self.last is None and self._newest is not None and is_last:
@@ -87,7 +87,7 @@ class LevelCalls:
             raise RuntimeError("a module with states returns other products than it did")
 
     def _placed(self, whole: Any, part: Any) -> Any:
-        """The output of all nodes with that of a call, `[n, 1, ...]`, in its places."""
+        """Scatter the output of a call, `[n, 1, ...]`, into the output of all nodes."""
         if isinstance(part, tuple):
             before = whole if whole is not None else [None] * len(part)
             return tuple(self._placed(held, each) for held, each in zip(before, part, strict=True))
@@ -99,7 +99,7 @@ class LevelCalls:
         return whole
 
     def _finished(self, whole: Any) -> Any:
-        """The output with the products that have waited."""
+        """The output, with the postponed products computed."""
         if self._waiting and self.last is not None:
             self._nodes = torch.cat([nodes for nodes, _ in self._waiting])
             made = self.last(torch.cat([x for _, x in self._waiting]))
@@ -110,7 +110,7 @@ class LevelCalls:
 
 
 class SharedLinear:
-    """Stands for a linear layer of a module with states; in a pass over trees it runs for the nodes of all depths."""
+    """Replaces a linear layer of a recurrent module; in a pass over trees it runs once for the nodes of all depths."""
 
     def __init__(self, linear: nn.Module) -> None:
         self._linear = linear
@@ -119,7 +119,7 @@ class SharedLinear:
         return getattr(self._linear, name)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product of rows."""
+        """The product with rows."""
         calls: LevelCalls | None = getattr(_calls, "newest", None)
         made: Tensor = self._linear(x) if calls is None else calls.product(self._linear, x)
         return made

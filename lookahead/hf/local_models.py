@@ -1,4 +1,4 @@
-"""The models that are on this machine: the default one, those in the Hub's cache, and converted GGUF files."""
+"""The models on this machine: the default model, those in the Hub's cache, and converted GGUF files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class LocalModel:
     """A model on this machine.
 
     Attributes:
-        name: What `--model` and `lookahead.load` take.
-        bytes: Its size on the disk.
-        dtype: The type of its weights; None if its files do not tell.
-        path: Where it is.
+        name: The name for `--model` and `lookahead.load`.
+        bytes: Its size on disk.
+        dtype: The type of its weights; None if its files do not say.
+        path: Its location.
     """
 
     name: str
@@ -37,7 +37,7 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """The models on this machine, the default one first, then by name."""
+    """The models on this machine: the default model first, the others by name."""
     found = sorted([*_in_hub_cache(), *_converted()], key=lambda model: model.name)
     with suppress(UnsupportedModelError):  # it is not installed
         file = Path(locate_model(DEFAULT_MODEL)[0])
@@ -78,7 +78,7 @@ def _gguf(name: str, file: Path) -> LocalModel:
 
 
 def _dtype_of(folder: Path) -> str | None:
-    """The type that a configuration names, or the method by which its weights are quantized."""
+    """The dtype in a configuration, or its quantization method."""
     try:
         config: Any = read_json(folder / "config.json")
         quantized = (config.get("quantization_config") or {}).get("quant_method")

@@ -1,8 +1,8 @@
-"""The code that the passes of a model run: what identifies it, and whether transformers and torch ship it.
+"""The code that the passes of a model run: its identity, and whether transformers and torch ship it.
 
-A verdict about a model, and a kernel in place of some of its code, hold for that code alone. So both are bound to the
-identity of every function that a pass can reach through a class, a module, a hook or a registry, and to the flags that
-these functions read.
+A verdict about a model, and a kernel that replaces some of its code, are valid only for that code. So both are bound to
+the identity of every function that a pass can reach through a class, a module, a hook or a registry, and to the flags
+that these functions read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DATA = _PRIMITIVE | {dict, list, set, frozenset, tuple, ModuleType}
 _FUNCTIONS = FunctionType, BuiltinFunctionType, torch.Tensor
 _SHARED: tuple[Any, ...] = (torch.nn.functional, sdpa_attention, masking_utils)  # every model's layers call these
 _LINEARS = frozenset((nn.Linear, Conv1D))
-_CALLS = ("forward", "_call_impl")  # attributes of a module by which it is called
+_CALLS = ("forward", "_call_impl")  # instance attributes that change how a module is called
 _PACKAGES = "torch", "transformers", "lookahead"
 _USUAL_FLAGS = True, True
 _RECORDS_OUTPUTS = "transformers.utils.output_capturing"
@@ -39,16 +39,16 @@ _RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 class Code(NamedTuple):
     """The functions that modules of some classes can call."""
 
-    number: int  # the same while no function is replaced
+    number: int  # constant while no function is replaced
     foreign: tuple[Any, ...]  # functions and other callables that neither transformers nor torch ships
-    held: list[Any]  # keeps the ids that the number was made of
+    held: list[Any]  # keeps alive the objects whose ids make up the number
 
 
 _known: dict[frozenset[type], Code] = {}
 
 
 def code_of(classes: frozenset[type]) -> Code:
-    """The code of modules of some classes: their methods, inherited ones too, and the globals of their files."""
+    """The code of modules of some classes: their methods, inherited ones included, and the globals of their files."""
     bases = list(dict.fromkeys(base for kind in classes for base in kind.__mro__ if base is not object))
     shared = _SHARED if any(issubclass(kind, nn.Module) for kind in classes) else ()
     own: list[Mapping[str, Any]] = [*map(vars, bases), *map(vars, shared)]
@@ -65,10 +65,10 @@ def code_of(classes: frozenset[type]) -> Code:
 
 
 def shipped_code(model: Any) -> dict[str, Any] | None:
-    """The functions and classes that the passes of a model can reach, by where they stand.
+    """The functions and classes that the passes of a model can reach, by location.
 
-    None where something else takes part: a hook, a compiled module, a `forward` of a module's own, or code that neither
-    transformers nor torch ships, but for this package.
+    None if anything else is involved: a hook, a compiled module, a `forward` set on a module, or code that is shipped
+    neither by transformers and torch nor by this package.
     """
     modules = list(model.modules())
     kinds = frozenset(map(type, modules))
@@ -98,19 +98,19 @@ def _files_of(classes: Iterable[type]) -> Iterator[tuple[type, ModuleType]]:
 
 
 def _is_shipped_in(module: ModuleType) -> bool:
-    """Whether a file is of torch or transformers; a user's may be a notebook, whose globals come and go."""
+    """Whether a file belongs to torch or transformers. A user's may be a notebook, whose globals come and go."""
     return module.__name__.partition(".")[0] in ("torch", "transformers")
 
 
 def _called(kind: type) -> dict[str, Any]:
-    """The globals of a class's file that its methods name, and those that these name."""
+    """The globals of a class's file that its methods name, and the globals that these name in turn."""
     space, found = vars(sys.modules[kind.__module__]), dict[str, Any]()
     waiting = [each for value in list(vars(kind).values()) for each in callables_in(value)]
     while waiting:
         function = inspect.unwrap(waiting.pop())
         for name in getattr(getattr(function, "__code__", None), "co_names", ()):
             value = space.get(name)
-            # No other callable, which may be a model, is kept alive.
+            # Other callables may be models, and must not be kept alive.
             if name not in found and isinstance(value, FunctionType | BuiltinFunctionType):
                 found[name] = value
                 waiting.append(value)
@@ -118,7 +118,7 @@ def _called(kind: type) -> dict[str, Any]:
 
 
 def callables_in(value: Any) -> Iterator[Any]:
-    """What a class attribute or a global calls; nothing for classes, which count by their own attributes."""
+    """The callables in a class attribute or a global. Classes are skipped: their own attributes count."""
     if isinstance(value, property):
         yield from filter(None, (value.fget, value.fset))
     elif isinstance(value, staticmethod | classmethod):
@@ -128,7 +128,7 @@ def callables_in(value: Any) -> Iterator[Any]:
 
 
 def multiplies_as_shipped() -> bool:
-    """Whether linear layers multiply by torch's own code, and in the precision of their type."""
+    """Whether linear layers multiply by torch's own code, and in the precision of their dtype."""
     return arithmetic_flags()[: len(_USUAL_FLAGS)] == _USUAL_FLAGS and not code_of(_LINEARS).foreign
 
 
@@ -136,19 +136,19 @@ def arithmetic_flags() -> tuple[Any, ...]:
     """Torch's global settings that change the sums of products and of attention on a CPU."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
     precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
-    attention = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()  # of CPUs too
+    attention = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()  # apply to CPUs too
     return precision in ("highest", "none", "ieee"), torch.backends.mkldnn.enabled, *attention
 
 
 class AttentionCode(NamedTuple):
-    """The functions by which the layers of a model attend."""
+    """The attention and mask functions of a model's layers."""
 
     attention: list[Callable[..., Any]]
     masks: list[Callable[..., Any]]
 
 
 def attention_code(model: Any, modules: Iterable[nn.Module]) -> AttentionCode:
-    """The attention and mask functions that the modules of a model call, by its configuration."""
+    """The attention and mask functions that the modules of a model call according to its configuration."""
     common = model.config.get_text_config()._attn_implementation or "eager"
     layers = [each for each in modules if "layer_idx" in each.__dict__]
     own = [getattr(each.__dict__.get("config"), "_attn_implementation", None) for each in layers]
@@ -164,15 +164,15 @@ def attention_code(model: Any, modules: Iterable[nn.Module]) -> AttentionCode:
 
 
 def changed_attention(model: nn.Module) -> str:
-    """The name of a module whose `forward` mixes tokens, and is not what transformers ships for it; or an empty string.
+    """The name of a module that mixes tokens with a `forward` other than transformers ships for it, or an empty string.
 
-    These are attention, what calls it, and rotary embeddings. Classes of a user's own are no change of such a one.
+    Such modules are attention, the modules around it, and rotary embeddings. A user's own class is not a change.
     """
     named = dict(model.named_modules())
     config: Any = model.config
-    encoder = {*cast(Any, model).get_encoder().modules()} if config.is_encoder_decoder else set()  # read before
+    encoder = {*cast(Any, model).get_encoder().modules()} if config.is_encoder_decoder else set()  # runs before passes
     attention = [name for name, each in named.items() if "layer_idx" in each.__dict__]
-    # The model's own `forward` stands around all of a pass, and is compared as other code is.
+    # The model's own `forward` is around a whole pass, and is compared like other code.
     around = {name[:end] for name in attention for end in range(1, len(name) + 1) if name[end:][:1] in ("", ".")}
     for name, module in named.items():
         placed = [key for key in set_on(module) if not is_ours(vars(module)[key])]
@@ -186,7 +186,7 @@ def changed_attention(model: nn.Module) -> str:
 
 
 def odd_window(model: Any, modules: Iterable[nn.Module]) -> str:
-    """Where the window of a layer is not that of the model's configuration, which masks follow; or an empty string."""
+    """A layer whose window differs from the configuration's, which masks follow, as text; or an empty string."""
     config = model.config.get_text_config(decoder=True)
     common, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     for each in modules:
@@ -201,9 +201,9 @@ def odd_window(model: Any, modules: Iterable[nn.Module]) -> str:
 
 
 class Version(NamedTuple):
-    """A number for the weights and the code of a pass, and the references to them that it was made of.
+    """A number for the weights and the code of a pass, and references to the objects that it was computed from.
 
-    While these are kept, no other object gets their ids, although the weights and the code may go.
+    The references keep the ids from being reused, without keeping weights and code alive.
     """
 
     number: int
@@ -212,16 +212,15 @@ class Version(NamedTuple):
 
 
 def version_of(model: Any) -> Version:
-    """What changes with the weights of a model, and with the code and the flags of its passes.
+    """A version that changes with a model's weights, and with the code and the flags of its passes.
 
-    The code is that of its classes and their files, its hooks and those of torch, registered attention, a `forward` of
-    a module's own. The flags are the plain values in its configuration and in its attention layers, those that hooks
-    and a user's functions read, autocast, and torch's settings of arithmetic. Every in-place operation increments the
-    version of a tensor.
+    The code is that of its classes and their files, its hooks and torch's global hooks, registered attention, and a
+    `forward` set on a module. The flags are the plain values in the configuration and in attention layers, the values
+    that hooks and user functions read, autocast, and torch's arithmetic settings. Every in-place operation increments
+    the version of a tensor.
     """
     modules = list(model.modules())
-    # Offloaded weights are other objects after every pass, or whenever they are looked at; inference tensors have no
-    # version.
+    # Offloaded weights are other objects after every pass or access; inference tensors have no version.
     held = [each._parameters for each in modules if isinstance(each._parameters, dict)]
     weights = [each for parameters in held for each in parameters.values() if each is not None]
     weights = [each for each in weights if not each.is_meta and not each.is_inference()]
@@ -259,7 +258,7 @@ def version_of(model: Any) -> Version:
         arithmetic_flags(),
     ]
     codes = [each for _, each in owns] + [_code_in(each) for _, each in hooks]
-    # Packed weights are buffers, and a quantizer may count calls in one, so that their versions do not count.
+    # Packed weights are buffers. Their versions do not count, since a quantizer may count calls in a buffer.
     packed = [each for module in modules if type(module) in foreign for each in module._buffers.values()]
     references = [_reference(each) for each in (*weights, *codes, *compiled, *attention, *packed)]
     versions = [each._version for each in weights]
@@ -269,7 +268,7 @@ def version_of(model: Any) -> Version:
 
 
 def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
-    """The functions that run around the calls of modules, with the module's place: torch's for all modules have -1."""
+    """The hooks around the calls of modules, with the module's index; -1 for torch's global hooks."""
     for at, module in enumerate(modules):
         if module._forward_hooks or module._forward_pre_hooks:
             yield from ((at, hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
@@ -278,46 +277,46 @@ def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
 
 
 def has_global_hooks() -> bool:
-    """Whether torch calls hooks around every module."""
+    """Whether torch has hooks for all modules."""
     return bool(modules_of_torch._global_forward_hooks or modules_of_torch._global_forward_pre_hooks)
 
 
 def pre_hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks that are called before a module."""
+    """The forward pre-hooks of a module."""
     return list(module._forward_pre_hooks.values())
 
 
 def user_hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks around a module, but for those of transformers, which record outputs that our passes do not ask for."""
+    """The hooks of a module, except those of transformers for recording outputs, which our passes do not request."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [hook for hook in hooks if getattr(hook, "__module__", None) != _RECORDS_OUTPUTS]
 
 
 def edits_inputs(model: nn.Module) -> bool:
-    """Whether a user's hook is shown the named inputs of a module, masks among them."""
+    """Whether a user's hook sees the keyword inputs of a module, including masks."""
     hooked = ((each._forward_pre_hooks, each._forward_pre_hooks_with_kwargs) for each in model.modules())
     return any(not is_ours(hooks[key]) for hooks, shown in hooked for key in shown if key in hooks)
 
 
 def forward_under(module: nn.Module) -> Any:
-    """The forward that accelerate or compressed-tensors stand around to move tensors, else the one set on a module."""
+    """The forward that accelerate or compressed-tensors wrapped to move tensors, else the one set on a module."""
     own = vars(module)
     return own.get("_old_forward", own.get("_original_forward_func", own.get("forward")))
 
 
 def is_ours(function: Any) -> bool:
-    """Whether a hook or a `forward` is one of this package, which stands there during a pass of any thread."""
+    """Whether a hook or a `forward` belongs to this package, which sets them during a pass of any thread."""
     function = getattr(function, "func", function)
     return str(getattr(function, "__module__", "")).startswith("lookahead.")
 
 
 def set_on(module: nn.Module) -> list[str]:
-    """The names by which calling a module runs something that was set on itself."""
+    """The instance attributes of a module that change how it is called."""
     return [name for name in _CALLS if name in module.__dict__]
 
 
 def is_set_by_user(module: nn.Module) -> bool:
-    """Whether calling a module runs something that was set on itself, and not by this package."""
+    """Whether a module has such attributes that are not from this package."""
     return not all(is_ours(module.__dict__[name]) for name in set_on(module))
 
 
@@ -327,27 +326,27 @@ def _name_of(function: Any) -> str:
 
 def _reference(value: Any) -> Any:
     try:
-        return weakref.ref(value)  # the same while one is kept
+        return weakref.ref(value)  # the same object while one is alive
     except TypeError:
         return value
 
 
 def _code_in(hook: Any) -> Any:
-    """What stands for a hook: one that is defined anew around every call of `generate` keeps its code."""
+    """The code that identifies a hook: one that is redefined around every call of `generate` keeps its code."""
     hook = getattr(hook, "func", hook)
     hook = getattr(hook, "__func__", hook)
     return getattr(hook, "__code__", type(hook))
 
 
 def _plain(value: Any) -> Any:
-    """A value of a configuration that can be compared."""
+    """A comparable form of a configuration value."""
     return value if type(value) in _PRIMITIVE or isinstance(value, dict | list | tuple) else id(value)
 
 
 def _switches_of(function: Any, depth: int = 1) -> list[Any]:
-    """What a user's function reads that decides how it treats a pass, as far as it shows.
+    """The values that a user's function reads and that may decide how it treats a pass, as far as they are visible.
 
-    That are texts, truth values, the magnitude of numbers such as a strength, and the functions that it calls.
+    These are strings, booleans, the magnitude of numbers such as a strength, and the functions that it calls.
     """
     given = (*getattr(function, "args", ()), *getattr(function, "keywords", {}).values())  # of a partial
     function = getattr(function, "func", function)
@@ -367,7 +366,7 @@ def _switches_of(function: Any, depth: int = 1) -> list[Any]:
 
 
 def _size_of(value: Any) -> Any:
-    """A plain value; of a number its sign and its magnitude, so that a counter seldom changes it."""
+    """A plain value; for a number its sign and rough magnitude, so that a counter seldom changes it."""
     if type(value) not in (int, float):
         return value
     return (value > 0) - (value < 0), math.frexp(min(abs(value), 1e300))[1] // 3 if value == value else None

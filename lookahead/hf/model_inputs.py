@@ -1,4 +1,4 @@
-"""What a model of transformers takes in a pass: tokens, positions, and what an encoder has read."""
+"""The inputs of a transformers model in a pass: tokens, positions, and encoder outputs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ModelInputs:
         cache: The cache of its passes.
     """
 
-    prefix = ""  # of the names of inputs
+    prefix = ""  # of input names
     counts_nodes = False
     joins_alone = False  # whether rows join one at a time
-    shifts: Tensor | None = None  # int64 `[rows, 1]`, positions behind a prompt less its tokens; None for zeros
+    shifts: Tensor | None = None  # int64 `[rows, 1]`, position after a prompt minus its tokens; None for zeros
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache) -> None:
         names = inputs_of(model)
@@ -43,24 +43,24 @@ class ModelInputs:
         self.takes_positions = f"{self.prefix}position_ids" in names
         self.keeps_logits = "logits_to_keep" in names
         self.positions = position_limit(model)
-        self.cross: Cross | None = None  # what the nodes of the running pass attend to besides their text
+        self.cross: Cross | None = None  # cross-attention of the running pass
 
     def join(self, encoded: Encoded) -> None:
-        """Say what an encoder has read for the rows of the next prompts."""
+        """Set the encoder outputs for the rows of the next prompts."""
 
     def joining(self) -> AbstractContextManager[None]:
-        """A block whose passes are over the rows of new prompts alone."""
+        """A block whose passes are only over the rows of new prompts."""
         return nullcontext()
 
     def read(self) -> Tensor | None:
-        """Fill the cache with the prompts; the logits behind them `[rows, 1, vocab]`, or None if passes are to read."""
+        """Fill the cache with the prompts; returns logits `[rows, 1, vocab]`, or None if passes must read them."""
         return None
 
     def retire(self, row: int, last: int) -> None:
-        """Forget a row, whose place the last one takes."""
+        """Remove a row; row `last` takes its place."""
 
     def of_pass(self, tokens: Tensor, positions: Tensor) -> AbstractContextManager[dict[str, Any]]:
-        """The arguments of one call of the model, made within a block.
+        """The arguments of one call of the model, valid within a block.
 
         Args:
             tokens: int64 `[rows, width]`.
@@ -73,15 +73,15 @@ class ModelInputs:
 
 
 class EncoderInputs(ModelInputs):
-    """The inputs of the decoder of a model with an encoder.
+    """The inputs of the decoder of an encoder-decoder model.
 
-    What the decoder looks up for slots, embeddings of positions or relative biases, is replaced by what belongs to the
-    positions of the nodes.
+    Position embeddings and relative biases that the decoder looks up by slot are replaced by those for the positions of
+    the nodes.
 
     Args:
         model: The model.
         cache: The cache of the decoder's own text.
-        encoded: What the encoder has read, one row per input; None if all rows join.
+        encoded: Encoder outputs, one row per input; None if all rows join later.
     """
 
     prefix = "decoder_"
@@ -91,10 +91,10 @@ class EncoderInputs(ModelInputs):
         super().__init__(model, cache)
         self.positions, self.joins_alone = side_positions(model, "decoder"), encoded is None
         self._vectors, self._biases = _position_tables(model)
-        if self.takes_positions:  # it looks up what belongs to them
+        if self.takes_positions:  # it looks up embeddings by position itself
             self._vectors, self.counts_nodes = [], False
         self._known = dict[nn.Module, Tensor]()  # vectors by position, of `_vectors`
-        # An attention function of ours follows the distances by itself.
+        # Our attention function follows distances itself.
         self._follows_slots = [] if calls_registered_attention(model) else self._biases
         self._rows, self._joining, self._is_returned = (
             EncodedRows(cache, cast(Any, model).get_decoder()),
@@ -103,11 +103,11 @@ class EncoderInputs(ModelInputs):
         )
 
     def join(self, encoded: Encoded) -> None:
-        """As for `ModelInputs`."""
+        """See `ModelInputs.join`."""
         self._joining = encoded
 
     def joining(self) -> AbstractContextManager[None]:
-        """A block whose passes compute keys and values of what is encoded for new rows."""
+        """A block whose passes compute cross-attention keys and values for new rows."""
         encoded, self._joining = self._joining, None
         if encoded is None:
             return nullcontext()
@@ -115,7 +115,7 @@ class EncoderInputs(ModelInputs):
         return self._rows.joining(encoded)
 
     def retire(self, row: int, last: int) -> None:
-        """As for `ModelInputs`."""
+        """See `ModelInputs.retire`."""
         if self._joining is None:
             self._rows.retire(row)
             return
@@ -126,9 +126,9 @@ class EncoderInputs(ModelInputs):
 
     @contextmanager
     def of_pass(self, tokens: Tensor, positions: Tensor) -> Iterator[dict[str, Any]]:
-        """As for `ModelInputs`."""
+        """See `ModelInputs.of_pass`."""
         encoded, self.cross = self._rows.of_pass()
-        # Passes run in inference mode. A cache that is returned must be usable outside of it.
+        # Passes run in inference mode. A returned cache must be usable outside of it.
         is_inner, given = not self._is_returned, super().of_pass(tokens, positions)
         with torch.inference_mode(is_inner), torch.no_grad(), self._placed(positions) as found, given as options:
             yield {**options, **encoded}
@@ -137,10 +137,10 @@ class EncoderInputs(ModelInputs):
 
     @contextmanager
     def _placed(self, positions: Tensor) -> Iterator[list[nn.Module]]:
-        """Let a pass of this thread have positions int64 `[rows, nodes]` in place of those of its slots.
+        """Let this thread's pass use positions int64 `[rows, nodes]` instead of its slots.
 
-        No position is behind the last slot, so what belongs to it was looked up in this pass or an earlier one. Yields
-        a list of the modules that looked up.
+        No position is beyond the last slot, so its embedding was looked up in this pass or an earlier one. Yields the
+        modules that looked up embeddings.
         """
         thread, width, found = get_ident(), positions.shape[1], list[nn.Module]()
         slots = self.cache.slots
@@ -151,7 +151,7 @@ class EncoderInputs(ModelInputs):
             found.append(module)
             new, end = vectors.reshape(-1, width, vectors.shape[-1])[0], slots.kv_length
             known = self._known.get(module, new[:0])
-            if len(known) < end:  # it doubles, so that a step copies no text
+            if len(known) < end:  # doubled, so that a step does not copy the whole text
                 self._known[module] = known = torch.cat([known, new.new_empty(end, new.shape[1])])
             known[end - width : end] = new
             return known[positions.to(known.device)]
@@ -173,7 +173,7 @@ class EncoderInputs(ModelInputs):
 
 
 def _position_tables(model: Any) -> list[list[nn.Module]]:
-    """The modules in which a decoder that counts slots looks up a vector for each, and a bias for each pair."""
+    """The modules in which a decoder that counts slots looks up position embeddings, and relative biases."""
     named = list(model.get_decoder().named_modules())
     kinds = ("embed_positions", "position_embeddings", "wpe"), "relative_attention_bias"
     return [[module for name, module in named if name.endswith(kind)] for kind in kinds]

@@ -1,4 +1,4 @@
-"""State of a model that is kept between calls, one `ModelState` per model, and what its modules hold meanwhile."""
+"""State of a model between calls, one `ModelState` per model, and temporary changes of its modules."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lookahead.hf.verdict_files import verdict_file
 from lookahead.utils.kept_values import Parse, find_kept, keep
 
 T = TypeVar("T")
-_MAX_VERSIONS = 4  # of a model, whose verdicts are kept
+_MAX_VERSIONS = 4  # of a model, for which verdicts are kept
 _log = logging.getLogger(__name__)
 
 
 class LearnedState:
-    """What decoding measures about a model. It is kept when the weights change, as in training."""
+    """Measurements of a model while decoding. They are kept when the weights change, as in training."""
 
     def __init__(self) -> None:
-        self.lock = RLock()  # held while any of it is read or changed
+        self.lock = RLock()  # held while anything is read or changed
         # Step costs and savings of drafting, by how the model is run (`LookaheadConfig.passes`).
         self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
         self.budgets: defaultdict[str, DraftingBudget] = defaultdict(DraftingBudget)
@@ -38,7 +38,7 @@ class LearnedState:
         self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def of(self, owner: object, make: Callable[[], T]) -> T:
-        """State that a proposer keeps about the model: made at its first call, dropped with the proposer."""
+        """State of a proposer about the model: made at its first call, dropped with the proposer."""
         with self.lock:
             value: T | None = self._owned.get(owner)
             if value is None:
@@ -52,41 +52,41 @@ class ModelState:
     def __init__(self, structure: Hashable = None) -> None:
         self.structure = structure
         self.learned = LearnedState()
-        self.has_failed_capture = False  # whether recording CUDA graphs failed; it is not tried again
+        self.has_failed_capture = False  # recording CUDA graphs failed, and is not tried again
         self.graphs: Any = None  # `KeptGraphs` that no call uses
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
-        self.threads: dict[int, int] = {}  # that share a pass on a CPU, by how many torch is set to
-        self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
-        self.prefixes: Any = None  # a version, and the `PrefixStore` of texts that were read with it
-        self.encoding: Any = None  # the class and the sizes of what its encoder gave last (`lookahead.hf.encoding`)
-        self.problems: dict[str, str] = {}  # what turned a faster path off, by path
-        self._noted = 0  # problems, repeated ones too
+        self.threads: dict[int, int] = {}  # threads per pass on a CPU, by torch's number of threads
+        self.tokenizers: WeakSet[Any] = WeakSet()  # checked against the model
+        self.prefixes: Any = None  # a version, and its `PrefixStore`
+        self.encoding: Any = None  # class and sizes of its newest encoder outputs (`lookahead.hf.encoding`)
+        self.problems: dict[str, str] = {}  # why a faster path is off, by path
+        self._noted = 0  # problems, including repeated ones
         self._reported: set[Hashable] = set()
         self._probed: defaultdict[str, dict[int, tuple[Version, Any]]] = defaultdict(dict)  # by name and version
-        self._file: tuple[int, Path | None] | None = None  # of the verdicts of a version
-        self.newest: Version | None = None  # of the last verdict that was asked for
-        self._probing = RLock()  # a signal handler may decode while its thread probes
+        self._file: tuple[int, Path | None] | None = None  # the verdict file of a version
+        self.newest: Version | None = None  # of the last requested verdict
+        self._probing = RLock()  # reentrant: a signal handler may decode while its thread probes
 
     def note_problem(self, path: str, problem: str) -> None:
-        """Keep what turned a faster path off, and log it once."""
+        """Record why a faster path is off, and log it once."""
         self._noted += 1
         if self.problems.get(path) != problem:
             self.problems[path] = problem
             _log.warning("%s: %s", path, problem)
 
     def log_once(self, kind: Hashable, report: object) -> None:
-        """Log what a report says of the model's code as it is, once for a kind."""
+        """Log a report once per kind and version of the model's code."""
         kind = kind, None if self.newest is None else self.newest.number
         if kind not in self._reported:
             self._reported.add(kind)
             _log.info("%s", report)
 
     def probed(self, name: str, model: Any, probe: Callable[[], T], parse: Parse[T] | None = None) -> T:
-        """The result of a probe for the weights and the code of a pass as they are; other threads wait for it.
+        """The result of a probe for the current weights and code of a pass; other threads wait for it.
 
-        The newest results are kept: hooks may come and go around every call. With `parse`, which makes a result of a
-        value of JSON, a later process finds the result in a file, unless a problem came with it, which it would not
-        tell again.
+        The newest results are kept, since hooks may come and go around every call. With `parse`, which parses a JSON
+        value, the result is also saved to a file for later processes, unless the probe noted a problem: a later process
+        would not report it.
         """
         with self._probing:
             known, self.newest = self._probed[name], version_of(model)
@@ -109,7 +109,7 @@ class ModelState:
             return result
 
     def _file_of(self, model: Any, number: int) -> Path | None:
-        """The file of verdicts for a version of the model; reading all weights for it takes longer than a pass."""
+        """The verdict file for a version of the model. Cached, since hashing all weights takes longer than a pass."""
         if self._file is None or self._file[0] != number:
             self._file = number, verdict_file(model)
         return self._file[1]
@@ -118,11 +118,11 @@ class ModelState:
 _guard = RLock()
 _states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()
 _locals: list[local] = []
-_uses: Counter[tuple[int, str]] = Counter()  # open blocks by attribute; they keep the module of an id alive
+_uses: Counter[tuple[int, str]] = Counter()  # open blocks by attribute; the blocks keep the modules alive
 
 
 def state_of(model: Any) -> ModelState:
-    """The state of a model; a new one once its vocabulary, its dtype or the class of one of its modules changed."""
+    """The state of a model; a new one if its vocabulary, its dtype or the class of one of its modules changed."""
     modules = [(type(module), module.__dict__.get("num_embeddings")) for module in model.modules()]
     structure = getattr(model, "dtype", None), hash(tuple(modules))
     with _guard:
@@ -133,14 +133,14 @@ def state_of(model: Any) -> ModelState:
 
 
 def pass_local() -> local:
-    """What a thread knows of the pass that it runs, for one of those who take the place of a model's code in it."""
+    """Thread-local data about the running pass, for code that replaces a model's code in it."""
     _locals.append(local())
     return _locals[-1]
 
 
 @contextmanager
 def outside_passes() -> Iterator[None]:
-    """Let models on this thread run their own code until the block ends: a signal handler may run within a pass."""
+    """Let models on this thread run their own code in a block, since a signal handler may run within a pass."""
     outer = [dict(each.__dict__) for each in _locals]
     for each in _locals:
         each.__dict__.clear()
@@ -154,7 +154,7 @@ def outside_passes() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """Use fresh measurements of a model where this thread is just changing them: a signal handler may run meanwhile."""
+    """Use fresh measurements of a model if this thread is changing them: a signal handler may interrupt it."""
     is_changing = state_of(model).learned.lock._is_owned()  # type: ignore[attr-defined] # as `threading.Condition` asks
     with use_learned(model, LearnedState()) if is_changing else nullcontext():
         yield
@@ -162,7 +162,7 @@ def undisturbed(model: Any) -> Iterator[None]:
 
 @contextmanager
 def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
-    """Use other measurements for a model until the block ends."""
+    """Use `learned` as a model's measurements until the block ends."""
     state = state_of(model)
     own, state.learned = state.learned, learned
     try:
@@ -175,10 +175,10 @@ def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
 def patched_attribute(name: str, values: Collection[tuple[Any, Any, Any]]) -> Iterator[None]:
     """Set an attribute of modules until the last open block of any thread ends.
 
-    Each module comes with its own value, None for that of its class, and the one that takes its place.
+    `values` are tuples of a module, its own value (None for the class's attribute), and the replacement.
     """
     with _guard:
-        # What a user has set since the value was looked at stays, and is what runs.
+        # A value that a user has set since `values` was made stays in place, and is used.
         values = [each for each in values if _uses[id(each[0]), name] or each[0].__dict__.get(name) is each[1]]
         for module, _, value in values:
             _uses[id(module), name] += 1
@@ -195,8 +195,8 @@ def patched_attribute(name: str, values: Collection[tuple[Any, Any, Any]]) -> It
                 del _uses[key]
                 current = module.__dict__.get(name)
                 if current is not value and not (is_ours(current) or hasattr(type(current), "_viewed")):
-                    continue  # a user's, set meanwhile
+                    continue  # set by a user meanwhile
                 if own is None:
                     module.__dict__.pop(name, None)
-                else:  # in one assignment: another thread may be reading it
+                else:  # one assignment, since another thread may be reading it
                     module.__dict__[name] = own

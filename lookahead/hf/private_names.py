@@ -1,6 +1,6 @@
-"""The private names of transformers and torch that this package uses, and what happens where one is gone.
+"""The private names of transformers and torch that this package uses, and the effect if one is missing.
 
-Where one that every call needs is gone, all calls go to the loop of transformers, and a warning names it.
+If a name that every call needs is missing, all calls use transformers' loop, and a warning names it.
 `make test-newest` runs the suite with the newest releases.
 """
 
@@ -16,11 +16,11 @@ _PLAIN = "every call goes to the loop of transformers, with a warning"
 
 
 class PrivateName(NamedTuple):
-    """A name that a library does not promise to keep."""
+    """A private name of a library, which may disappear."""
 
-    place: str  # the module and the class that have it; empty where it is set on some objects only
-    since: str  # the release that brought it, or the first that was looked at
-    without: str = _PLAIN  # what happens where it is gone
+    place: str  # its module and class; empty if only some objects have it
+    since: str  # the release that introduced it, or the first one checked
+    without: str = _PLAIN  # the effect if it is missing
 
 
 _LOOP = "transformers.generation.utils.GenerationMixin"
@@ -45,7 +45,7 @@ TRANSFORMERS: dict[str, PrivateName] = {
     "_sample": PrivateName(_LOOP, "4.30", "calls end with an error that names it"),
     "_update_model_kwargs_for_generation": PrivateName(_LOOP, "4.30"),
 }
-"""Private names of transformers, all in `lookahead.hf` but for what a subclass of `Trainer` calls."""
+"""Private names of transformers. All are used in `lookahead.hf`, except by a subclass of `Trainer`."""
 
 TORCH: dict[str, PrivateName] = {
     "_C": PrivateName("torch", "2.0"),
@@ -69,7 +69,7 @@ TORCH: dict[str, PrivateName] = {
     "_to_copy": PrivateName("torch.ops.aten", "2.0"),
     "_version": PrivateName("torch.Tensor", "2.0"),
 }
-"""Those of torch: what identifies the code of a pass in `lookahead.hf`, and what backends and kernels call."""
+"""Private names of torch: to identify a pass's code in `lookahead.hf`, and for calls in backends and kernels."""
 
 OTHERS: dict[str, PrivateName] = {
     "_old_forward": PrivateName("", "accelerate 1.10", "an offloaded model is decoded plainly"),
@@ -86,19 +86,19 @@ OTHERS: dict[str, PrivateName] = {
         "numba.core.caching.IndexDataCacheFile", "Numba 0.61", "AttributeError at the first call"
     ),
 }
-"""Those of accelerate, Numba and Python."""
+"""Private names of accelerate, compressed-tensors, Numba and Python."""
 
 
 @cache
 def missing_names() -> tuple[str, ...]:
-    """The names without which nothing is drafted, and which the installed transformers or torch lack."""
+    """Names needed for drafting that the installed transformers or torch lack."""
     named = (*TRANSFORMERS.items(), *TORCH.items())
     needed = [(name, each.place) for name, each in named if each.without == _PLAIN]
     return tuple(f"{place}.{name}" for name, place in needed if not _has(place, name))
 
 
 def _has(place: str, name: str) -> bool:
-    """Whether a module, a class, or a module of torch that was made has a name."""
+    """Whether a module, a class, or an instance of `nn.Module` has a name."""
     library, *parts = place.split(".")
     owner: Any = import_module(library)
     for part in parts:

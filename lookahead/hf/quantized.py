@@ -1,12 +1,12 @@
-"""Weights of 8 or 4 bits for the linear layers of a model on a CPU, which transformers quantizes while it loads it.
+"""Weights of 8 or 4 bits for the linear layers of a model on a CPU, quantized by transformers while loading.
 
-Every 64 weights of an output, and every 64 numbers of a row that is multiplied, are multiples, from -127 to 127, of a
-step of their own; weights of 4 bits are a number of their own plus multiples from 0 to 15. A pass over few tokens waits
-for the weights, and reads half of what it reads in bfloat16, or little more than a quarter; one over many multiplies
-bytes, twice as many at a time or more. A row has the same product whatever rows stand beside it, so that
-`model.generate`, prompts and drafts have the same bits.
+Every 64 weights of an output, and every 64 activations of a row, share a scale: they are integers from -127 to 127
+times the scale. 4-bit weights are an offset plus integers from 0 to 15 times the scale. A pass over few tokens is bound
+by reading the weights, which are half as large as in bfloat16, or little more than a quarter. A pass over many tokens
+multiplies bytes, at least twice as many at a time. A row's product does not depend on other rows, so `model.generate`,
+prompts and drafts have the same bits.
 
-Source of steps for blocks of both: the formats Q8_0 and Q4_1 of llama.cpp, whose blocks have 32 numbers.
+Source of both block formats: Q8_0 and Q4_1 of llama.cpp, which have blocks of 32 numbers.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.kernels import packed_product
 from lookahead.kernels.packed_product import PackedWeight
 
-_DTYPES = torch.float32, torch.bfloat16  # of rows that the kernel takes
+_DTYPES = torch.float32, torch.bfloat16  # dtypes of rows that the kernel accepts
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with weights of 8 or 4 bits, for inference on a CPU; it shares the bias of its original."""
+    """A linear layer with weights of 8 or 4 bits, for inference on a CPU. It shares the original's bias."""
 
     def __init__(self, linear: nn.Linear, bits: int = 8) -> None:
         super().__init__()
         self.bits, self.kind = bits, f"int{bits}"
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # uint8 or int8, as `kernels.packed_product` lays it out
+        # uint8 or int8, in the layout of `kernels.packed_product`
         self.weight = nn.Parameter(packed_product.quantize(linear.weight, bits), requires_grad=False)
         self.bias: nn.Parameter | None
         self.register_parameter("bias", linear.bias)
 
     def extra_repr(self) -> str:
-        """The sizes, for the description of the model."""
+        """The sizes, for the model's `repr`."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, {self.kind}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product of rows `[..., in_features]`, in their type."""
+        """The product with rows `[..., in_features]`, in their dtype."""
         weights = f"weights of {self.bits} bits"
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x must have rows of {self.in_features} numbers, got {x.shape[-1]}")
@@ -59,23 +59,23 @@ class QuantizedLinear(nn.Module):
         return packed_product.multiply(self.packed(), rows, bias).to(x.dtype)
 
     def packed(self) -> PackedWeight:
-        """The weight as `kernels.packed_product` takes it."""
+        """The weight in the form of `kernels.packed_product`."""
         self.check_layout()
         return PackedWeight.of(self.weight, self.out_features)
 
     def check_layout(self) -> None:
-        """Raise UnsupportedModelError for weights that were laid out for another CPU, and pickled there."""
+        """Raise UnsupportedModelError for unpickled weights with the layout of another CPU."""
         if self.weight.shape[2] * self.weight.itemsize != 4 * packed_product.COLUMNS:
             raise UnsupportedModelError("these weights are laid out for another CPU; load and quantize the model here")
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether the kernel takes rows of a type, and the bias as it is."""
+        """Whether the kernel accepts rows of a dtype, and the bias as it is."""
         return dtype in _DTYPES and (self.bias is None or self.bias.dtype == dtype)
 
 
 def quantize_linears(module: nn.Module, bits_of: Callable[[nn.Linear], int]) -> int:
-    """Quantize the linear layers of a module in place, each to 8 or 4 bits, and to none for 0; returns how many."""
-    made: dict[nn.Module, QuantizedLinear] = {}  # layers that stand in several places
+    """Quantize a module's linear layers in place to `bits_of(layer)` bits: 8, 4 or 0 for none; returns their number."""
+    made: dict[nn.Module, QuantizedLinear] = {}  # for layers used in several places
     for parent in list(module.modules()):
         for name, layer in parent._modules.items():
             if type(layer) is nn.Linear and (bits := bits_of(layer)):
@@ -100,33 +100,33 @@ class Int8Config(_Config):
 
 @register_quantization_config("lookahead_int4")
 class Int4Config(_Config):
-    """The same for weights of 4 bits; those of the output layer, of which a token's choice is made, have 8."""
+    """The same for weights of 4 bits; the output layer, which decides between tokens, gets 8 bits."""
 
     bits = 4
 
 
 QUANTIZED = {"int8": Int8Config, "int4": Int4Config}
 OWN_BLOCKS = "gguf"
-"""The name, beside those, for weights as a GGUF file has them."""
+"""The `quantize` name for weights in the blocks of a GGUF file."""
 
 
 class InferenceQuantizer(HfQuantizer):
-    """What transformers asks of models that are not saved or trained: save the one that a model was made from."""
+    """A transformers quantizer for models that are neither saved nor trained; save the original model instead."""
 
     def is_serializable(self, **kwargs: Any) -> bool:
-        """Quantizing a model again takes little longer than reading it."""
+        """False: quantizing a model again takes little longer than reading it."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Rounded weights have no gradient."""
+        """False: rounded weights have no gradient."""
         return False
 
 
 @register_quantizer("lookahead_int8")
 @register_quantizer("lookahead_int4")
 class _Quantizer(InferenceQuantizer):
-    """Quantizes the linear layers of a model that was loaded with one of these, the output layer included."""
+    """Quantizes the linear layers of a loaded model, including the output layer."""
 
     quantization_config: _Config
 
@@ -140,9 +140,9 @@ class _Quantizer(InferenceQuantizer):
 
 
 def resolve_quantize(name: str | None, device: torch.device) -> _Config | None:
-    """The argument `quantization_config` of `from_pretrained`; ConfigError if unknown or not for the device.
+    """The `quantization_config` for `from_pretrained`; ConfigError if unknown or not for the device.
 
-    There is none for `"gguf"`, whose weights come quantized.
+    None for `"gguf"`, whose weights are already quantized.
     """
     if name is None:
         return None

@@ -1,7 +1,7 @@
-"""States of recurrent layers in a cache: those behind the committed tokens of each row, and behind nodes of a pass.
+"""Recurrent states in a cache: after the committed tokens of each row, and after the nodes of a pass.
 
-A recurrent layer cannot cut back its state, so that every node of a tree has its own: the nodes of one depth are the
-rows of a batch of single tokens, each with a copy of the state of its parent.
+A recurrent layer cannot roll back its state, so every node of a tree has its own: the nodes of one depth are the rows
+of a batch of single tokens, each with a copy of its parent's state.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers import DynamicCache, cache_utils
 from lookahead.drafting.tree import TokenTree
 
 States = dict[tuple[str, int], Tensor]
-"""The states of one layer by kind, "conv" or "recurrent", and number, `[nodes, ...]`, or `[...]` of one node."""
+"""The states of one layer by kind, "conv" or "recurrent", and number: `[nodes, ...]`, or `[...]` for one node."""
 
-KEEPS_STATES = hasattr(cache_utils.Cache, "get_conv_state")  # earlier releases of transformers have no such calls
+KEEPS_STATES = hasattr(cache_utils.Cache, "get_conv_state")  # earlier releases of transformers lack it
 _Layer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
 _ATTENTION = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 _SERVED = {*_ATTENTION, "DummyLayer", "LinearAttentionLayer"} | {
@@ -29,10 +29,10 @@ _SERVED = {*_ATTENTION, "DummyLayer", "LinearAttentionLayer"} | {
 
 
 class Level(NamedTuple):
-    """The nodes of one depth, of the trees of all rows."""
+    """The nodes of one depth in the trees of all rows."""
 
-    nodes: Tensor  # int64 `[n]`, places among the columns of all rows
-    parents: Tensor  # int64 `[n]`, places among the nodes of the level before; of the first level, its rows
+    nodes: Tensor  # int64 `[n]`, indices among the columns of all rows
+    parents: Tensor  # int64 `[n]`, indices among the nodes of the previous level; in the first level, rows
 
 
 class Levels:
@@ -41,7 +41,7 @@ class Levels:
     Args:
         trees: One tree per active row.
         width: Columns of a row in the pass.
-        device: Of the hidden states.
+        device: Device of the hidden states.
     """
 
     def __init__(self, trees: Sequence[TokenTree], width: int, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Levels:
         depths = np.concatenate([tree.depths for tree in trees])
         nodes = np.concatenate([start + np.arange(len(tree)) for start, tree in zip(starts, trees, strict=True)])
         parents = np.concatenate([start + tree.parents for start, tree in zip(starts, trees, strict=True)])
-        self._places: NDArray[np.int64] = np.zeros(len(trees) * width, np.int64)  # of the nodes, each in its level
+        self._places: NDArray[np.int64] = np.zeros(len(trees) * width, np.int64)  # index of each node in its level
         self.all: list[Level] = []
         for depth in range(int(depths.max()) + 1):
             found = np.flatnonzero(depths == depth)
@@ -60,12 +60,12 @@ class Levels:
             self.all.append(Level(*(torch.from_numpy(each.astype(np.int64)).to(device) for each in (own, before))))
 
     def place_of(self, row: int, node: int) -> tuple[int, int]:
-        """The level of a row's node, and its place there."""
+        """The level of a row's node, and its index there."""
         return int(self._trees[row].depths[node]), int(self._places[row * self.width + node])
 
 
 class StateLayer(_Layer):  # type: ignore[misc]
-    """The states of one layer for the rows of a batch. Within a level it is what the layer of a `DynamicCache` is."""
+    """The states of one layer for the rows of a batch. Within a level it acts as a `DynamicCache` layer."""
 
     is_initialized = False
 
@@ -75,11 +75,11 @@ class StateLayer(_Layer):  # type: ignore[misc]
         self._levels: list[list[States]] = []  # of the newest pass over trees, by level and call
 
     def load(self, states: States) -> None:
-        """Continue from states `[rows, ...]`; without any from an empty text."""
+        """Continue from states `[rows, ...]`, or from an empty text without states."""
         load_states(self, states)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Hold new states themselves, which the base class copies into memory of a fixed address."""
+        """Hold new states directly; the base class copies them into memory of a fixed address."""
         held = self.recurrent_states.get(state_idx)
         if held is None or (held.shape, held.dtype) != (recurrent_states.shape, recurrent_states.dtype):
             made: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
@@ -88,11 +88,11 @@ class StateLayer(_Layer):  # type: ignore[misc]
         return recurrent_states
 
     def taken(self) -> States:
-        """The states as the newest call of the layer left them."""
+        """The states after the newest call of the layer."""
         return states_in(self)
 
     def begin(self, depth: int, parents: Tensor) -> None:
-        """Give every node of a call a copy of the state of its parent; those of depth 0 that of their row."""
+        """Give every node of a call a copy of its parent's state, at depth 0 its row's state."""
         if not depth:
             rows = [self.committed[row] for row in parents.tolist()]
             self.load({key: torch.stack([states[key] for states in rows]) for key in rows[0]})
@@ -101,13 +101,13 @@ class StateLayer(_Layer):  # type: ignore[misc]
             self.load({key: each.index_select(0, parents.to(each.device)) for key, each in before})
 
     def end(self, depth: int) -> None:
-        """Keep the states that a call left, of the next nodes of a level."""
+        """Keep the states after a call, for the next nodes of a level."""
         if depth == len(self._levels):
             self._levels.append([])
         self._levels[depth].append(self.taken())
 
     def level(self, depth: int) -> States:
-        """The states of the nodes of a level, `[nodes, ...]`; none if the layer was not called."""
+        """The states of the nodes of a level, `[nodes, ...]`; empty if the layer was not called."""
         if depth >= len(self._levels):
             return {}
         parts = self._levels[depth]
@@ -116,28 +116,28 @@ class StateLayer(_Layer):  # type: ignore[misc]
         return parts[0]
 
     def commit(self, row: int, level: int, place: int) -> None:
-        """Take the states of a node for those of a row."""
-        # A view of one state would keep those of all nodes in memory.
+        """Make the states of a node the states of its row."""
+        # A view of one state would keep the states of all nodes in memory.
         states = self.level(level).items()
         self.committed[row] = {key: each[place].clone() if len(each) > 1 else each[0] for key, each in states}
 
     def drop(self) -> None:
-        """Forget the states of the nodes."""
+        """Drop the states of the nodes."""
         self._levels.clear()
 
     def read(self, row: int) -> None:
-        """Take what the newest call of the layer, over a single row, left."""
+        """Commit the states after the newest call of the layer, which was over a single row."""
         self.committed[row] = {key: each[0] for key, each in self.taken().items()}
 
 
 def states_in(layer: Any) -> States:
-    """The states that a layer of a cache of transformers holds."""
+    """The states in a layer of a transformers cache."""
     kinds = (("conv", layer.conv_states), ("recurrent", layer.recurrent_states))
     return {(kind, at): each for kind, held in kinds for at, each in held.items() if each is not None}
 
 
 def load_states(layer: Any, states: States) -> None:
-    """Let a layer of a cache of transformers hold states `[rows, ...]`, or none, as behind an empty text."""
+    """Set the states `[rows, ...]` of a layer of a transformers cache, or reset it to an empty text."""
     for at in range(layer.number_of_states):
         conv, recurrent = states.get(("conv", at)), states.get(("recurrent", at))
         layer.conv_states[at], layer.recurrent_states[at] = conv, recurrent
@@ -150,34 +150,34 @@ def load_states(layer: Any, states: States) -> None:
 
 
 def has_states(layer: Any) -> bool:
-    """Whether a layer of a cache is one of states, with keys and values besides or without."""
+    """Whether a cache layer holds recurrent states, with or without keys and values."""
     return KEEPS_STATES and isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
 
 
 def is_filled(layer: Any) -> bool:
-    """Whether a layer of a cache of transformers holds a text."""
+    """Whether a layer of a transformers cache holds a text."""
     holds_states = not has_states(layer) or all(layer.has_previous_state.values())
     return holds_states and bool(getattr(layer, "is_initialized", True))
 
 
 def takes_states(cache: Any) -> bool:
-    """Whether a cache of transformers counts the tokens of its states, by attention, and lets others be set."""
+    """Whether a transformers cache counts tokens, by attention layers, and accepts new states."""
     if not isinstance(cache, DynamicCache):
         return False
     return counts_tokens(cache) and not any(getattr(layer, "record_past", False) for layer in cache.layers)
 
 
 def counts_tokens(cache: Any) -> bool:
-    """Whether a cache of transformers tells how many tokens it holds: not if it has states alone."""
+    """Whether a transformers cache knows its number of tokens, which it does not with only recurrent states."""
     return not cache.layers or any(isinstance(layer, cache_utils.CacheLayerMixin) for layer in cache.layers)
 
 
 def cache_layers(config: Any) -> list[Any]:
-    """The layers of a cache of transformers for a configuration, where some have states; else none."""
+    """The layers of a transformers cache for a configuration if some have states; otherwise none."""
     layers: list[Any] = DynamicCache(config=config).layers if KEEPS_STATES else []
     return layers if any(map(has_states, layers)) else []
 
 
 def unserved_layers(layers: Sequence[Any]) -> Iterator[str]:
-    """The kinds of layers of a cache that a cache of trees cannot stand for."""
+    """The kinds of cache layers that a `TreeCache` cannot replace."""
     return (type(each).__name__ for each in layers if type(each).__name__ not in _SERVED)

@@ -1,4 +1,4 @@
-"""Recurrent layers in passes over token trees: which modules have states, found by a pass, and their calls by depth."""
+"""Recurrent layers in passes over token trees: finding the modules with states, and calling them by depth."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lookahead.hf.level_calls import LevelCalls, SharedLinear, thread
 from lookahead.hf.model_state import patched_attribute, state_of
 from lookahead.hf.state_layers import cache_layers, has_states, states_in, unserved_layers
 
-_MOST_BYTES, _SHARE_OF_WEIGHTS = 64 << 20, 4  # of the states of a pass: so many, or this part of the weights
+_MOST_BYTES, _SHARE_OF_WEIGHTS = 64 << 20, 4  # limit of the states of a pass: the bytes, or the share of the weights
 
 
 class Mixers(NamedTuple):
-    """The modules of a model that read and write states; it is true if there are any."""
+    """The modules of a model that read and write states; false if there are none."""
 
-    layers: dict[str, list[int]]  # of the cache that states belong to, by the name of the module
-    node_bytes: int  # of the states of one node
+    layers: dict[str, list[int]]  # cache layers with states, by module name
+    node_bytes: int  # size of the states of one node
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -37,7 +37,7 @@ _NONE = Mixers({}, 0)
 
 
 class StateScope:
-    """Calls the recurrent layers of a model once for every depth of the trees of a pass, on threads that run one.
+    """Calls the recurrent layers of a model once for every depth of the trees, on threads that run a pass.
 
     Args:
         model: The model.
@@ -67,9 +67,9 @@ class StateScope:
 
     @contextmanager
     def running(self, most: int | None = None) -> Iterator[None]:
-        """Within `serving`, run a pass over the trees that the cache was told of on this thread.
+        """Within `serving`, run a pass on this thread over the trees set by `cache.begin_trees`.
 
-        A call of a module gets `most` nodes, or all of one depth.
+        A call of a module gets `most` nodes, or all nodes of one depth.
         """
         outer = getattr(thread, "cache", None), getattr(thread, "most", None)
         thread.cache, thread.most = self._cache, most
@@ -82,16 +82,16 @@ class StateScope:
 def _forward(
     hidden_states: Tensor, *args: Any, own: Any, module: Any, layers: list[int], known: dict[str, Any], **kwargs: Any
 ) -> Any:
-    """Call a module that mixes tokens by its states: in passes over trees once for the nodes of every depth.
+    """Call a module that mixes tokens by its states: in passes over trees, once for the nodes of every depth.
 
-    The linear layer that makes its output is kept in `known`.
+    The linear layer that makes its output is cached in `known`.
     """
     forward = own if own is not None else partial(type(module).forward, module)
     cache: TreeCache | None = getattr(thread, "cache", None)
     levels = None if cache is None else cache.levels
     if cache is None or levels is None:
         return forward(hidden_states, *args, **kwargs)
-    if len(levels.all) == 1 and len(hidden_states) <= (thread.most or len(hidden_states)):  # nothing but roots
+    if len(levels.all) == 1 and len(hidden_states) <= (thread.most or len(hidden_states)):  # only roots
         for at in layers:
             cache.layers[at].begin(0, levels.all[0].parents)
         made = forward(hidden_states, *args, **kwargs)
@@ -105,7 +105,7 @@ def _forward(
 
 
 def mixers_of(model: PreTrainedModel) -> Mixers:
-    """The modules of a model that read and write the states of its cache; none if a cache of trees cannot hold them.
+    """The modules of a model that read and write cache states; none if a `TreeCache` cannot hold the states.
 
     The first call for a model finds them by a pass over one token.
     """
@@ -116,7 +116,7 @@ def mixers_of(model: PreTrainedModel) -> Mixers:
 
 
 def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
-    """Run a token through the model; no modules if some layer's states are not seen to be read."""
+    """Run a token through the model; returns no modules if the states of some layer were not read."""
     running, found = list[str](), defaultdict[str, set[int]](set)
     handles: list[RemovableHandle] = []
 
@@ -136,7 +136,7 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
     try:
         with torch.inference_mode():
             causal_lm(**given, use_cache=True)
-    except Exception as error:  # a model with a cache of its own may raise anything
+    except Exception as error:  # a model with its own cache type may raise anything
         if is_out_of_memory(error):
             raise
         return _NONE
@@ -152,34 +152,34 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
 
 
 def most_nodes(model: PreTrainedModel, rows: int) -> int:
-    """Nodes of a row whose states a pass may hold: a quarter of the bytes of the weights, or 64 MiB if that is more."""
+    """Nodes per row whose states a pass may hold: a quarter of the weights' bytes, or 64 MiB if that is more."""
     weights = sum(each.nbytes for each in model.parameters())
     return max(1, max(_MOST_BYTES, weights // _SHARE_OF_WEIGHTS) // (mixers_of(model).node_bytes * rows))
 
 
 class _RecordingCache(DynamicCache):
-    """A cache that tells which layer's states are read or written."""
+    """A cache that reports which layer's states are read or written."""
 
     def __init__(self, config: Any, note: Callable[[int], None]) -> None:
         super().__init__(config=config)
         self._note = note
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As the base class."""
+        """Report the layer, and call the base class."""
         self._note(layer_idx)
         return super().get_conv_state(layer_idx, *args, **kwargs)
 
     def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As the base class."""
+        """Report the layer, and call the base class."""
         self._note(layer_idx)
         return super().get_recurrent_state(layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As the base class."""
+        """Report the layer, and call the base class."""
         self._note(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As the base class."""
+        """Report the layer, and call the base class."""
         self._note(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)

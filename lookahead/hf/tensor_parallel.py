@@ -1,4 +1,4 @@
-"""Tensor parallelism: several processes hold one model. The first one drafts, and all verify the same trees."""
+"""Tensor parallelism: several processes share a model. The first one drafts, and all verify the same trees."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lookahead.hf.facts import processes_of
 class TensorParallelGroup:
     """The processes of a model under tensor parallelism, which run every pass together.
 
-    A draft depends on measured seconds, which differ between processes, and passes over different trees would wait for
-    each other forever. So the first process sends its drafts. All else follows from the logits, which are the same.
+    Drafts depend on measured times, which differ between processes, and passes over different trees would deadlock. So
+    the first process sends its drafts. Everything else follows from the logits, which are equal.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class TensorParallelGroup:
         self.leads = torch.distributed.get_rank(group) == 0  # whether this process drafts
 
     def agree(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """The drafts of the leader, one per row; those of other processes are ignored."""
+        """The drafts of the leader, one per row; drafts of other processes are ignored."""
         sizes = self._send(np.array([len(draft.tree) for draft in drafts])).astype(int)
         nodes = np.zeros((4, sizes.sum()))
         if self.leads:
@@ -42,7 +42,7 @@ class TensorParallelGroup:
         agreed = []
         for *tree, path_probs in np.split(nodes, np.cumsum(sizes)[:-1], 1):
             tokens, parents, depths = (each.astype(np.int32) for each in tree)
-            sources = np.zeros_like(tokens)  # they are not sent
+            sources = np.zeros_like(tokens)  # not sent
             agreed.append(Draft(TokenTree(tokens, parents, depths, sources), (), path_probs))
         return agreed
 
@@ -55,7 +55,7 @@ class TensorParallelGroup:
 
 
 def tensor_parallel_group(model: nn.Module) -> TensorParallelGroup | None:
-    """The processes that hold a model together; None if this one holds all of it."""
+    """The processes that share a model; None if this one holds all of it."""
     if processes_of(model) == 1 or not torch.distributed.is_initialized():
         return None
     meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
@@ -67,7 +67,7 @@ def tensor_parallel_group(model: nn.Module) -> TensorParallelGroup | None:
 
 
 def validate_tensor_parallel(model: nn.Module, *, reads_hidden: bool, by_rejection: bool) -> None:
-    """Refuse what tensor parallelism does not support: heads that read hidden states, and rejection sampling."""
+    """Refuse features that tensor parallelism does not support: heads that read hidden states, rejection sampling."""
     what = "heads that read its hidden states" if reads_hidden else "acceptance='rejection'" if by_rejection else ""
     if what:
         raise UnsupportedModelError(f"{type(model).__name__} is spread over several processes, and cannot use {what}")

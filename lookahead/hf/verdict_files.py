@@ -1,9 +1,9 @@
-"""Files of verdicts of probes, in which a later process finds them again.
+"""Files of probe verdicts for later processes.
 
-A verdict holds for the weights, the code, the flags and the machine that it was found with. So it is kept only where
-another process can tell whether all of these are the same: no code of a user takes part, no hook, no compiled or
-offloaded module, and the weights are on the CPU. Every byte of weights and buffers counts, and so do the attributes of
-modules, the configuration, each function that a pass can reach, and the files that these stand in.
+A verdict is valid for the weights, the code, the flags and the machine that it was found with. So it is saved only if
+another process can check that all of these are equal: no user code, hook, compiled or offloaded module is involved, and
+the weights are on the CPU. The key covers every byte of weights and buffers, the attributes of modules, the
+configuration, each function that a pass can reach, and the source files.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lookahead.utils.shipped import sources_digest
 
 _PLAIN = frozenset((bool, int, float, str, type(None), list, tuple, dict, set, torch.dtype, torch.device, torch.Size))
 _EMPTY = CellType()
-_HELD = frozenset(vars(nn.Module()))  # parts of a module, its weights and hooks, that are read in another way
+_HELD = frozenset(vars(nn.Module()))  # standard attributes such as weights and hooks, which are covered elsewhere
 
 
 def verdict_file(model: Any) -> Path | None:
-    """The file of a model's verdicts; None where they hold for this process alone."""
+    """The verdict file of a model; None if its verdicts are valid only for this process."""
     code = shipped_code(model)
     digest = None if code is None else _digest_of_state(model)
     if code is None or digest is None:
@@ -44,7 +44,7 @@ def verdict_file(model: Any) -> Path | None:
 
 
 def _digest_of_state(model: Any) -> Any:
-    """A digest of all but the code; None where a tensor is elsewhere than on the CPU, or of another class."""
+    """A digest of everything but the code; None if a tensor is not on the CPU, or has another class."""
     configs = model.config, model.config.get_text_config()
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     settings = (
@@ -70,13 +70,13 @@ def _digest_of_state(model: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """An attribute as another process would write it; of an object of another kind its class."""
+    """An attribute as another process would print it; only the class for other kinds of objects."""
     shown = repr(value) if type(value) in _PLAIN else ""
     return f"{type(value).__module__}.{type(value).__qualname__} {shown if ' at 0x' not in shown else ''}"
 
 
 def _parts_of(value: Any, seen: set[int]) -> Iterator[Any]:
-    """What tells a function, with all that it wraps, from another: `(file, line, name, code)` for each; names else."""
+    """The identity of a function and all that it wraps: `(file, line, name, code)` each; names for other values."""
     if id(value) in seen:
         return
     seen.add(id(value))
