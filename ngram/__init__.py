@@ -1,1 +1,1 @@
-"""Numba indexes over token streams: tokens in, candidates out, no tensors."""
+"""Numba indexes over token streams: tokens in, candidates out, without tensors."""

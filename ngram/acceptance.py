@@ -1,8 +1,8 @@
-"""How often drafted tokens are accepted, learned while decoding.
+"""Acceptance rates of drafted tokens, learned while decoding.
 
 Source: the Beta-Bernoulli model with decaying counts, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.4; the
-    odds of a kind are the intercept of an online logistic regression, e.g. Bottou 1998, "Online Learning and Stochastic
-    Approximations", §3.
+    odds factors of kinds are the intercept of an online logistic regression, e.g. Bottou 1998, "Online Learning and
+    Stochastic Approximations", §3.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ Float32Array = NDArray[np.float32]
 _TABLE_RANKS = 5  # the first four ranks, and all others
 _PROB_EDGES = np.array([0.01, 0.03, 0.1, 0.3, 0.6, 0.85], np.float32)
 _PSEUDO_HITS = 2.0
-_EXPECTED_MEMORY = 64.0  # expected hits at which counts are halved, so that old text counts less
+_EXPECTED_MEMORY = 64.0  # expected hits at which counts are halved, to forget old text
 _MAX_PROBABILITY = 0.99
 
 _PSEUDO_COUNTS = 16.0
 _MEMORY = 400.0
-# Fisher information of the odds of a kind or a depth: before any trial, and the maximum that trials add.
+# Fisher information of the odds of a kind or a depth: before any trial, and the maximum added by trials.
 _FIRST_INFORMATION, _MAX_INFORMATION = 8.0, 50.0
 _MIN_ODDS, _MAX_ODDS = 0.1, 16.0
 
 _COUNTED = 64  # tokens whose frequency is counted
 _MAX_COUNT = 4096
-_FIRST_KIND = len(KIND_OF)  # rows of the table after those of the features: the odds of the kinds
-_FIRST_DEPTH = _FIRST_KIND + KIND_OF.max() + 1  # and those of depths 1, 2, on: of predictions, copies, others
+_FIRST_KIND = len(KIND_OF)  # table rows of features come first, then the odds of the kinds
+_FIRST_DEPTH = _FIRST_KIND + KIND_OF.max() + 1  # then those of depths 1, 2, later: of predictions, copies, others
 _DEPTHS = 3
 _ROWS = _FIRST_DEPTH + 3 * _DEPTHS
 _GROUP_OF = np.where(np.arange(_FIRST_KIND) >= FIRST_GUESS, 2, COPY_OF != NO_COPY)
-_DEPTH_ROW_OF = _FIRST_DEPTH + _DEPTHS * _GROUP_OF - 1  # that of a feature's candidates, before their depth
+_DEPTH_ROW_OF = _FIRST_DEPTH + _DEPTHS * _GROUP_OF - 1  # by feature, to which the depth is added
 
 
 @njit()
 def children_along(parents, tokens, emitted):
     """Follow emitted tokens down a tree from its root.
 
-    Returns the children of every node on the path, int32 `[m]`, those of the root first; and which of them hold the
-    emitted token, bool `[m]`: these are the accepted path without its root.
+    Returns the children of every node on the path, int32 `[m]`, the root's first; and whether they hold the emitted
+    token, bool `[m]`, which marks the accepted path without its root.
     """
     nodes, hits = np.empty(len(tokens), np.int32), np.zeros(len(tokens), np.bool_)
     count, node = 0, 0
@@ -65,7 +65,7 @@ def children_along(parents, tokens, emitted):
 
 
 class AcceptanceTable:
-    """Calibrates the probabilities that a draft model or a head gives to tokens, by how often such tokens are accepted.
+    """Calibrates the probabilities of a draft model or a head by the acceptance of similar tokens.
 
     Tokens are counted by level (the head, or the depth in the tree), rank among the tokens after their parent, and
     bucket of the draft probability. The factor is hits over expected hits, both with the same pseudo-count.
@@ -79,13 +79,13 @@ class AcceptanceTable:
         self._counts = np.zeros((levels, _TABLE_RANKS, len(_PROB_EDGES) + 1, 2))  # hits, expected hits
 
     def calibrate(self, kinds: IntArray, draft_probs: Float32Array) -> Float32Array:
-        """Probabilities that tokens are accepted once their parent is, each at most 0.99; 0 for a NaN.
+        """Probabilities that tokens are accepted once their parent is, at most 0.99; 0 for NaN.
 
         `kinds` holds the level and the rank of each token, int32 `[..., 2]`; `draft_probs` is float32 `[...]`.
         """
         counts = self._counts[self._cells(kinds, draft_probs)] + _PSEUDO_HITS
         probs = np.minimum(_MAX_PROBABILITY, draft_probs * counts[..., 0] / counts[..., 1])
-        calibrated: Float32Array = np.nan_to_num(probs).astype(np.float32)  # heads that overflow give NaN
+        calibrated: Float32Array = np.nan_to_num(probs).astype(np.float32)  # heads give NaN on overflow
         return calibrated
 
     def learn(
@@ -97,7 +97,7 @@ class AcceptanceTable:
             parents: int32 `[k]`; a parent comes before its children.
             tokens: int32 `[k]`.
             kinds: int32 `[k, 2]`, the level and the rank of each token.
-            draft_probs: float32 `[k]`, as the draft model or the head gave them.
+            draft_probs: float32 `[k]`, uncalibrated.
             emitted: int32 `[n]`, the tokens after the root.
         """
         nodes, hits = children_along(parents, tokens, emitted)
@@ -111,25 +111,25 @@ class AcceptanceTable:
 
 
 class HitRates:
-    """The probability that the target chooses a candidate, by the features of the candidate.
+    """The probability that the target chooses a candidate, by features of the candidate.
 
     Features are buckets of: the length of the match, its rank, and the agreement of its occurrences; the length of the
     known recycled context, whether this request learned it, and the probability stored there; for a recycled token
-    alone, the longest match for another token; for a frequent token, its rank. Each starts at a prior worth 16 trials
-    and halves its counts at 400 trials, so that it follows a change of text. Features of one kind share a factor on
-    their odds, and so do those of one depth in the tree; both are updated at every trial.
+    without a match, the longest match for another token; for a frequent token, its rank. Each starts at a prior worth
+    16 trials and halves its counts at 400 trials, to follow changes of text. Features of one kind share a factor on
+    their odds, as do features at one depth in the tree; both factors are updated at every trial.
     """
 
     __slots__ = ("frequent", "prior", "table")
 
     def __init__(self) -> None:
         self.prior = PRIOR  # float64 `[features]`
-        # Of each feature the probability before any factor, hits, and trials; then of each kind and of each depth the
-        # factor on the odds, and its Fisher information.
+        # Per feature: the probability before any factor, hits, and trials. Per kind and per depth: the factor on the
+        # odds, and its Fisher information.
         self.table = np.zeros((_ROWS, 3))
         self.table[:_FIRST_KIND, 0] = self.prior
         self.table[_FIRST_KIND:, 0] = 1.0
-        self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))  # tokens, -1 for none, and counts, the highest first
+        self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))  # tokens, -1 for none, and counts, descending
 
     def learn(
         self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray, *, counts: bool = False
@@ -141,7 +141,7 @@ class HitRates:
             tokens: int32 `[k]`.
             features: int32 `[k]`.
             emitted: int32 `[n]`, the tokens after the root.
-            counts: Whether emitted tokens are counted too, to find the frequent ones.
+            counts: Whether to count the frequency of emitted tokens too.
         """
         count_hits(self.table, self.prior, self.frequent, parents, tokens, features, emitted, counts)
 
@@ -169,7 +169,7 @@ def _count(frequent, tokens):
 
 @jit_inline
 def rates_at(addresses):
-    """The table, the prior and the frequent tokens of hit rates, by where they lie."""
+    """The table, the prior and the frequent tokens of hit rates, given their addresses."""
     table = array_at(addresses[0], (_ROWS, 3), np.float64)
     prior = array_at(addresses[1], (_FIRST_KIND,), np.float64)
     return table, prior, array_at(addresses[2], (_COUNTED, 2), np.int64)
@@ -177,13 +177,13 @@ def rates_at(addresses):
 
 @jit_inline
 def _factors_of(feature, depth):
-    """The rows of the odds of a candidate's kind and of its depth."""
+    """The table rows of the odds of a candidate's kind and of its depth."""
     return _FIRST_KIND + KIND_OF[feature], _DEPTH_ROW_OF[feature] + min(depth, _DEPTHS)
 
 
 @jit_inline
 def hit_rate(table, feature, depth):
-    """The probability of a candidate, by its feature and its depth, 1 for those after the root."""
+    """The probability of a candidate by its feature and its depth, which is 1 for the root's children."""
     of_kind, of_depth = _factors_of(feature, depth)
     prob, factor = table[feature, 0], table[of_kind, 0] * table[of_depth, 0]
     return prob * factor / (1.0 - prob + prob * factor)
@@ -194,14 +194,14 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
     """The core of `HitRates.learn`.
 
     Args:
-        table: float64 `[rows, 3]`, as `HitRates.table`; changed.
+        table: float64 `[rows, 3]`, `HitRates.table`; changed.
         prior: float64 `[features]`.
         frequent: int64 `[64, 2]`, tokens and counts; changed if `counts`.
         parents: int32 `[k]`; a parent comes before its children.
         tokens: int32 `[k]`.
         features: int32 `[k]`.
         emitted: int32 `[n]`, the tokens after the root.
-        counts: Whether emitted tokens are counted too.
+        counts: Whether to count the frequency of emitted tokens too.
     """
     if counts:
         _count(frequent, emitted)
@@ -212,7 +212,7 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
             depth += 1
         feature = features[nodes[i]]
         row, prob = table[feature], hit_rate(table, feature, depth)
-        # The odds of its kind and of its depth take a Newton step towards the result.
+        # The odds of the kind and of the depth take a Newton step towards the result.
         for at in _factors_of(feature, depth):
             odds = table[at]
             odds[1] = min(_MAX_INFORMATION, odds[1] + prob * (1.0 - prob))
@@ -229,10 +229,10 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
 def copied(parents, tokens, features, placed, argmax):
     """The nodes of a verified tree after which the target continues a copy of the row's own text, bool `[nodes]`.
 
-    True too after a node without children at which a copy ends.
+    Also True for a childless node at which a copy ends.
 
     Args:
-        parents: int32 `[k]`, of the candidates; a parent comes before its children.
+        parents: int32 `[k]`, parents of candidates; a parent comes before its children.
         tokens: int32 `[k]`.
         features: int32 `[k]`.
         placed: int32 `[k]`, the node of the verified tree that each candidate became, 0 if it was left out.

@@ -1,4 +1,4 @@
-"""Where an output stands in a text that it will largely repeat, and how it may go on there after an edit.
+"""Alignment of an output with a text that it largely repeats, to predict how it continues after an edit.
 
 Source: Heckel 1978, "A Technique for Isolating Differences Between Files" (after a difference, the longest agreement
     near it aligns both texts again).
@@ -14,36 +14,36 @@ from lookahead.ngram.features import BADLY, UNKNOWN, place_of
 from lookahead.ngram.inlining import jit_inline
 from lookahead.utils.jit import njit
 
-# The record of a cursor, int64: the position behind the last token that agreed, 0 without a prediction; how many tokens
-# of the output came since, none of which agrees; how many agree before it; and of all tokens of the output those at
-# which the text foretold them, and how many there are.
+# The record of a cursor, int64: the position after the last token that agreed, 0 without a prediction; the number of
+# output tokens since then, none of which agrees; the number of tokens that agree before it; and the numbers of output
+# tokens that the text predicted, and of all output tokens.
 _AT, _GAP, _RUN, _HITS, _SEEN, CURSOR_SIZE = range(6)
-MOST_ALIGNED = 12  # places of one text that are followed
-_LINKS = 32  # walked in the whole text, where blocks may have moved
-_BEHIND, _AHEAD = 64, 1024  # tokens of the cursor that are compared first
-_NEAR, _NEAR_RUN, _FAR_RUN = 128, 5, 12  # tokens that agree before the cursor moves, so many or more tokens away
-_BRIEF = 2  # tokens of a change behind which the text may well go on
-_SURE_RUN = 8  # tokens that agree; then no other place is looked for
-_JUDGED = 8  # tokens of the output from which on it is known how the text fared
-_CONVINCING = 4  # tokens that agree at least where a text fared badly
-_COUNTED = 512  # tokens; at so many their counts are halved, so that old text counts less
+MOST_ALIGNED = 12  # followed places of one text
+_LINKS = 32  # links walked in the whole text, where blocks may have moved
+_BEHIND, _AHEAD = 64, 1024  # tokens before and after the cursor that are compared first
+_NEAR, _NEAR_RUN, _FAR_RUN = 128, 5, 12  # the cursor moves after a run of agreeing tokens, longer beyond `_NEAR` tokens
+_BRIEF = 2  # tokens of a change after which the text is likely to continue
+_SURE_RUN = 8  # agreeing tokens after which no other place is searched
+_JUDGED = 8  # output tokens after which the text is judged
+_CONVINCING = 4  # minimum of agreeing tokens if a text fared badly
+_COUNTED = 512  # tokens at which counts are halved, to forget old text
 
 
 @jit_inline
 def find_aligned(chains, number, cursor, output, end, found, scratch):
-    """Find how a text goes on after an output: at the cursor, behind an edit, or where a block moved.
+    """Find continuations of an output in a text: at the cursor, after an edit, or where a block moved.
 
     Args:
         chains: The chains of the text.
         number: The number of the text.
         cursor: int64 `[CURSOR_SIZE]`.
         output: int32 `[end or more]`.
-        end: Tokens of the output, or of its end, the last ones of which are compared.
-        found: `OCCURRENCE` `[MOST_ALIGNED]`, filled, the best first.
-        scratch: int64 `[2, 32 or more]`.
+        end: Length of the output, or of its last part, whose last tokens are compared.
+        found: `OCCURRENCE` `[MOST_ALIGNED]`, filled, best first.
+        scratch: int64 `[2, 32 or more]`, scratch memory.
 
     Returns:
-        How many were found.
+        The number of places found.
     """
     arena, heads, links, length = chains
     at, gap, run = cursor[_AT], cursor[_GAP], cursor[_RUN]
@@ -56,13 +56,13 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
             count = _insert(found, count, number, at, run, place_of(0, fared), 1 << 20)
         if run >= _SURE_RUN:
             return count
-        if seen == 0:  # any of several texts may begin
+        if seen == 0:  # the output may start with any of several texts
             for each in range(1, length):
                 if arena[each - 1] < 0 and each != at and count < MOST_ALIGNED:
                     count = _insert(found, count, number, each, 0, place_of(1, fared), -each)
             return count
-    elif fared != BADLY:  # what was inserted ends, or as much was replaced
-        long = 7 if gap > _BRIEF else 0  # such places have numbers of their own
+    elif fared != BADLY:  # the insertion ends here, or it replaced as many tokens
+        long = 7 if gap > _BRIEF else 0  # places after long edits have their own numbers
         count = _insert(found, count, number, at, 0, place_of(1 + long, fared), 1)
         if at + gap < length:
             count = _insert(found, count, number, at + gap, 0, place_of(2 + long, fared), 0)
@@ -83,9 +83,9 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
 
 @jit_inline
 def _offer(found, count, number, position, agreed, at, gap, fared):
-    """Add a place where some tokens agree, the better the longer they are and the fewer of the text are left out.
+    """Add a place where tokens agree. Longer agreements and fewer skipped tokens rank higher.
 
-    In a text that fared badly few tokens agree by chance.
+    In a text that fared badly, agreements of few tokens are chance and are ignored.
     """
     if fared == BADLY and agreed < _CONVINCING:
         return count
@@ -103,7 +103,7 @@ def _offer(found, count, number, position, agreed, at, gap, fared):
 
 @jit_inline
 def _insert(found, count, number, position, agreed, place, worth):
-    """Add a place to those found, which fall by worth; returns how many there are."""
+    """Insert a place into `found`, sorted by descending worth; returns the number of places."""
     if count == MOST_ALIGNED:
         if found[count - 1]["worth"] >= worth:
             return count
@@ -119,13 +119,13 @@ def _insert(found, count, number, position, agreed, place, worth):
 
 @njit(error_model="numpy")
 def follow(cursor, text, output, new):
-    """Move a cursor along with new tokens of an output.
+    """Move a cursor over new tokens of an output.
 
     Args:
         cursor: int64 `[CURSOR_SIZE]`, changed.
         text: The record of the text's `Chains`.
-        output: The record of the output's; it ends with the new tokens.
-        new: How many there are.
+        output: The record of the output's `Chains`, which ends with the new tokens.
+        new: Number of new tokens.
     """
     chains, (written, _, _, end) = chains_at(text), chains_at(output)
     arena, length = chains[0], chains[3]
@@ -154,7 +154,7 @@ def follow(cursor, text, output, new):
 
 @jit_inline
 def _begin(arena, length, token, cursor):
-    """Put the cursor behind the first token of an output, in the first of several texts that begins with it."""
+    """Move the cursor after the first output token, in the first of several texts that begins with it."""
     for at in range(1, length):
         if arena[at - 1] < 0 and arena[at] == token:
             cursor[_AT], cursor[_RUN], cursor[_HITS] = at + 1, 1, 1

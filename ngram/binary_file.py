@@ -1,4 +1,4 @@
-"""Files of numbers behind a header of 128 bytes, which ends with a checksum of its own: pools and memories."""
+"""Binary files of pools and memories: numbers after a header of 128 bytes, which ends with its own checksum."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FileHeader:
     checksum: int  # XXH3 of all bytes after the header
 
     def sizes(self) -> tuple[int, bool]:
-        """Bytes of the file, and whether the numbers are in their ranges."""
+        """Bytes of the file, and whether the numbers are in range."""
         raise NotImplementedError
 
     @property
@@ -41,7 +41,7 @@ class FileHeader:
     @classmethod
     @contextmanager
     def opened(cls: type[Header], path: Path) -> Iterator[tuple[Header, BinaryIO]]:
-        """Open a file behind its header; ValueError if that is damaged. Of the rest only the size is checked."""
+        """Open a file after its header; ValueError if that is damaged. Of the rest only the size is checked."""
         if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
             raise ValueError(f"{path}: not a file")
         with open(path, "rb") as file:
@@ -66,12 +66,12 @@ class FileHeader:
 
     @classmethod
     def read(cls: type[Header], path: str | os.PathLike[str]) -> Header:
-        """The header of a file, checked as by `opened`."""
+        """The header of a file, with the checks of `opened`."""
         with cls.opened(Path(path)) as (header, _):
             return header
 
     def check(self, path: Path, checksum: xxhash.xxh3_64) -> None:
-        """Raise ValueError unless this is the checksum of what stands behind the header."""
+        """Raise ValueError unless this is the checksum of the bytes after the header."""
         if (found := checksum.intdigest()) != self.checksum:
             raise ValueError(f"{path}: damaged: its checksum is {found:016x}, expected {self.checksum:016x}")
 
@@ -83,7 +83,7 @@ class FileHeader:
         return data + xxhash.xxh3_64_digest(data)
 
     def write(self: Header, path: str | os.PathLike[str], *sections: NDArray[Any]) -> Header:
-        """Write a file with these sections, atomically; returns its header, with their checksum."""
+        """Write a file with these sections, atomically; returns its header with the checksum."""
         written, checksum = [np.ascontiguousarray(section).data for section in sections], xxhash.xxh3_64()
         for section in written:
             checksum.update(section)

@@ -1,4 +1,4 @@
-"""Candidates after one node of a growing tree, by token: from matches that agree so far, and from recycled tokens."""
+"""Candidates for the token after one node of a growing tree, from matches that agree so far and recycled tokens."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.successors import TOP, UNIT, find_context
 
 MAX_OPTIONS = RANKS + max(TOP, FREQUENT)
-_MAX_FOREIGN_OPTIONS = RANKS // 2  # options found first in other texts; the rest is for the row's own text
-_FOLLOWED = 6  # occurrences followed further of those that agree on a token
+_MAX_FOREIGN_OPTIONS = RANKS // 2  # options found first in other texts; the others are reserved for the own text
+_FOLLOWED = 6  # occurrences per token that are followed further
 _LONG = 2  # tokens; a match of this length replaces the recycled context
-_UNTRIED = 16  # tokens; a longer draft of a prediction that nothing is known of would stake too much at once
-_SHORT = 5  # tokens; no frequent tokens are offered beside a match of this length
+_UNTRIED = 16  # tokens; draft limit of a prediction without a record, which would risk too much at once
+_SHORT = 5  # tokens; with a match of this length no frequent tokens are offered
 
-# Where the end of the context was found: the position of the next token, and the length of the match.
-# Of a prediction it is found beside a cursor, at a place from `place_of`, the best by their worth.
+# An occurrence of the end of the context: the position of the next token, and the length of the match. An occurrence in
+# a prediction has a place relative to the cursor, from `place_of`, and is ranked by worth.
 OCCURRENCE = np.dtype([(name, np.int64) for name in ("text", "position", "length", "place", "worth")])
 PREDICTED = 4  # the number of the text of predictions
-# An option after a node, then a node itself. Its occurrences are those from `first` up to `stop`; `members` were there,
-# of which `agreeing` in the first text, and `length` and `own_length` are the longest matches of both. Those in a
-# prediction are counted apart, `guesses`, of which the best has a place, tokens that agree, and a rank.
+# An option after a node, and later a node itself. Its occurrences are `first` to `stop`. `members` occurrences agree on
+# it, `agreeing` of them in the first text; `length` and `own_length` are the longest matches of each. Occurrences in a
+# prediction are counted separately as `guesses`; the best has a place, a number of agreeing tokens, and a rank.
 NODE = np.dtype(
     [(name, np.int64) for name in ("token", "parent", "depth", "feature", "sources", "first", "stop")]
     + [(name, np.int64) for name in ("members", "agreeing", "length", "own_length", "support")]
@@ -53,19 +53,19 @@ NODE = np.dtype(
 def split(texts, own, matches, node, options):
     """Split the occurrences of a node by their next token; each token is an option.
 
-    The open document, the first text if it is the row's own, has no end: it is continued by what followed the
-    occurrence, so that a loop is continued as a loop.
+    The open document, which is the first text if it is the row's own, has no end: it continues with the tokens after
+    the occurrence, so that a loop is continued as a loop.
 
     Args:
         texts: The chains of three texts, each as from `lookahead.ngram.chains.chains_at`.
         own: Whether the first text is the row's own.
-        matches: Occurrences, `OCCURRENCE` `[n]`, and int64 `[3, n]`; its first row lists those of the node, longest
-            match first, and is sorted by option. The others are scratch memory.
+        matches: Occurrences, `OCCURRENCE` `[n]`, and int64 `[3, n]`, whose first row lists those of the node, longest
+            match first, and is sorted by option. The other rows are scratch memory.
         node: The node, a `NODE`.
-        options: `NODE` `[MAX_OPTIONS]`, filled; weights, by which options are ranked, included.
+        options: `NODE` `[MAX_OPTIONS]`, filled, including weights, which rank options.
 
     Returns:
-        The number of options, the tokens of the longest match, and how many options a prediction has.
+        The number of options, the tokens of the longest match, and the number of options in predictions.
     """
     occurrences, orders = matches
     count, foreign, end, of_first_text, own_length, predicted, guessed = 0, 0, 0, 0, 0, 0, 0
@@ -135,20 +135,20 @@ def split(texts, own, matches, node, options):
 
 @jit_inline
 def score(least, depth, options, matches, longest, guessed, memory, hashes, orders, rates):
-    """Rank the options of matches, and add recycled tokens, or frequent ones if no recycled context is known.
+    """Rank the options of matches, and add recycled tokens, or frequent tokens if no recycled context is known.
 
-    Sets the probability of each option once the node was chosen.
+    Sets the probability of each option given its parent.
 
     Args:
-        least: Least probability of an option without a match.
-        depth: Of the options, 1 for those after the root.
-        options: `NODE` `[MAX_OPTIONS]`, as `split` filled it; changed.
-        matches: How many options `split` found.
+        least: Minimum probability of an option without a match.
+        depth: Depth of the options, 1 for the root's children.
+        options: `NODE` `[MAX_OPTIONS]`, as filled by `split`; changed.
+        matches: Number of options from `split`.
         longest: Tokens of the longest match, 0 if there is none.
-        guessed: How many options a prediction has.
-        memory: Entries of a `SuccessorTable`, the bit of its source, and the time up to which they are foreign.
+        guessed: Number of options in predictions.
+        memory: Entries of a `SuccessorTable`, the bit of its source, and the time until which entries are foreign.
         hashes: uint64 `[ORDERS]`, the keys of the contexts that end at the node.
-        orders: How many keys there are; 0 without a recycled table.
+        orders: Number of keys; 0 without a recycled table.
         rates: Hit rates and frequent tokens, as from `lookahead.ngram.acceptance.rates_at`.
 
     Returns:
@@ -176,7 +176,7 @@ def score(least, depth, options, matches, longest, guessed, memory, hashes, orde
             rank, own = own, own + 1
         elif option["members"] > 0:
             rank, foreign = foreign, foreign + 1
-        # Of the token among the successors of the recycled context.
+        # Its bucket and standing among the successors of the recycled context.
         bucket, standing, known_place = 0, standing_of(-1, 0.0), -1
         for place in range(TOP if order > 0 else 0):
             if known["tokens"][place] == option["token"]:
@@ -228,7 +228,7 @@ def score(least, depth, options, matches, longest, guessed, memory, hashes, orde
 
 @jit_inline
 def _rank(options, count):
-    """Sort options by falling weight; there is room for one behind them."""
+    """Sort options by descending weight; the entry after them is scratch memory."""
     for at in range(count):
         best = at
         for other in range(at + 1, count):
@@ -242,7 +242,7 @@ def _rank(options, count):
 
 @jit_inline
 def _put_likeliest_first(options, count):
-    """Exchange the first option and the likeliest; there is room for one behind them."""
+    """Swap the first option with the likeliest; the entry after them is scratch memory."""
     best = 0
     for at in range(1, count):
         if options[at]["prob"] > options[best]["prob"]:
@@ -254,7 +254,7 @@ def _put_likeliest_first(options, count):
 
 @jit_inline
 def _add(options, matches, count, token, sources, feature, prob, least):
-    """Add an option without a match, unless it is unlikely or a match offers its token; returns how many there are."""
+    """Add an option without a match, unless it is unlikely or a match has its token; returns the number of options."""
     if token < 0 or prob < least:
         return count
     for at in range(matches):
@@ -268,7 +268,7 @@ def _add(options, matches, count, token, sources, feature, prob, least):
 
 @jit_inline
 def _shrink(options, begin, end, most):
-    """Scale the probabilities of some options down where they sum up to more than `most`; returns the rest."""
+    """Scale probabilities down if their sum exceeds `most`; returns the remaining probability mass."""
     mass = 0.0
     for at in range(begin, end):
         mass += options[at]["prob"]

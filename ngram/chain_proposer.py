@@ -1,4 +1,4 @@
-"""Chains for many requests of an engine that verifies chains: no model, no torch, and memory that requests share."""
+"""Chain drafts for many requests of an engine that verifies chains: no model, no torch, shared memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lookahead.utils.jit import njit
 
 _MAX_DRAFT_TOKENS = 1024
 _SHORTEST, _LONGEST, _MAX_LINKS = 1, 16, 32  # tokens of a match; links walked in each text
-_CONTEXT = 16  # tokens before an output that are kept with it, so that its beginning is found too
-# The record of a request, int64: where its search, its chain and the probabilities of that lie; the nodes that these
-# have room for, and those of the chain drafted last, its root counted; and the tokens of the text that the shared
-# memory has or does not need, at first those of the prompt.
+_CONTEXT = 16  # tokens before an output that are kept with it, so that its start is found too
+# The record of a request, int64: addresses of its search, its chain and the chain's probabilities; the nodes that these
+# have room for, and the nodes of the newest chain, including its root; and the tokens of the text that the shared
+# memory has or does not need, initially those of the prompt.
 _SEARCH, _CHAIN, _PROBS, _ROOM, _DRAFTED, _KEPT = range(6)
-SAMPLES = 16  # tokens compared at the end of a known text, and as many or more spread over it
+SAMPLES = 16  # tokens compared at the end of a known text, and at least as many spread over it
 NEVER = 1 << 62
 
 
 class ChainRequest(KeepsAddresses):
-    """One request: its text, its search, and the chain drafted last."""
+    """One request: its text, its search, and the newest chain."""
 
     __slots__ = ("_chain", "_record", "_search", "address", "text")
 
@@ -38,7 +38,7 @@ class ChainRequest(KeepsAddresses):
 
     def _readdress(self) -> None:
         self._record[:_ROOM] = addresses_of([self._search.record, *self._chain])
-        (self.address,) = addresses_of([self._record])  # as the compiled functions take it
+        (self.address,) = addresses_of([self._record])  # for compiled functions
 
     def __len__(self) -> int:
         """Tokens of the prompt and the output so far."""
@@ -46,10 +46,10 @@ class ChainRequest(KeepsAddresses):
 
 
 class ChainProposer:
-    """Drafts chains from the text of a request, from outputs of earlier ones, and from a pool.
+    """Drafts chains from the text of a request, from earlier outputs, and from a pool.
 
-    A chain follows the likeliest candidate after each token. Hit rates of candidates are learned from every request, so
-    the probability of a chain to be accepted up to each of its tokens is known before it is verified.
+    A chain follows the likeliest candidate after each token. Hit rates are learned from every request, so the
+    probability that a chain is accepted up to each token is known before verification.
 
     Example:
         >>> proposer = ChainProposer(max_draft=4)
@@ -64,7 +64,7 @@ class ChainProposer:
         self,
         max_draft: int,  # tokens of a chain, 1 to 1,024
         *,
-        memory_tokens: int = 1 << 20,  # of earlier outputs; the oldest half is forgotten when they are full
+        memory_tokens: int = 1 << 20,  # of earlier outputs; if full, the oldest half is dropped
         pool: Chains | None = None,  # a corpus, of token ids that the target knows
         min_probability: float = 0.02,  # a chain ends before a token that is less likely than this to be reached
     ) -> None:
@@ -90,11 +90,11 @@ class ChainProposer:
         return chains[0, : sizes[0]], path_probs[0, : sizes[0]]
 
     def observe(self, request: ChainRequest, tokens: IntArray) -> None:
-        """Add tokens that the target chose, int32 `[n]`, and learn how far the last chain foretold them."""
+        """Add tokens chosen by the target, int32 `[n]`, and learn which of the last chain were right."""
         self._step_alone(request, tokens, 0, NEVER)
 
     def finish(self, request: ChainRequest) -> None:
-        """Keep the output of a request for later ones. The request may go on afterwards, and finish again."""
+        """Keep the output of a request for later requests. It may be continued and finished again."""
         self._step_alone(request, [], 0, 1)
 
     def _step_alone(
@@ -111,19 +111,19 @@ class ChainProposer:
         longest: int,
         shared: int = NEVER,
     ) -> tuple[IntArray, NDArray[np.float64], list[int]]:
-        """`observe`, `finish` and `draft` for one row after the other, in one compiled call.
+        """`observe`, `finish` and `draft` for each row in order, in one compiled call.
 
         Args:
-            requests: The request of each row; None where nothing is asked.
+            requests: The request of each row; None for rows without a draft.
             tokens: int32 `[rows or more, columns]`.
             counts: int64 `[rows]`, the tokens of each row.
-            longest: Tokens that a row and its chain may have together.
-            shared: Tokens of an output from which on it is kept before it ends.
+            longest: Maximum tokens of a row with its chain.
+            shared: Tokens of an output from which it is kept before it ends.
 
         Returns:
-            Chains, int32 `[rows, max_draft]`; the probability that each of their tokens is reached, 0 behind their
-            ends; and their lengths. The length is -1 where a token is negative: that row is left as it was. There are
-            no lengths, and no row is changed, if one does not begin with the text of its request.
+            Chains, int32 `[rows, max_draft]`; the probability that each of their tokens is reached, 0 after their ends;
+            and their lengths. A length of -1 marks a row with a negative token, which is left unchanged. If a row does
+            not begin with the text of its request, no row is changed and the lengths are empty.
         """
         rows, row = len(requests), 0
         addresses = np.array([0 if request is None else request.address for request in requests], np.int64)
@@ -143,9 +143,9 @@ class ChainProposer:
 
 @njit(error_model="numpy")
 def _step(texts, begin, options, chains, path_probs, sizes):
-    """The core of `ChainProposer.step`; returns -1 if a row is not its request's, else the row that is to be next.
+    """The core of `ChainProposer.step`; returns the next row to process, or -1 if a row is not its request's.
 
-    Where there is no room, it returns how many entries are lacking in the text of that row, and in the outputs.
+    If it runs out of room, it also returns the entries missing in the text of that row, and in the outputs.
     """
     (addresses, tokens, counts), (outputs, most_kept, shared, longest, floor) = texts, options
     for row in range(addresses.size if begin == 0 else 0):
@@ -190,7 +190,7 @@ def _step(texts, begin, options, chains, path_probs, sizes):
 
 @njit(error_model="numpy")
 def begins(address, tokens, count, samples):
-    """Whether a row begins with the text of a request, by so many of its tokens and as many of the last ones."""
+    """Whether a row begins with a request's text, judging by `samples` spread tokens and as many of the last ones."""
     search = array_at(array_at(address, (6,), np.int64)[_SEARCH], (SIZE,), np.int64)
     text = array_at(search[TEXT], (6,), np.int64)
     arena, size, at = chains_at(text)[0], text[LENGTH] - 1, 0

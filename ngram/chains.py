@@ -1,4 +1,4 @@
-"""Hash chains over a growing token stream: they find every earlier occurrence of the last tokens.
+"""Hash chains over a growing token stream, which find earlier occurrences of its last tokens.
 
 Source: Ziv & Lempel 1977, "A Universal Algorithm for Sequential Data Compression" (copy from the longest earlier
     match); Deutsch 1996, RFC 1951 §4 (chained hash tables, walked from the most recent string, cut at a limit).
@@ -18,11 +18,11 @@ from lookahead.utils.jit import njit
 IntArray = NDArray[np.int32]
 
 LEVELS = 4  # level k has the chains of contexts of 2**k tokens
-MAX_CONTEXT = 64  # a match is measured up to this many tokens
+MAX_CONTEXT = 64  # maximum length of a match in tokens
 SEPARATOR = -1  # between documents; token ids are never negative, so no match crosses it
 _FIRST_CAPACITY = 1024
-_GROWTH = 1.25  # of a full arena; doubling it would leave up to half of it empty
-# The record of chains, int64: where their arrays lie, the slots of a level, and the entries in use and at most.
+_GROWTH = 1.25  # of a full arena; doubling would leave up to half of it empty
+# The record of chains, int64: addresses of the arrays, slots per level, and entries in use and at most.
 _ARENA, _HEADS, _LINKS, _SLOTS, LENGTH, _CAPACITY = range(6)
 
 
@@ -32,9 +32,9 @@ class Chains(KeepsAddresses):
     Args:
         arena: int32 `[capacity]`, with `SEPARATOR` before each document.
         heads: int32 `[LEVELS, slots]`, the newest position of each chain, 0 if it is empty.
-        links: int32 `[capacity, LEVELS]`, for each position the one before in its chains, 0 at their ends.
+        links: int32 `[capacity, LEVELS]`, the previous position in each chain, 0 at the end.
         length: Entries of the arena in use.
-        max_tokens: Maximum number of entries; no bound when None.
+        max_tokens: Maximum number of entries; unlimited if None.
     """
 
     __slots__ = ("_arrays", "_max_tokens", "record")
@@ -43,7 +43,7 @@ class Chains(KeepsAddresses):
         self, arena: IntArray, heads: IntArray, links: IntArray, length: int, max_tokens: int | None = None
     ) -> None:
         self._max_tokens = max_tokens
-        self.record = np.zeros(6, np.int64)  # as the compiled functions take them; it stays where it is
+        self.record = np.zeros(6, np.int64)  # for compiled functions; its address is fixed
         self.state = arena, heads, links, length
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class Chains(KeepsAddresses):
 
     @property
     def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
-        """The arrays, and the entries in use."""
+        """The arrays, and the number of entries in use."""
         return *self._arrays, len(self)
 
     @state.setter
@@ -73,15 +73,15 @@ class Chains(KeepsAddresses):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arena, the links and the heads, in bytes."""
+        """Size of the arena, the links and the heads, in bytes."""
         return sum(each.nbytes for each in self._arrays)
 
 
 class ChainIndex(Chains):
     """An index of documents, the last of which is open and grows.
 
-    A match lies within one document. Hashes only name candidates: every match is compared token by token. When
-    `max_tokens`, at least 1,024, are full, the oldest half is dropped.
+    A match lies within one document. Hashes only find candidates: every match is compared token by token. If
+    `max_tokens`, at least 1,024, are reached, the oldest half is dropped.
 
     Example:
         >>> index = ChainIndex()
@@ -102,7 +102,7 @@ class ChainIndex(Chains):
         super().__init__(np.full(_FIRST_CAPACITY, SEPARATOR, np.int32), heads, links, 1, max_tokens)
 
     def append(self, tokens: Sequence[int] | IntArray) -> None:
-        """Add tokens to the open document, amortised O(1) each; the errors are those of `as_tokens`."""
+        """Add tokens to the open document, amortised O(1) each; raises the errors of `as_tokens`."""
         new = as_tokens(tokens)
         if self._max_tokens is not None:
             new = new[-(self._max_tokens // 2) :]
@@ -112,7 +112,7 @@ class ChainIndex(Chains):
     def append_documents(self, tokens: IntArray) -> None:
         """Close the open document and add several, int32 `[n]` with `SEPARATOR` between; the last one stays open.
 
-        Of more than half of `max_tokens` the newest half is added.
+        At most the last `max_tokens // 2` entries are added.
         """
         if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
             raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
@@ -132,7 +132,7 @@ class ChainIndex(Chains):
         add(self.record, new)
 
     def make_room(self, more: int) -> None:
-        """Drop the oldest half, or grow, where so many more tokens do not fit."""
+        """Make room for `more` entries: grow, or drop the oldest half."""
         arena, heads, links, length = self.state
         if self._max_tokens is not None and length + more > self._max_tokens:
             kept = max(0, min(length - 1, self._max_tokens // 2 - more))
@@ -153,7 +153,7 @@ class ChainIndex(Chains):
 
 
 def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
-    """Token ids as a flat int32 array; TypeError if they are no whole numbers, ValueError if out of range."""
+    """Token ids as a flat int32 array; TypeError unless they are integers, ValueError if out of range."""
     array = np.asarray(tokens)
     if array.size == 0:
         return np.empty(0, np.int32)
@@ -170,14 +170,14 @@ def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
 
 @jit_inline
 def _mix(code, token):
-    """Fold one more token into a hash; every product stays below 2**63."""
+    """Fold a token into a hash; products stay below 2**63."""
     product = (code ^ token) * 0x5BD1E995 + 0x2545F491
     return (product ^ (product >> 29)) & 0x7FFFFFFF
 
 
 @jit_inline
 def _hash_levels(context, end, mask, slots):
-    """Fill `slots` with those of the last 1, 2, 4 and 8 tokens of a context; returns how many levels it fills."""
+    """Fill `slots` with the slots of the last 1, 2, 4 and 8 tokens of a context; returns the number of levels."""
     code, level, back = 0, 0, 1
     while level < LEVELS and back <= end and context[end - back] >= 0:
         code = _mix(code, int(context[end - back]))
@@ -190,7 +190,7 @@ def _hash_levels(context, end, mask, slots):
 
 @njit(error_model="numpy")
 def _link(arena, heads, links, begin, end):
-    """Insert the tokens from `begin` to `end` into the chains of the contexts before them."""
+    """Insert the positions from `begin` to `end` into the chains of the contexts before them."""
     mask, slots = heads.shape[1] - 1, np.empty(LEVELS, np.int64)
     for at in range(begin, end):
         levels = _hash_levels(arena, at, mask, slots) if arena[at] >= 0 else 0
@@ -201,7 +201,7 @@ def _link(arena, heads, links, begin, end):
 
 @jit_inline
 def chains_at(record):
-    """The arena, heads and links of chains, and the entries in use, by their record."""
+    """The arena, heads, links and number of entries of chains, given their record."""
     length, slots = record[LENGTH], record[_SLOTS]
     arena = array_at(record[_ARENA], (record[_CAPACITY],), np.int32)
     heads = array_at(record[_HEADS], (LEVELS, slots), np.int32)
@@ -210,7 +210,7 @@ def chains_at(record):
 
 @njit(error_model="numpy")
 def add(record, new):
-    """Add tokens to the open document, and link all but separators; returns whether there was room."""
+    """Add tokens to the open document, and link all except separators; returns False if there is no room."""
     arena, heads, links, length = chains_at(record)
     end = length + new.size
     if end > record[_CAPACITY]:
@@ -224,7 +224,7 @@ def add(record, new):
 
 @njit(error_model="numpy")
 def put(record, begin, new):
-    """Write tokens over separators from `begin` on, which follow a document, and link them."""
+    """Overwrite separators after a document with tokens from `begin` on, and link them."""
     arena, heads, links, _ = chains_at(record)
     for at in range(new.size):
         arena[begin + at] = new[at]
@@ -256,12 +256,12 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, p
         end: Tokens of the context.
         shortest: Tokens of the shortest match, at least 1.
         longest: Tokens of the longest match, at most `MAX_CONTEXT`.
-        positions: Integers `[n]`, filled with the positions of the next tokens, the longest chain first, and the most
-            recent first within a chain. At most n links are walked.
-        lengths: Integers `[n]`, filled with the tokens of the matches.
+        positions: Integers `[n]`, filled with the positions of the next tokens, longest chain first, most recent first
+            within a chain. At most n links are walked.
+        lengths: Integers `[n]`, filled with the lengths of the matches.
 
     Returns:
-        How many were found.
+        The number of matches.
     """
     slots = np.empty(LEVELS, np.int64)
     levels = _hash_levels(context, end, heads.shape[1] - 1, slots)

@@ -1,4 +1,4 @@
-"""A corpus as hash chains in a file: built once, mapped into memory by every process that drafts from it.
+"""A corpus as hash chains in a file, built once and memory-mapped by every process that drafts from it.
 
 A pool file is a header of 128 bytes and three sections without gaps: heads, links and arena of `Chains`, int32 in the
 byte order of the machine that wrote them.
@@ -36,10 +36,10 @@ class CorpusHeader(FileHeader):
     documents: int
     largest_token: int
     checksum: int = 0
-    learned: int = 0  # 1 if the documents are earlier outputs, to which a job adds; 0 if they are a corpus
+    learned: int = 0  # 1 for earlier outputs, to which jobs add; 0 for a corpus
 
     def sizes(self) -> tuple[int, bool]:
-        """As `FileHeader.sizes`."""
+        """See `FileHeader.sizes`."""
         is_possible = 1 <= self.tokens < self.length <= MAX_ENTRIES and self.slots.bit_count() == 1
         size = HEADER_BYTES + 4 * (LEVELS * self.slots + LEVELS * self.length + self.length)
         return size, is_possible and self.largest_token < 1 << 31 and self.learned <= 1
@@ -49,19 +49,19 @@ read_header = CorpusHeader.read
 
 
 class Corpus(Chains):
-    """The chains of a pool file, mapped into memory; searched like a `ChainIndex`, never grown.
+    """The memory-mapped chains of a pool file; searched like a `ChainIndex`, never grown.
 
     Processes share the pages of the file. `write_corpus` replaces a file and never changes one, so a mapping stays
-    valid. Another program that changes the file could crash this process (a page beyond the end of a file is a bus
-    error) or lead a search out of its memory: `is_intact` is checked before each use. A copy is the pool itself, and a
-    pickle opens the same file again.
+    valid. A file changed by another program could crash this process (reading a page beyond its end is a bus error) or
+    lead a search out of bounds: `is_intact` is checked before each use. A copy is the same object, and unpickling opens
+    the file again.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
 
     def __init__(self, path: Path, header: CorpusHeader, file: BinaryIO, version: tuple[int, int]) -> None:
-        # A private mapping is writable, so its arrays have the type of an index's, and one compiled function serves
-        # both. Pages that are not written stay shared.
+        # A private mapping is writable, so its arrays have the same type as an index's, and one compiled function
+        # serves both. Unwritten pages stay shared.
         numbers: IntArray = np.asarray(np.memmap(file, np.int32, "c", HEADER_BYTES))
         heads, links, arena = np.split(numbers, np.cumsum([LEVELS * header.slots, LEVELS * header.length]))
         super().__init__(arena, heads.reshape(LEVELS, -1), links.reshape(-1, LEVELS), header.length)
@@ -79,7 +79,7 @@ class Corpus(Chains):
 
     @property
     def is_intact(self) -> bool:
-        """Whether size and modification time of the file are as when it was opened; if not, the pool is empty."""
+        """Whether the file's size and modification time are unchanged since opening; if not, the pool is emptied."""
         if self._is_intact and _version_of(self._descriptor) != self._version:
             self._is_intact = False
             self.state = ChainIndex().state
@@ -89,13 +89,13 @@ class Corpus(Chains):
     def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Corpus:
         """Open a pool file after checking every byte; ValueError if it is damaged, or made with another tokenizer.
 
-        The checksum finds accidental damage. A forged file can have a valid checksum, so every position and every token
-        is checked too: no file leads a search out of its memory, or to a token above the header's largest.
+        The checksum finds accidental damage. Since a forged file can have a valid checksum, every position and token is
+        checked too: no file can lead a search out of bounds, or to a token above the header's largest.
         """
         path = Path(path)
         with CorpusHeader.opened(path) as (header, file):
             version, checksum, are_good = _version_of(file.fileno()), xxhash.xxh3_64(), True
-            # The file is read, not mapped: it may be truncated meanwhile.
+            # Read, not mapped: the file may be truncated meanwhile.
             for count, least, most in (
                 (LEVELS * (header.slots + header.length), 0, header.length - 1),  # positions
                 (1, SEPARATOR, SEPARATOR),
@@ -128,7 +128,7 @@ class Corpus(Chains):
 
 
 def _reopen(path: Path, header: CorpusHeader) -> Corpus:
-    """Open the file of a pickled pool; ValueError if it was replaced since."""
+    """Open the file of a pickled pool; ValueError if it was replaced since pickling."""
     pool = Corpus.open(path)
     if pool.header != header:
         raise ValueError(f"{path}: replaced since the pool was pickled")
@@ -140,8 +140,8 @@ def write_corpus(
 ) -> CorpusHeader:
     """Index documents, int32 `[n]` with `SEPARATOR` between them, and write them to a pool file; returns its header.
 
-    A file at `path` is replaced once all of the new one is on the disk; a crash before leaves it as it was. With
-    `is_learned` the documents are earlier outputs, not a corpus. `fingerprint` is that of their tokenizer.
+    A file at `path` is replaced once the new one is completely on disk; a crash before leaves it unchanged. With
+    `is_learned` the documents are earlier outputs, not a corpus. `fingerprint` identifies their tokenizer.
     """
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
         raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")

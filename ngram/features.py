@@ -16,24 +16,25 @@ FloatArray = NDArray[np.float64]
 RANKS = 16
 CEILING = 0.999  # maximum sum of the probabilities of a node's children
 
-# A match without a recycled context: by its length (in buckets), its rank, and the agreement of its occurrences.
+# A match without a recycled context: by its length (bucketed), its rank, and the agreement of its occurrences.
 _LENGTH_STARTS = (1, 2, 3, 4, 5, 7, 10, 16, 24)
 _LENGTH_PRIOR = (0.24, 0.38, 0.48, 0.57, 0.60, 0.72, 0.80, 0.90, 0.96)
-# Support: occurrences in the first text, the row's own; in others only; in others while the first text has another
-# token after a shorter match, or after one as long. For each: one occurrence, all of few, all of many, most, or fewer.
+# Support: occurrences in the first text, the row's own; only in other texts; only in others, while the first text has
+# another token after a shorter match, or after an equally long one. Each splits into: the only occurrence, all of few,
+# all of many, most, or fewer.
 _SUPPORT_ODDS = np.outer((1.0, 0.8, 0.3, 0.3), (1.0, 3.0, 6.0, 0.7, 0.4)).reshape(-1)
 _AGREEMENTS = 5
-_CONTRADICTED = 3 * _AGREEMENTS  # the first support with another token in the first text after a match as long
+_CONTRADICTED = 3 * _AGREEMENTS  # the first support contradicted by an equally long match in the first text
 _CONTRADICTED_PRIOR = 0.12  # maximum for any length
 _LATER_RANK = 0.6
 _LENGTHS, _SUPPORTS = len(_LENGTH_STARTS), len(_SUPPORT_ODDS)
 _LENGTH_OF = np.searchsorted(_LENGTH_STARTS, np.arange(129), side="right").clip(1) - 1
-COPY = 4  # minimum tokens of a match that counts as a copy
+COPY = 4  # minimum length of a copy in tokens
 NO_COPY, FOREIGN_COPY, OWN_COPY = range(3)
 
 
 # The bucket of a recycled token: its rank among the successors of the longest known context (first, second, later) and
-# its probability. 0: it is not among them.
+# its probability. 0: not a successor.
 _BUCKET_STARTS = np.array([[0.0, 0.3, 0.5, 0.7, 0.9], [0.0, 0.1, 0.2, 0.3, np.inf], [0.0, 0.01, 0.03, 0.07, 0.15]])
 _BUCKET_PRIOR = np.array([0.4, 0.52, 0.6, 0.7, 0.93, 0.07, 0.11, 0.19, 0.22, 0.008, 0.018, 0.035, 0.075, 0.17])
 _FIRST_BUCKET = np.array([1, 6, 10])
@@ -44,35 +45,35 @@ _ORDER_SHARE = np.array([0.65, 0.85, 0.9, 1.0])  # factor for a known context of
 # (of this request or foreign, short or long), and the bucket of the recycled token.
 _BOTH_RANKS = 3
 _BOTH_CONTEXTS = 4
-_FOREIGN_SHARE = np.array([1.0, 0.8])  # factor for a context that another request learned
+_FOREIGN_SHARE = np.array([1.0, 0.8])  # factor for a context learned by another request
 # A longer match with a recycled context: by its length, its first ranks, its support, whether the context is foreign,
-# and the standing of its token among the successors of that context: first and sure, first, later, or not among them.
+# and the standing of its token among the context's successors: first and sure, first, later, or not among them.
 STANDINGS = 4
-_SURE = 0.8  # least probability
-# Factors on the odds of a match without a context: short ones, copies, and long copies.
+_SURE = 0.8  # minimum probability
+# Factors on the odds of a match without a context: short matches, copies, and long copies.
 _STANDING_ODDS = np.array([[8.0, 1.5, 0.25, 0.1], [5.0, 1.0, 0.16, 0.15], [1.0, 0.8, 0.06, 0.14]])
 _STANDING_STARTS = (1, 4, 7)  # tokens
-# A recycled token alone: by the known context, its bucket, and the longest match, which is for another token.
+# A recycled token without a match: by the known context, its bucket, and the longest match for another token.
 _COMPETING_STARTS = (0, 1, 2, 3, 5, 10)
 _COMPETING_SHARE = np.array([1.0, 0.75, 0.75, 0.7, 0.5, 0.2])
 _COMPETING_BUCKETS = len(_COMPETING_STARTS)
 _COMPETING_OF = np.searchsorted(_COMPETING_STARTS, np.arange(129), side="right") - 1
-# A frequent token, without a recycled context: by its rank and the longest match for others.
+# A frequent token, without a recycled context: by its rank and the longest match for another token.
 FREQUENT = 8
 _FREQUENT_PRIOR = 0.06 * 0.88 ** np.arange(FREQUENT)
 _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 
-# A token of a prediction: by the tokens that agree before it, its place (at the cursor; behind a brief insertion, or a
-# replacement; ahead of the cursor, near, far and very far; before it, near and far; behind a long insertion, or a
-# replacement), how the prediction fared so far (unknown, badly, partly, well), its rank among the tokens of the
-# prediction (alone, first, later), and what a match and the recycled table say of it.
+# A token of a prediction: by the number of agreeing tokens before it, its place (at the cursor; after a brief insertion
+# or replacement; ahead of the cursor, near, far and very far; before it, near and far; after a long insertion or
+# replacement), how the prediction fared so far (unknown, badly, partly, well), its rank among the prediction's tokens
+# (only, first, later), and the verdicts of matches and of the recycled table.
 _GUESS_STARTS = (0, 1, 2, 3, 4, 6, 9, 14, 24, 48, 96)
 _GUESS_LENGTHS, PLACES, FARES, _GUESS_RANKS = len(_GUESS_STARTS), 10, 4, 3
 _GUESS_OF = np.searchsorted(_GUESS_STARTS, np.arange(129), side="right") - 1
 UNKNOWN, BADLY = 0, 1  # how a prediction fared, of `FARES`
 VERDICTS = 4  # of a match: none, first, later, against it
 KNOWN_VERDICTS = 3  # of the recycled table: none, first, not first
-# A match for another token than a prediction has after an agreement as long: by its length and that of the agreement.
+# A match that contradicts a prediction after an agreement at least as long: by the lengths of match and agreement.
 _OPPOSED_STARTS = (COPY, 9, 24)
 _OPPOSED = len(_OPPOSED_STARTS)
 _GUESS_PRIOR = (0.05, 0.5, 0.75, 0.83, 0.92, 0.945, 0.97, 0.98, 0.99, 0.995, 0.999)
@@ -91,7 +92,7 @@ _FIRST_OPPOSED = FIRST_GUESS + _GUESS_LENGTHS * PLACES * FARES * _GUESS_RANKS * 
 
 
 def _tables() -> tuple[IntArray, FloatArray, IntArray]:
-    """Of every feature its kind, its prior probability, and whether it is of a copy: each `[features]`.
+    """The kind, the prior probability and the copy class of every feature, `[features]` each.
 
     The order is that of the functions `feature_of_…`.
 
@@ -106,7 +107,7 @@ def _tables() -> tuple[IntArray, FloatArray, IntArray]:
     match_kind = 2 * (np.arange(_LENGTHS) >= _LENGTH_OF[COPY])[:, None, None] + foreign
 
     # A token that is first in a match and in the recycled table is likelier than in either. Otherwise the prior is
-    # between theirs, nearer to that of the table, and not below that of a token that the table does not hold.
+    # between theirs, nearer to the table's, and at least that of a token that the table does not hold.
     length = _LENGTH_PRIOR[0]
     prob = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
     single = (prob / (1.0 - prob))[:, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None]
@@ -122,7 +123,7 @@ def _tables() -> tuple[IntArray, FloatArray, IntArray]:
 
     factors = _STANDING_ODDS[np.searchsorted(_STANDING_STARTS, _LENGTH_STARTS, side="right") - 1]
     likely = match[:, :_BOTH_RANKS, :, None, None]
-    # On the logarithm of the odds, a context that another request learned counts half.
+    # On the logarithm of the odds, a context learned by another request counts half.
     factors = factors[:, None, None, None] ** np.array([[1.0], [0.5]])
     standing = _prob(likely / (1.0 - likely) * factors)
     standing_kind = 3 + 4 * _BUCKETS + match_kind[..., None, None] + 4 * np.arange(STANDINGS)
@@ -144,9 +145,9 @@ def _tables() -> tuple[IntArray, FloatArray, IntArray]:
 
 
 def _guess_tables(kind: int) -> tuple[Any, ...]:
-    """Kinds, priors and copies of the tokens of predictions, and of the matches that they oppose; `kind` is the first.
+    """Kinds, priors and copy classes of prediction tokens, and of matches that contradict them; `kind` is the first.
 
-    Kinds of the tokens are: how the prediction fared, short and long agreements, and what others say.
+    Kinds of prediction tokens are: how the prediction fared, short and long agreements, and the verdicts of others.
     """
     likely = np.array(_GUESS_PRIOR)
     odds = (likely / (1.0 - likely))[:, None, None, None, None, None]
@@ -169,10 +170,10 @@ KIND_OF, PRIOR, COPY_OF = _tables()
 
 @jit_inline
 def support_of(kind, agreeing, total):
-    """The bucket of how many of `total` occurrences agree on a token.
+    """The bucket of the number of occurrences, `agreeing` of `total`, that agree on a token.
 
-    Kind 0 are those in the first text. Those in others are kind 1; 2 if the first text has another token; 3 if it has
-    that after a match as long.
+    Kind 0 is the first text. Other texts are kind 1; kind 2 if the first text has another token; kind 3 if it has one
+    after an equally long match.
     """
     agreement = 3 if 2 * agreeing >= total else 4
     if agreeing == total:
@@ -188,7 +189,7 @@ def is_own(support):
 
 @jit_inline
 def bucket_of(rank, prob):
-    """The bucket of the recycled token of a rank, from 0 on, and a probability; at least 1."""
+    """The bucket of a recycled token by its rank, from 0 on, and its probability; at least 1."""
     row = min(rank, 2)
     bucket = 0
     while bucket + 1 < _BUCKET_STARTS.shape[1] and prob >= _BUCKET_STARTS[row, bucket + 1]:
@@ -211,7 +212,7 @@ def feature_of_both(rank, support, order, is_foreign, bucket):
         support: Agreement of its occurrences, from `support_of`.
         order: Tokens of the recycled context, 1 to 4.
         is_foreign: 1 if another request stored it, else 0.
-        bucket: Of the token among the successors of the context, from `bucket_of`; 0 if it is not one of them.
+        bucket: Bucket of the token as a successor of the context, from `bucket_of`; 0 if it is not one.
     """
     row = min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support
     return _FIRST_BOTH + (row * _BOTH_CONTEXTS + 2 * is_foreign + (order > 2)) * _BUCKETS + bucket
@@ -219,7 +220,7 @@ def feature_of_both(rank, support, order, is_foreign, bucket):
 
 @jit_inline
 def standing_of(rank, prob):
-    """The standing of a token by its rank among the successors of a context, -1 for none, and its probability there."""
+    """The standing of a token by its rank among a context's successors, -1 if absent, and its probability there."""
     if rank == 0:
         return 0 if prob >= _SURE else 1
     return 2 if rank > 0 else 3
@@ -227,7 +228,7 @@ def standing_of(rank, prob):
 
 @jit_inline
 def feature_of_standing(length, rank, support, is_foreign, standing):
-    """The row for a match of at least two tokens with a recycled context, and the standing of its token there."""
+    """The row for a match of at least two tokens with a recycled context, by its token's standing there."""
     row = (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * _BOTH_RANKS + min(rank, _BOTH_RANKS - 1)) * _SUPPORTS
     return _FIRST_STANDING + ((row + support) * 2 + is_foreign) * STANDINGS + standing
 
@@ -247,7 +248,7 @@ def feature_of_frequent(rank, competing_match_len):
 
 @jit_inline
 def place_of(place, fared):
-    """Where a token of a prediction stands beside the cursor, and how the prediction fared."""
+    """The place of a prediction's token relative to the cursor, combined with how the prediction fared."""
     return place * FARES + fared
 
 
@@ -256,11 +257,11 @@ def feature_of_guess(length, place, rank, verdict, known):
     """The row for a token of a prediction.
 
     Args:
-        length: Tokens that agree before it.
+        length: Number of agreeing tokens before it.
         place: From `place_of`.
-        rank: Among the tokens of the prediction: 0 for the only one, 1 for the first, 2 for later ones.
-        verdict: Of a match: 0 if there is none, 1 or 2 if its first token or a later one is this, 3 if none is.
-        known: 0 without a recycled context, 1 if its likeliest token is this, else 2.
+        rank: Rank among the prediction's tokens: 0 for the only one, 1 for the first, 2 for later ones.
+        verdict: Of a match: 0 if there is none, 1 if this is its first token, 2 if a later one, 3 if it is no match's.
+        known: 0 without a recycled context, 1 if this is its likeliest token, else 2.
     """
     row = _GUESS_OF[min(length, _GUESS_OF.size - 1)] * PLACES * FARES + place
     return FIRST_GUESS + ((row * _GUESS_RANKS + rank) * VERDICTS + verdict) * KNOWN_VERDICTS + known
@@ -268,6 +269,6 @@ def feature_of_guess(length, place, rank, verdict, known):
 
 @jit_inline
 def feature_of_opposed(length, agreed):
-    """The row for a match of `length` tokens where a prediction has another token after `agreed` tokens."""
+    """The row for a match of `length` tokens that contradicts a prediction after `agreed` tokens."""
     bucket = (agreed >= _OPPOSED_STARTS[1]) + (agreed >= _OPPOSED_STARTS[2])
     return _FIRST_OPPOSED + _LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * _OPPOSED + bucket

@@ -1,4 +1,4 @@
-"""An index of outputs that are still being written, for the rows beside them."""
+"""An index of unfinished outputs, which the other rows of a batch can search."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import numpy as np
 from lookahead.ngram.chains import SEPARATOR, ChainIndex, IntArray, put
 
 _FIRST_ROOM = 64  # tokens of a document
-_MAX_ENTRIES = 4  # of the arena for each token, beyond which all documents are packed
+_MAX_ENTRIES = 4  # arena entries per token, beyond which all documents are packed
 
 
 class LiveOutputs:
-    """Documents that all grow, one for each row, in one index.
+    """Growing documents, one per row, in one index.
 
-    A document that has no more room moves to the end of the arena, where it has twice the room, so that a token costs
-    amortised O(1). Entries that it leaves hold separators; when most are empty, all documents are packed.
+    A document without room moves to the end of the arena and gets twice the room, so that a token costs amortised O(1).
+    The entries it leaves become separators; if most entries are empty, all documents are packed.
 
     Attributes:
         chains: The index.
@@ -29,15 +29,15 @@ class LiveOutputs:
 
     def __init__(self) -> None:
         self.chains = ChainIndex()
-        self._spans: dict[int, tuple[int, int, int]] = {}  # of each row: begin and end, and the end of its room
+        self._spans: dict[int, tuple[int, int, int]] = {}  # by row: begin, end, and the end of its room
         self._used = 0  # tokens of all documents
 
     def span_of(self, row: int) -> tuple[int, int]:
-        """The first position of the document of a row and the one behind its last; an empty span if it has none."""
+        """The begin and end (exclusive) of the document of a row; an empty span if it has none."""
         return self._spans.get(row, (0, 0, 0))[:2]
 
     def extend(self, row: int, tokens: IntArray) -> None:
-        """Add tokens, int32 `[n]`, to the document of a row, which the first ones begin."""
+        """Add tokens, int32 `[n]`, to the document of a row, which is created if necessary."""
         begin, end, limit = self._spans.get(row, (0, 0, 0))
         if end + tokens.size > limit:
             tokens = np.concatenate((self.chains.tokens[begin:end], tokens))
@@ -51,7 +51,7 @@ class LiveOutputs:
         self._used += tokens.size
 
     def end(self, row: int) -> None:
-        """Forget the document of a row, if it has one."""
+        """Drop the document of a row, if it has one."""
         begin, end, _ = self._spans.pop(row, (0, 0, 0))
         self.chains.state[0][begin:end] = SEPARATOR
         self._used -= end - begin

@@ -15,25 +15,25 @@ FREE: NDArray[np.float64] = np.zeros(0)  # costs if nodes are free
 
 
 class Limits(NamedTuple):
-    """Limits of the part of a tree that is verified."""
+    """Limits of the verified part of a tree."""
 
-    max_nodes: int  # besides the root
+    max_nodes: int  # without the root
     max_depth: int
     min_probability: float = 0.0  # nodes less likely to be reached are left out
     is_chain: bool = False  # only the likeliest child of a node is kept
     node_bonus_tokens: float = (
-        0.0  # tokens that a verified node is worth, accepted or not, as a source learns from its logits
+        0.0  # value in tokens of a verified node, accepted or not, because a source learns from its logits
     )
 
 
-# Rows of the scratch memory of `select`: one array needs one allocation, and no references are counted.
+# Rows of the scratch memory of `select`: one array is one allocation, and avoids reference counting.
 _RANKED, _KEPT, _FIRST_CHILD, _NEXT_SIBLING, _ORDER = range(5)
 
 
 def best_nodes(parents: IntArray, probabilities: NDArray[np.floating], max_nodes: int) -> tuple[IntArray, IntArray]:
     """The nodes of a tree likeliest to be reached, int32 `[n]`, depth first, and their parents among these.
 
-    `probabilities` are those of each node once its parent was chosen, 1 for the root, which is not counted.
+    `probabilities` are of each node given its parent, 1 for the root, which does not count.
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.2 (reranking).
     """
@@ -56,18 +56,18 @@ def select(parents, depths, path_probs, required, limits, costs):
     """Select the nodes that give the most expected tokens per cost, and lay them out depth first.
 
     The root and the required nodes are always selected, then the nodes with the highest path probability. The expected
-    number of tokens is the sum of the path probabilities, and of what the nodes are worth besides. The likelier child
-    comes first, so that the likeliest path is 0, 1, 2, ….
+    number of tokens is the sum of the path probabilities and the bonuses of the nodes. The likelier child comes first,
+    so the likeliest path is 0, 1, 2, ….
 
     Args:
         parents: Integers `[k]`; a parent comes before its children.
         depths: Integers `[k]`.
-        path_probs: float64 `[k]`; the probability to be reached, never above that of the parent.
-        required: Numbers `[k]`; not 0 if a node, and so its parent, must be in the tree; 0 for all nodes of a chain.
+        path_probs: float64 `[k]`; the probability to be reached, never above the parent's.
+        required: Numbers `[k]`; nonzero if a node, and so its parent, must be in the tree; all 0 for a chain.
         limits: A `Limits`, as a tuple.
-        costs: float64 `[max_nodes + 2]` or longer, of a step by its nodes, the root counted; empty if nodes are free.
+        costs: float64 `[max_nodes + 2]` or longer, of a step by its nodes, including the root; empty if nodes are free.
 
-    Returns the nodes as they were laid out, int64 `[n]`.
+    Returns the selected nodes in layout order, int64 `[n]`.
     """
     max_nodes, max_depth, min_probability, is_chain, node_bonus_tokens = limits
     count = len(path_probs)
@@ -101,7 +101,7 @@ def select(parents, depths, path_probs, required, limits, costs):
 
 @jit_inline
 def rank(values, ranked):
-    """Fill `ranked` with indices by falling value, ties in order. Insertion sort: values come nearly sorted."""
+    """Fill `ranked` with indices by descending value, ties in order. Insertion sort: values are nearly sorted."""
     for i in range(len(values)):
         at = i
         while at > 0 and values[ranked[at - 1]] < values[i]:
@@ -112,8 +112,8 @@ def rank(values, ranked):
 
 @jit_inline
 def _lay_out(parents, required, scratch, last, size):
-    """Write the kept nodes depth first: those that are required, and those ranked up to `last`."""
-    # Each is put at the head of its list of siblings, the least likely first: in the end the likeliest is at the head.
+    """Write the kept nodes depth first: the required ones, and those ranked up to `last`."""
+    # Nodes are prepended to their siblings from the least likely on, so the likeliest ends up first.
     for at in range(scratch.shape[1] - 1, 0, -1):
         node = scratch[_RANKED, at]
         if scratch[_KEPT, node] and (at <= last or required[node]):
@@ -132,13 +132,14 @@ def _lay_out(parents, required, scratch, last, size):
 
 @jit_inline
 def union(root, offered, offers):
-    """Merge trees with one root by prefix: a node that several offer is one node.
+    """Merge trees with one root by prefix: a node offered by several trees is one node.
 
-    `offered` are tokens, parents, probabilities and sources of the trees' nodes, one tree after the other; `offers`,
-    `[trees, 3]`, the nodes of each tree, how many of its first are required, and the bit of its first source.
+    `offered` are tokens, parents, probabilities and sources of the nodes of all trees, concatenated. `offers`,
+    `[trees, 3]`, are the number of nodes of each tree, how many first nodes are required, and the bit of its first
+    source.
 
     Returns tokens, parents, depths, sources, and 1 if required, int32 `[5, nodes]`; the highest probability offered
-    for each node, float64; and the merged node of every node offered, int32.
+    for each node, float64; and the merged node of every offered node, int32.
     """
     tokens, parents, probabilities, sources = offered
     most = len(tokens) + 1

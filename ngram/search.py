@@ -18,37 +18,37 @@ from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
 from lookahead.utils.jit import njit
 
 _NAMED_TEXTS = 3
-_LIVE = _NAMED_TEXTS  # the text of the rows beside this one
-_MAX_TEXTS = _NAMED_TEXTS + 2  # the last one is that of predictions
+_LIVE = _NAMED_TEXTS  # the text of the other rows
+_MAX_TEXTS = _NAMED_TEXTS + 2  # the last one is the text of predictions
 _RECYCLED_BIT = _MAX_TEXTS
 _NEVER = 2.0  # a probability that no candidate has
-FLOOR = 0.0001  # least probability of a node to be reached
-# The record of a search, int64: where the records of its texts, its hit rates and its memory lie; the sets of the
-# memory, its time at the start, and the bounds; the bits of the memory and of the live text in the sources of a node;
-# and the positions of the live text that are the row's own.
+FLOOR = 0.0001  # minimum probability of a node to be reached
+# The record of a search, int64: addresses of the records of its texts, its hit rates, its memory and its cursor; the
+# sets of the memory, its time at the start, and the bounds; the bits of the memory, the live text and the predictions
+# in a node's sources; and the row's own positions in the live text.
 TEXT, RATES, _ENTRIES, _CURSOR, _GROUPS, _SINCE, _SHORTEST, _LONGEST, _WALKED = 0, 5, 8, 9, 10, 11, 12, 13, 14
 _SOURCE, _LIVE_SOURCE, _OWN_BEGIN, _OWN_END, _PREDICTED_SOURCE, SIZE = 15, 16, 17, 18, 19, 20
-_SHORTEST_FOREIGN = 3  # tokens of a match in another text than the row's own, beside recycled tokens
+_SHORTEST_FOREIGN = 3  # tokens of a match in another than the row's own text, if there are recycled tokens
 
 _NO_TEXT = ChainIndex()
 _NO_MEMORY = SuccessorTable(contexts=4)
 
 
 class Trie(NamedTuple):
-    """Candidates for the tokens after a context, as a tree by falling path probability; arrays are `[k]`.
+    """Candidates for the tokens after a context, as a tree by descending path probability; arrays are `[k]`.
 
-    Bit i of a node's sources is set if text i offered it, the bit after those of the texts if the recycled table did.
+    Bit i of a node's sources is set if text i offered it; the bit after the texts is set if the recycled table did.
     """
 
     tokens: IntArray  # node 0, the root, holds the last token of the context
     parents: IntArray  # a parent comes before its children
-    probabilities: NDArray[np.float32]  # of a node once its parent was chosen; 1 for the root
+    probabilities: NDArray[np.float32]  # of a node given its parent; 1 for the root
     features: IntArray  # for `HitRates.learn`; 0 for the root
     sources: IntArray  # 0 for the root
 
 
 Verified = tuple[IntArray, IntArray, IntArray, NDArray[np.float32]]
-"""Parents and tokens of a tree, `[k]`, and the 8 likeliest tokens after each node with their chances, `[k, 8]`."""
+"""Parents and tokens of a tree, `[k]`, and the 8 likeliest tokens after each node with probabilities, `[k, 8]`."""
 
 _NONE: IntArray = np.zeros(0, np.int32)
 NOT_VERIFIED: Verified = _NONE, _NONE, np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
@@ -58,17 +58,17 @@ NO_CANDIDATES = Trie(_NONE, _NONE, np.zeros(0, np.float32), _NONE, _NONE)
 class Search(KeepsAddresses):
     """Merges earlier continuations of a context and the target's recycled tokens into a tree, likeliest paths first.
 
-    Each occurrence is followed to the end of its document; at the end of the open document it continues with the path
-    itself, so that a loop is continued as a loop. The recycled table is looked up at every node. The same token from
-    several sources is one candidate; its probability is the hit rate of its features.
+    Each occurrence is followed to the end of its document. At the end of the open document it continues with the path
+    itself, so that a loop is continued as a loop. The recycled table is looked up at every node. A token from several
+    sources is one candidate; its probability is the hit rate of its features.
 
     Args:
-        texts: At most three.
+        texts: At most three texts.
         rates: The hit rates.
         memory: The recycled table, if any.
-        bounds: Tokens of the shortest match and of the longest, at most `MAX_CONTEXT`, and links walked in each text;
-            they are not checked.
-        live: What the rows beside this one wrote, one more text, and the number of the text whose bit its nodes have.
+        bounds: Tokens of the shortest and the longest match, at most `MAX_CONTEXT`, and links walked in each text; not
+            validated.
+        live: Another text with the output of the other rows, and the number of the text whose bit its nodes get.
 
     Example:
         >>> text = ChainIndex()
@@ -91,9 +91,9 @@ class Search(KeepsAddresses):
         self._cursor = np.zeros(CURSOR_SIZE, np.int64)
         memory = memory if memory is not None else _NO_MEMORY
         self._learned = rates.table, rates.prior, rates.frequent, memory.entries, memory.now
-        # What the memory learned before is foreign.
+        # Earlier entries of the memory are foreign.
         known, bits = (len(memory.entries), memory.now[0]), (len(texts), live[1])
-        # As the compiled functions take it.
+        # For compiled functions.
         self.record = np.array([*(0,) * _GROUPS, *known, *bounds, *bits, 0, 0, 0], np.int64)
         self._readdress()
 
@@ -102,7 +102,7 @@ class Search(KeepsAddresses):
         self.record[:_GROUPS] = addresses_of([*(text.record for text in self._texts), *learned])
 
     def expect(self, predictions: Sequence[IntArray], source: int) -> None:
-        """Set what the output will largely be, int32 `[n]` each, before its first token, and the bit of that source."""
+        """Set predictions of the output, int32 `[n]` each, before its first token, and the bit of their source."""
         text = ChainIndex()
         for each in predictions:
             text.append_documents(each)
@@ -112,18 +112,18 @@ class Search(KeepsAddresses):
         self._readdress()
 
     def leave_out(self, begin: int, end: int) -> None:
-        """Set the positions of the live text that are the row's own, in which nothing is found."""
+        """Exclude the row's own positions in the live text from the search."""
         self.record[_OWN_BEGIN], self.record[_OWN_END] = begin, end
 
     def grow(
         self,
-        max_nodes: int,  # besides the root, at least 1
+        max_nodes: int,  # without the root, at least 1
         min_probability: float = 0.0,  # nodes less likely to be reached are left out
         context: IntArray | None = None,  # int32; its end is looked up. None: the open document of the first text
         *,
         is_chain: bool = False,  # only the likeliest candidate after each node is kept
     ) -> Trie:
-        """A tree of continuations; its root alone if nothing was found."""
+        """A tree of continuations; only its root if nothing was found."""
         options = context is None, max(min_probability, FLOOR), is_chain
         found, probs = np.empty((4, max_nodes + 1), np.int32), np.empty(max_nodes + 1, np.float32)
         size = grow(self.record, _NONE if context is None else context, options, max_nodes, found, probs)
@@ -134,11 +134,11 @@ class Search(KeepsAddresses):
         """Learn from a step: count hits, store the target's likeliest tokens, and add the emitted tokens to the text.
 
         Args:
-            text: Prompt and output of the row; it need not be one of the texts that are searched.
-            trie: What was offered.
+            text: Prompt and output of the row, which need not be a searched text.
+            trie: The offered candidates.
             emitted: int32 `[n]`, the tokens of the step.
-            verified: The tree that the target read and its likeliest tokens; `NOT_VERIFIED` to store nothing.
-            placed: The node of that tree that each candidate became, 0 if it was left out; empty if none was offered.
+            verified: The verified tree and the target's likeliest tokens; `NOT_VERIFIED` to store nothing.
+            placed: The node of that tree for each candidate, 0 if it was left out; empty if none was offered.
         """
         offered = trie.parents, trie.tokens, trie.features
         if not _learn(text.record, self._learned, offered, emitted, verified, placed):
@@ -149,13 +149,13 @@ class Search(KeepsAddresses):
 
 @njit(error_model="numpy")
 def _learn(text, learned, trie, emitted, verified, placed):
-    """The core of `Search.learn`; returns whether the text had room. Behind copies from it nothing is stored."""
+    """The core of `Search.learn`; returns whether the text had room. Nothing is stored after copies of the text."""
     (table, prior, frequent, entries, now), (parents, candidates, features) = learned, trie
     count_hits(table, prior, frequent, parents, candidates, features, emitted, True)
     tree_parents, tokens, top, probs = verified
     if tokens.size > 0:
         skipped = np.zeros(tokens.size, np.bool_)
-        if placed.size > 0:  # copies are found in this text, and would mislead in another
+        if placed.size > 0:  # copies are found in this text anyway, and would mislead in another
             skipped = copied(parents, candidates, features, placed, top[:, 0])
         arena, _, _, length = chains_at(text)
         store_tree(entries, now, arena[:length], tree_parents, tokens, top, probs, skipped)
@@ -164,21 +164,21 @@ def _learn(text, learned, trie, emitted, verified, placed):
 
 @njit(error_model="numpy")
 def grow(record, context, options, max_nodes, found, probs):
-    """Find matches and grow a tree: nodes by falling probability to be reached.
+    """Find matches and grow a tree of nodes by descending probability to be reached.
 
-    The whole search is compiled as one function: between functions the compiler counts references to arrays.
+    The whole search is one compiled function, because across functions the compiler counts references to arrays.
 
     Args:
         record: int64 `[SIZE]`, `Search.record`.
-        context: int32 `[n]`, whose end is looked up; not read where the end of the first text is.
-        options: Whether the end of the first text is looked up, the least probability of a node to be reached, and
-            whether only the likeliest candidate after each node is kept.
-        max_nodes: Nodes besides the root, at least 1.
+        context: int32 `[n]`, whose end is looked up; unused if the end of the first text is looked up.
+        options: Whether to look up the end of the first text, the minimum probability of a node to be reached, and
+            whether to keep only the likeliest candidate after each node.
+        max_nodes: Nodes without the root, at least 1.
         found: int32 `[4, max_nodes + 1]`, filled with the token, parent, feature and sources of each node.
-        probs: float32 `[max_nodes + 1]`, filled with the probability of each node once its parent was chosen.
+        probs: float32 `[max_nodes + 1]`, filled with the probability of each node given its parent.
 
     Returns:
-        How many nodes there are, the root counted.
+        The number of nodes, including the root.
     """
     predicted = _chains_of(record, PREDICTED)
     texts = _chains_of(record, 0), _chains_of(record, 1), _chains_of(record, 2), _chains_of(record, _LIVE), predicted
@@ -198,7 +198,7 @@ def grow(record, context, options, max_nodes, found, probs):
         for text in range(PREDICTED):
             left_out = (record[_OWN_BEGIN], record[_OWN_END]) if text == _LIVE else (0, 0)
             count = _find(texts[text], text, tail, bounds, left_out, matches, count)
-            if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches elsewhere
+            if own and memory[0].shape[0] > 1:  # recycled tokens are better evidence than short matches elsewhere
                 bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
         count = _find_aligned(predicted, array_at(record[_CURSOR], (CURSOR_SIZE,), np.int64), tail, matches, count)
         nodes[0]["token"], nodes[0]["stop"] = tail[-1], count
@@ -221,9 +221,9 @@ def _chains_of(record, text):
 
 @jit_inline
 def _find(chains, text, tail, bounds, left_out, matches, count):
-    """Find the end of the context in one more text; returns how many occurrences there are then.
+    """Find the end of the context in another text; returns the new number of occurrences.
 
-    `orders[0]` lists them, those of the longest matches first. None is at a position that is left out.
+    `orders[0]` lists them, longest matches first. Positions in `left_out` are skipped.
     """
     arena, heads, links, length = chains
     if length == 1:
@@ -248,7 +248,7 @@ def _find(chains, text, tail, bounds, left_out, matches, count):
 
 @jit_inline
 def _find_aligned(chains, cursor, tail, matches, count):
-    """Put how predictions go on before the other occurrences; returns how many occurrences there are then."""
+    """Put continuations of predictions before the other occurrences; returns the new number of occurrences."""
     if cursor[0] == 0:
         return count
     occurrences, orders = matches
@@ -265,8 +265,8 @@ def _find_aligned(chains, cursor, tail, matches, count):
 def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
     """Best first: turn the likeliest tip into a node and add the candidates after it; returns the number of nodes.
 
-    No more tips are kept than nodes can still be made, so a scan for the best is as fast as a heap. Most candidates are
-    no likelier than the least likely of as many tips, so that one is found once for all of them. Of a chain only the
+    At most as many tips are kept as nodes can still be made, so a scan for the best is as fast as a heap. Most
+    candidates are no likelier than the least likely tip of a full list, so that tip is cached. For a chain only the
     likeliest candidate after each node is kept.
     """
     own, floor, is_chain, others = begin
@@ -317,7 +317,7 @@ def _add_nodes(texts, memory, rates, tail, begin, matches, nodes):
 
 @jit_inline
 def _least(values, count):
-    """The first of the least of some values."""
+    """The index of the first minimum."""
     least = 0
     for at in range(1, count):
         if values[at] < values[least]:

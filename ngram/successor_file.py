@@ -1,7 +1,7 @@
-"""Recycled contexts of a model in a file, for the processes to come.
+"""Recycled contexts of a model in a file, for later processes.
 
-A memory file is a header of 128 bytes and a record of 40 bytes for each context, sorted by the hash of the context:
-the hash, whose lowest byte is the age, 8 tokens of 3 bytes, and 8 square roots of probabilities of 1 byte.
+A memory file is a header of 128 bytes and a record of 40 bytes per context, sorted by the hash of the context: the
+hash, whose lowest byte is the age, 8 tokens of 3 bytes, and 8 square roots of probabilities of 1 byte.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class SuccessorHeader(FileHeader):
     fingerprint: int  # of the model
     vocabulary: int  # token ids of the model; those in the file are below
     contexts: int
-    max_contexts: int  # that the file may hold; the oldest are left out beyond
+    max_contexts: int  # limit of the file; the oldest are dropped beyond it
     checksum: int = 0
 
     def sizes(self) -> tuple[int, bool]:
-        """As `FileHeader.sizes`."""
+        """See `FileHeader.sizes`."""
         is_possible = self.contexts <= self.max_contexts <= MAX_CONTEXTS and self.vocabulary <= MAX_VOCABULARY
         return HEADER_BYTES + 8 * _WORDS * self.contexts, is_possible
 
@@ -57,8 +57,8 @@ def read_successors(
 ) -> tuple[SuccessorHeader, Records]:
     """Read the header and the records, uint64 `[contexts, 5]`, of a memory file after checking every byte.
 
-    The checksum finds accidental damage, and a forged file with a valid one holds no token id that the header excludes.
-    ValueError if it is damaged, or does not fit a header of the model in use.
+    The checksum finds accidental damage; token ids are checked too, since a forged file may have a valid checksum.
+    Raises ValueError if the file is damaged, or does not fit the header of the model in use.
     """
     path = Path(path)
     with SuccessorHeader.opened(path) as (header, file):
@@ -77,19 +77,19 @@ def read_successors(
 
 
 def write_successors(path: str | os.PathLike[str], header: SuccessorHeader, records: Records) -> SuccessorHeader:
-    """Write records to a memory file, atomically; returns its header, with their number and checksum."""
+    """Write records to a memory file, atomically; returns its header, with the number of records and the checksum."""
     if not 1 <= header.vocabulary <= MAX_VOCABULARY:
         raise ValueError(f"{path}: the vocabulary must be from 1 to {MAX_VOCABULARY}, got {header.vocabulary}")
     return replace(header, contexts=len(records)).write(path, records)
 
 
 def merge_records(parts: Sequence[Records], most: int) -> Records:
-    """Records of several sources, of each context the one that comes first; at most so many, the youngest, sorted."""
+    """Merge records, of each context the first one; returns at most `most`, the youngest, sorted."""
     everything = np.concatenate(parts)
     words = everything[:, 0]
     _, first = np.unique(words >> np.uint64(8), return_index=True)
     if len(first) > most:
-        # Of equal age any may go: the low bits of the hash choose, so that all sets of a table lose as many.
+        # Ties in age are broken by the low bits of the hash, so that all sets of a table lose equally many.
         order = (words[first] & np.uint64(OLDEST)) << np.uint64(56) | words[first] << np.uint64(32) >> np.uint64(8)
         first = first[np.sort(np.argsort(order)[:most])]
     return everything[first]
@@ -103,7 +103,7 @@ def aged(records: Records) -> Records:
 
 
 def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> SuccessorTable:
-    """A table of at least so many entries that holds records, and has room for as many new ones."""
+    """A table of at least `contexts` entries that holds `records`, with room for as many new ones."""
     size = max(contexts, 2 * len(records))
     table = SuccessorTable(-(-size // WAYS) * WAYS)
     entries = np.zeros(len(records), ENTRY)
@@ -112,7 +112,7 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> SuccessorTab
     entries["tokens"] = _tokens_of(records)
     entries["probs"] = np.square(records.view(_RECORD)["probs"][:, 0] / 255.0) * UNIT + 0.5
     table.now[0] = OLDEST + 1
-    # Of a set that would overflow the oldest are left out.
+    # Sets that would overflow drop their oldest records.
     groups = group_of(table.entries, entries["key"])
     order = np.lexsort((-entries["time"], groups))
     groups = groups[order]
@@ -123,7 +123,7 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> SuccessorTab
 
 
 def records_of(table: SuccessorTable, vocabulary: int) -> tuple[Records, Records]:
-    """What a table holds: the records that were stored since it was made, with age 0, and those it was made of."""
+    """The records of a table: those stored since it was made, with age 0, and those it was made from."""
     entries = table.entries[table.entries["key"] != 0]
     records = np.zeros((len(entries), _WORDS), np.uint64)
     record = records.view(_RECORD)[:, 0]

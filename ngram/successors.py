@@ -16,11 +16,11 @@ from lookahead.utils.jit import njit
 
 FloatArray = NDArray[np.float32]
 
-TOP = 8  # successors kept of a context
+TOP = 8  # successors kept per context
 ORDERS = 4  # contexts of 1 to 4 tokens
 WAYS = 4  # entries of a set
 UNIT = 65535.0  # a probability of 1 as it is stored
-# A context: the key is its hash, 0 for a free entry; the time is that of its last write, counted in writes.
+# A context: the key is its hash, 0 for a free entry; the time is the count of writes at its last write.
 ENTRY = np.dtype([("key", np.uint64), ("time", np.int64), ("tokens", np.int32, TOP), ("probs", np.uint16, TOP)])
 _HASH_BITS = np.uint64(0xFFFFFFFFFFFFFF00)  # a file keeps the age of a context in the others
 
@@ -28,9 +28,9 @@ _HASH_BITS = np.uint64(0xFFFFFFFFFFFFFF00)  # a file keeps the age of a context 
 class SuccessorTable:
     """The likeliest successors of contexts, from the target's latest pass over them, in memory of fixed size.
 
-    It is a set-associative cache: the hash of a context of 1 to 4 tokens names a set of four entries, and a new context
-    replaces the oldest entry. 56 bits of the hash are stored and compared, so that contexts do not mix. A context takes
-    64 bytes.
+    A set-associative cache: the hash of a context of 1 to 4 tokens selects a set of four entries, and a new context
+    replaces the oldest entry. 56 bits of the hash are stored and compared, so that contexts are not confused. A context
+    takes 64 bytes.
     """
 
     __slots__ = ("entries", "now")
@@ -43,7 +43,7 @@ class SuccessorTable:
 
     @property
     def nbytes(self) -> int:
-        """Memory held, in bytes; constant."""
+        """Size in bytes, which is constant."""
         return self.entries.nbytes
 
     def store(
@@ -54,17 +54,17 @@ class SuccessorTable:
         top: IntArray,
         probs: FloatArray,
     ) -> None:
-        """Store the target's likeliest tokens after every node of a tree, under the last tokens up to the node.
+        """Store the target's likeliest tokens after every node of a tree, keyed by the last tokens up to the node.
 
         Args:
-            before: int32 `[n]`, the tokens up to the root, the root included; at least one.
+            before: int32 `[n]`, the tokens up to and including the root; at least one.
             parents: int32 `[k]`, of the tree; a parent comes before its children.
-            tokens: int32 `[k]`; that of the root is the last of `before`.
+            tokens: int32 `[k]`; the root's is the last of `before`.
             top: int32 `[k, 8]`, the target's likeliest tokens after each node.
             probs: float32 `[k, 8]`, their probabilities, highest first.
 
         Raises:
-            ValueError: The shapes do not fit each other.
+            ValueError: The shapes do not match.
         """
         nodes = tokens.size
         if before.size == 0 or parents.size != nodes or top.shape != (nodes, TOP) or probs.shape != (nodes, TOP):
@@ -77,7 +77,7 @@ class SuccessorTable:
 
 @jit_inline
 def _mix(code, token):
-    """Fold one more token into a 64-bit hash (the finalizer of splitmix64)."""
+    """Fold a token into a 64-bit hash (the finalizer of splitmix64)."""
     code = (code ^ np.uint64(token)) + np.uint64(0x9E3779B97F4A7C15)
     code = (code ^ (code >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     code = (code ^ (code >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -86,13 +86,13 @@ def _mix(code, token):
 
 @jit_inline
 def hash_context(before, end, tokens, parents, node, hashes):
-    """Fill `hashes[k - 1]` with the key of the last k tokens up to a node; returns how many there are, 4 at most.
+    """Fill `hashes[k - 1]` with the key of the last k tokens up to a node; returns the number of keys, at most 4.
 
-    The tokens are those of the path from the root's children to the node, and before them `before[:end]`.
+    The tokens are those on the path from the root's children to the node, preceded by `before[:end]`.
 
     Args:
-        before: int32 `[end or more]`, the tokens up to the root, the root included.
-        end: How many of them count.
+        before: int32 `[end or more]`, the tokens up to and including the root.
+        end: How many of them to use.
         tokens: Integers `[k]`, of the tree.
         parents: Integers `[k]`.
         node: The node, below k.
@@ -115,16 +115,16 @@ def hash_context(before, end, tokens, parents, node, hashes):
 
 @jit_inline
 def group_of(entries, code):
-    """The set of a context. It grows with the hash, so that sorted contexts fill a table from front to back."""
+    """The set of a context. It is monotonic in the hash, so that sorted contexts fill a table from front to back."""
     return np.int64(((code >> np.uint64(32)) * np.uint64(entries.shape[0])) >> np.uint64(32))
 
 
 @jit_inline
 def find_context(entries, since, hashes, orders):
-    """The longest context in the table: its length in tokens (0: none), its set and its entry, and 1 if it is foreign.
+    """The longest context in the table: its length in tokens (0: none), its set and entry, and 1 if it is foreign.
 
-    Foreign is what was stored up to the time `since`. One learned after it goes before a foreign one that is longer by
-    one token.
+    Entries stored up to the time `since` are foreign. A newer context takes precedence over a foreign one that is one
+    token longer.
     """
     longest, found_group, found_way = 0, 0, 0
     for order in range(orders, 0, -1):
@@ -147,12 +147,12 @@ def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
     Args:
         entries: `ENTRY` `[sets, WAYS]`; changed.
         now: int64 `[1]`, writes so far; changed.
-        before: int32 `[n]`, as for `SuccessorTable.store`, and so are the next four.
+        before: int32 `[n]`; this and the next four are as for `SuccessorTable.store`.
         parents: int32 `[k]`.
         tokens: int32 `[k]`.
         top: int32 `[k, 8]`.
         probs: float32 `[k, 8]`.
-        skipped: bool `[k]`, nodes that nothing is stored of.
+        skipped: bool `[k]`, nodes for which nothing is stored.
     """
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):
@@ -161,7 +161,7 @@ def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
         orders = hash_context(before, before.size, tokens, parents, node, hashes)
         for order in range(orders):
             ways = entries[group_of(entries, hashes[order])]
-            entry = ways[0]  # its own, or else the one written longest ago
+            entry = ways[0]  # its own entry, or else the oldest
             for way in range(WAYS):
                 if ways[way]["key"] == hashes[order]:
                     entry = ways[way]

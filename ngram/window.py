@@ -15,27 +15,27 @@ from lookahead.ngram.prune import union
 from lookahead.ngram.search import Trie
 from lookahead.utils.jit import njit
 
-UNKNOWN = -1  # where the target was not asked
-_WINDOW_PROB = 0.05  # of a window node once its parent was chosen
+UNKNOWN = -1  # no answer of the target
+_WINDOW_PROB = 0.05  # of a window node given its parent
 
 
 @dataclass(frozen=True, slots=True)
 class WindowTree:
-    """A window and the guesses beside it, merged into one tree; arrays are `[k]`."""
+    """A window and guesses, merged into one tree; arrays are `[k]`."""
 
     tokens: IntArray  # the root, node 0, is the last token
     parents: IntArray  # a parent comes before its children, whose tokens all differ
-    probabilities: NDArray[np.float32]  # of a node once its parent was chosen; 1 for the root
+    probabilities: NDArray[np.float32]  # of a node given its parent; 1 for the root
     cells: IntArray  # [levels, width]; the node of each cell of the window
-    required: int  # nodes 0 to `required - 1` are the window, the root included; the rest are guesses
+    required: int  # nodes 0 to `required - 1` are the window, including the root; the others are guesses
 
 
 class JacobiWindow:
-    """W columns and N-1 levels of guesses at the tokens to come.
+    """W columns and N-1 levels of guesses at future tokens.
 
     Cell (l, i) holds a token for l + i positions after the last. Level 0 is a chain that starts at the last token.
     Each further cell is the child of the cell below it. The target's answer after a column of N-1 tokens completes an
-    n-gram, and becomes the top of the next window. A window starts with level 0 and grows by one level a step.
+    n-gram, and becomes the top of the next window. A window starts with level 0 and grows by one level per step.
     Unknown cells are drawn from the context, at least one token. `cells` are the filled levels, `[levels, width]`.
 
     Example:
@@ -62,8 +62,8 @@ class JacobiWindow:
     def tree(self, max_nodes: int, guesses: Trie | None = None) -> WindowTree:
         """Lay out the window and the guesses as one tree.
 
-        If the window has more than `max_nodes` besides the root, columns on the right are left out, then the upper
-        levels. Guesses, a tree with the same root, are not counted.
+        If the window has more than `max_nodes` nodes besides the root, columns on the right are dropped, then the upper
+        levels. Guesses, a tree with the same root, do not count.
         """
         cells = self.cells[: max_nodes + 1, : max(1, (max_nodes + 1) // len(self.cells))]
         width = cells.shape[1]
@@ -83,10 +83,10 @@ class JacobiWindow:
     def slide(self, answers: IntArray | None, emitted: IntArray, context: IntArray) -> None:
         """Move on by the emitted tokens, at least one, which end the context.
 
-        The answers, int32 `[levels, width]`, are the target's next token after each cell, `UNKNOWN` where it was not
-        asked, and None if nothing was. Those after the last level become a new level. Once all levels are filled, level
-        0 is dropped for it. Columns left of the last token are dropped. New columns on the right are drawn from the
-        context, always the same for the same tokens.
+        The answers, int32 `[levels, width]`, are the target's next token after each cell, `UNKNOWN` where there is
+        none, or None for no answers. The answers after the last level become a new level; once all levels are filled,
+        level 0 is dropped in exchange. Columns left of the last token are dropped. New columns on the right are drawn
+        from the context, deterministically.
         """
         rows = self.cells if answers is None else np.concatenate((self.cells, answers[-1:]))
         levels, width = min(len(rows), self._most_levels), rows.shape[1]
@@ -115,18 +115,18 @@ def ngrams_of_step(
 ) -> IntArray:
     """Collect the n-grams of a step, as documents for a pool with `SEPARATOR` between, the most useful ones last.
 
-    First those that the window, before it slides, completes by its answers, the longest first; then each guess of the
-    tree with the target's argmax; last the emitted tokens. Guesses and output include the tokens before them that may
-    enter the pool, so that longer contexts find them too.
+    First come n-grams of the window, before it slides, completed by its answers, longest first; then each guess of the
+    tree with the target's argmax; last the emitted tokens. Guesses and output start with the tokens before them that
+    may enter the pool, so that longer contexts find them too.
 
     Args:
         window: The window of the step.
         tree: The tree that was proposed.
-        answers: int32 `[levels, width]`, the target's next token after each cell, `UNKNOWN` where it was not asked.
-        argmax: int32 `[nodes]`, the same after each node of the tree.
-        before: int32 `[n]`, the tokens up to the root that may enter the pool, the root included; at least one.
+        answers: int32 `[levels, width]`, the target's next token after each cell, `UNKNOWN` where there is none.
+        argmax: int32 `[nodes]`, the target's next token after each node of the tree.
+        before: int32 `[n]`, the tokens up to and including the root that may enter the pool; at least one.
         emitted: int32 `[m]`, the tokens of the step.
-        max_length: Most tokens of a guess with the tokens before it, at least 2.
+        max_length: Maximum tokens of a guess with the tokens before it, at least 2.
     """
     documents: list[int] = []
     columns, column_answers = window.cells.T.tolist(), answers.T.tolist()
@@ -146,6 +146,6 @@ def ngrams_of_step(
 
 @njit()
 def _union(tokens, parents, probabilities, offers):
-    """Tokens, parents and probabilities of the window and the guesses, and the node of every token offered."""
+    """Tokens, parents and probabilities of the merged window and guesses, and the node of every offered token."""
     merged, probs, placed = union(tokens[0], (tokens, parents, probabilities, np.zeros_like(tokens)), offers)
     return merged[0].copy(), merged[1].copy(), probs.astype(np.float32), placed
