@@ -1,7 +1,7 @@
-"""Products of a few rows with blocks of a GGUF file, as `kernels.gguf_blocks` lays them out, in LLVM IR.
+"""Products of a few rows with the blocks of a GGUF file, laid out by `kernels.gguf_blocks`, in LLVM IR.
 
 Numbers of 4, 5 and 6 bits are widened to bytes in registers, once for all rows of a tile. The sums over a block are
-whole numbers, so they are exact in any order; blocks are added in the order of the inputs, as float32.
+integers, so they are exact in any order; blocks are added in the order of the inputs, in float32.
 """
 
 from __future__ import annotations
@@ -33,31 +33,30 @@ from lookahead.kernels.microkernel import (
 )
 from lookahead.kernels.scalars import to_intrinsic
 
-ROW_BLOCK = 32  # numbers of a row that share a step
-# Of them: four bytes each, the sums of the first and of the last 16, and as float32 the step, also times both sums.
+ROW_BLOCK = 32  # numbers of a row that share a scale
+# Words: four bytes each, the sums of the first and the last 16, and as float32 the scale, and it times both sums.
 ROW_WORDS = 12
 _REGISTERS = 2  # of columns
-_BYTES_OF = 4  # of a column in a line
+_BYTES_OF = 4  # bytes per column in a line
 _PARTS = ROW_BLOCK // _BYTES_OF  # words of a block
 _HALF, _BYTE = ir.HalfType(), ir.IntType(8)
 _I32 = ir.IntType(32)
-# Products of a byte of a row and a number of so many bits fit int16 if so many words are added.
+# Products of a row's byte and a number of this many bits fit int16 if this many words are added.
 _WORDS_OF_INT16 = {4: 8, 5: 4, 6: 2}
 
 
 class Group(NamedTuple):
-    """The lines of a group of blocks, each of which has four bytes for every column of a panel.
+    """The lines of a group of blocks, each with four bytes for every column of a panel.
 
-    First come the lower 4 bits of all numbers, two words of a block a line, then the upper bits, then the steps. With
-    8 bits a line is a word.
+    First come the lower 4 bits of all numbers, two words of a block per line, then the upper bits, then the scales.
+    With 8 bits a line is a word.
 
     Attributes:
-        bits: Of a number, without a sign but for 8.
-        steps: What stands in the last lines for all columns, one after the other. `"pair"`: steps, and what is added,
-            float16; with 8 bits nothing is added. `"small"`: for two blocks a line of the steps and minimums of the
-            first and of the second, bytes of 6 bits, and one of their units, float16; minimums are subtracted.
-            `"halves"`: units, float16, and the steps of the first and the last 16 numbers, signed bytes; from the
-            numbers 32 is subtracted.
+        bits: Bits of a number; unsigned except with 8 bits.
+        steps: Contents of the last lines, for all columns one after the other. `"pair"`: scale and offset, float16; no
+            offset with 8 bits. `"small"`: for two blocks one line of 6-bit scales and minimums of both, in bytes, and
+            one of their float16 units; minimums are subtracted. `"halves"`: float16 units, and scales of the first and
+            the last 16 numbers, signed bytes; 32 is subtracted from the numbers.
     """
 
     bits: int
@@ -70,7 +69,7 @@ class Group(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Lines of a block's numbers without their upper bits."""
+        """Lines of a block's numbers, without upper bits."""
         return _PARTS if self.bits == 8 else _PARTS // 2
 
     @property
@@ -85,21 +84,21 @@ class Group(NamedTuple):
 
 
 class BlockKernel(NamedTuple):
-    """How weights of such groups are multiplied, as `kernels.gguf_product` has them."""
+    """The multiplication of weights in such groups, made by `kernels.gguf_product`."""
 
     lines: int  # of a group
     words: int  # int32 of a prepared row for a group
-    prepare: dict[Any, Any]  # the function of the job that prepares rows, by their type
-    multiply: dict[Any, Any]  # that of the job that multiplies them
+    prepare: dict[Any, Any]  # job function that prepares rows, by their dtype
+    multiply: dict[Any, Any]  # job function that multiplies them
 
 
 def tile_of_blocks(group: Group) -> Any:
     """An intrinsic: some rows times two registers of columns, over groups of blocks.
 
-    It takes the rows, int32, with the place of the first and the step between rows; the weight, int32, with the place
-    of the first group, the step between lines, and what to fetch meanwhile, as `tile_of` has it; the matrix for the
-    product, float32, with the place of the first row and the step between rows, to which it adds; the number of rows,
-    and the number of groups, at least 1.
+    It takes the rows, int32, with the index of the first and the step between rows; the weight, int32, with the index
+    of the first group, the step between lines, and the prefetch arguments of `tile_of`; the output matrix, float32,
+    with the index of the first row and the step between rows, to which it adds; the number of rows; and the number of
+    groups, at least 1.
     """
 
     @to_intrinsic
@@ -124,7 +123,7 @@ def tile_of_blocks(group: Group) -> Any:
 
 
 def _emit_groups(builder: Any, group: Group, count: int, matrices: Any, groups: Any) -> None:
-    """A loop over groups, whose sums are added to the product."""
+    """Emit a loop over groups that adds their sums to the output."""
     (left, at, row_step), (panel, begin, line_step, *ahead), (out, to, out_step) = matrices
     columns = [
         builder.add(to, builder.add(builder.mul(out_step, WHOLE(row)), WHOLE(register * LANES)))
@@ -162,7 +161,7 @@ def _emit_groups(builder: Any, group: Group, count: int, matrices: Any, groups: 
 
 
 def _emit_fetch(builder: Any, group: Group, panel: Any, ahead: list[Any], number: Any) -> None:
-    """Fetch what stands ahead of a group, as tiles of other weights do."""
+    """Prefetch the lines after a group, as tiles of other weights do."""
     start = builder.bitcast(builder.gep(panel, ahead[:1]), _BYTE.as_pointer())
     lines = group.lines * _REGISTERS * LANES * _BYTES_OF // CACHE_LINE
     for i in range(lines):
@@ -172,9 +171,9 @@ def _emit_fetch(builder: Any, group: Group, panel: Any, ahead: list[Any], number
 
 
 def _added(builder: Any, total: Any, row: Any, sums: list[Any], steps: list[Any], added: Any) -> Any:
-    """A total, plus a block: the whole sums of its parts times their steps, and the sum of a row times what is added.
+    """A total plus a block: the integer sums of its parts times their scales, and the sum of a row times the offset.
 
-    Of two products one can be fused with their sum: it has to be the same always.
+    Only one of two products can be fused with their sum, and it must always be the same one.
     """
     step, of_sum = (
         spread(builder, builder.bitcast(_word(builder, row, place), ir.FloatType()))
@@ -191,7 +190,7 @@ def _added(builder: Any, total: Any, row: Any, sums: list[Any], steps: list[Any]
 
 
 def _load(builder: Any, panel: Any, line: Any, line_step: Any, place: int) -> list[Any]:
-    """The registers of a line of a group."""
+    """Load the registers of a line of a group."""
     at = builder.add(line, builder.mul(line_step, WHOLE(place)))
     places = [builder.add(at, WHOLE(register * LANES)) for register in range(_REGISTERS)]
     return [builder.load(vector_at(builder, panel, each, PAIRS), align=4) for each in places]
@@ -200,7 +199,7 @@ def _load(builder: Any, panel: Any, line: Any, line_step: Any, place: int) -> li
 def _load_steps(
     builder: Any, panel: Any, line: Any, line_step: Any, place: int, part: int, kind: Any, signed: bool = False
 ) -> list[Any]:
-    """The registers of a part of a line of steps: float16 as float32, or bytes as int32."""
+    """Load the registers of a part of a line of scales: float16 as float32, or bytes as int32."""
     at = builder.gep(panel, [builder.add(line, builder.mul(line_step, WHOLE(place)))])
     numbers = builder.bitcast(at, kind.as_pointer())
     lanes, registers = ir.VectorType(kind, LANES), []
@@ -219,7 +218,7 @@ def _word(builder: Any, row: Any, place: int) -> Any:
 
 
 def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], load: Any) -> list[list[list[Any]]]:
-    """The sums of products over a block, or over its halves where these have steps: `[parts][rows][registers]`."""
+    """The sums of products over a block, or over its halves if these have scales: `[parts][rows][registers]`."""
     zero, parts, sums = ir.Constant(PAIRS, None), 2 if group.steps == "halves" else 1, []
     has_dot = has_dot_of_bytes()
     adds_shorts = not has_dot and group.bits in _WORDS_OF_INT16
@@ -251,7 +250,7 @@ def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], load: An
 
 
 def _offset(builder: Any, row: Any, halves: Sequence[int], zero: int) -> Any:
-    """The sum of halves of a block of a row, times what their weights lack, in every lane."""
+    """The sum of halves of a block of a row, times the offset `zero` of its weights, in every lane."""
     total = _word(builder, row, _PARTS + halves[0])
     for half in halves[1:]:
         total = builder.add(total, _word(builder, row, _PARTS + half))
@@ -259,7 +258,7 @@ def _offset(builder: Any, row: Any, halves: Sequence[int], zero: int) -> Any:
 
 
 def _emit_word(builder: Any, group: Group, block: int, word: int, load: Any) -> list[Any]:
-    """Four numbers of every column, as bytes."""
+    """Unpack four numbers of every column to bytes."""
     if group.bits == 8:
         loaded: list[Any] = load(word)
         return loaded
@@ -278,7 +277,7 @@ def _emit_word(builder: Any, group: Group, block: int, word: int, load: Any) -> 
 
 
 def _shifted(builder: Any, line: Any, left: int) -> Any:
-    """Words shifted to the left, or to the right by a negative number."""
+    """Words shifted left, or right by a negative number."""
     if left == 0:
         return line
     shift = ir.Constant(PAIRS, [abs(left)] * LANES)
@@ -286,7 +285,7 @@ def _shifted(builder: Any, line: Any, left: int) -> Any:
 
 
 def _masked(builder: Any, line: Any, mask: int) -> Any:
-    """The bits of a mask in every byte of words."""
+    """Words with a mask applied to every byte."""
     return builder.and_(line, ir.Constant(PAIRS, [mask * 0x01010101] * LANES))
 
 
@@ -295,7 +294,7 @@ def _pairs(builder: Any, group: Group, block: int, load: Any) -> Any:
 
 
 def _small(builder: Any, group: Group, block: int, load: Any) -> Any:
-    """A float16 times a number of 6 bits is a float32."""
+    """Float16 units times 6-bit numbers, as float32."""
     units = [load(group.lines - 1, place, _HALF) for place in range(2)]
     steps, minimums = (load(group.lines - 2, 2 * block + place, _BYTE) for place in range(2))
     minimums = [builder.sub(ir.Constant(PAIRS, None), each) for each in minimums]
@@ -307,7 +306,7 @@ def _small(builder: Any, group: Group, block: int, load: Any) -> Any:
 
 
 def _halves(builder: Any, group: Group, block: int, load: Any) -> Any:
-    """A float16 times a signed byte is a float32."""
+    """Float16 units times signed bytes, as float32."""
     units = load(group.lines - 1, 0, _HALF)
     parts = [load(group.lines - 1, part, _BYTE, signed=True) for part in (2, 3)]
     return [

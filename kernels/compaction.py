@@ -1,4 +1,4 @@
-"""Compact an accepted path: one launch moves its KV to the front of the tree's slots in all layers."""
+"""Compaction of an accepted path: one launch moves its KV to the front of the tree's slots in all layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lookahead.utils.addresses import KeepsAddresses
 
 _WORD = 4  # bytes
 _BLOCK_WORDS = 32
-_LEAST_NODES = 16  # most paths are short, and share one compiled variant
+_LEAST_NODES = 16  # most paths are short and share one compiled variant
 
 
 class SlotBuffers(KeepsAddresses):
     """The KV buffers of all layers, `[rows, capacity, …]` on one device, by address; valid while the buffers live.
 
-    ValueError if they are none that `lookahead.kernels.dispatch.slots_unsupported_reason` accepts.
+    Raises ValueError for buffers that `lookahead.kernels.dispatch.slots_unsupported_reason` rejects.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
@@ -42,7 +42,7 @@ def _compact(
     addresses, sizes, rows, starts, counts, paths, capacity, width,
     BLOCK_NODES: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Move some columns of one row's path in one buffer. Programs share no column."""
+    """Move some columns of one row's path in one buffer. Programs share no columns."""
     buffer = tl.program_id(1)
     which = tl.program_id(2)
     size = tl.load(sizes + buffer)
@@ -55,19 +55,19 @@ def _compact(
     is_moved = (is_kept & (path != node))[:, None] & (column[None, :] < size)
     base = words + first * size
     kept = tl.load(base + path[:, None] * size + column[None, :], mask=is_moved)
-    tl.debug_barrier()  # source and destination overlap: no store before every load
+    tl.debug_barrier()  # source and destination overlap: finish all loads first
     tl.store(base + node[:, None] * size + column[None, :], kept, mask=is_moved)
 
 
 def compact(buffers: SlotBuffers, *, rows: Tensor, starts: Tensor, counts: Tensor, paths: Tensor) -> None:
     """Move slot `starts[i] + paths[i, j]` of row `rows[i]` to slot `starts[i] + j`, for every j below `counts[i]`.
 
-    Bytes are copied, so the result is exact. Other slots keep their contents. What changes from step to step is read on
-    the device.
+    Bytes are copied, so the result is exact. Other slots keep their contents. Values that change from step to step are
+    read on the device.
 
     Args:
         buffers: The buffers of all layers.
-        rows: int32 `[n]`, different from one another.
+        rows: int32 `[n]`, distinct.
         starts: int32 `[n]`; the slot of each row's root.
         counts: int32 `[n]`; nodes on each path, up to width.
         paths: int32 `[n, width]`, width up to 256; ascending nodes, counted from the root.

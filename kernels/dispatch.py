@@ -1,4 +1,4 @@
-"""Which kernels run, what they take, and torch's attention where none does. Importing it needs no triton."""
+"""Choice of kernels and the inputs they accept, and torch's attention as the fallback. Needs no triton to import."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DIM_STEP = 16  # elements; the compiler turns strides and sizes divisible by 16 into 16-byte asynchronous copies
 _ALIGNMENT = 16  # bytes
 COMPACTION = "compaction"
-# Slots without a mask from which flash attention pays for the launches of a merge, and how many times the slots with
-# one they must be, whose scores are multiplied in float32. Estimated, not measured on a GPU.
+# Unmasked slots from which the extra launches of a merge pay for flash attention, and how many times the masked slots,
+# whose scores are multiplied in float32, they must be. Estimated, not measured on a GPU.
 _LEAST_PREFIX, _LEAST_SHARE = 1024, 16
 
 
 class KernelVariant(NamedTuple):
-    """What a kernel is compiled for: sizes, query heads per KV head, and which options of `tree_attention` are used.
+    """The key of a compiled kernel: sizes, query heads per KV head, and the options of `tree_attention` in use.
 
-    Of compaction only the device counts.
+    Compaction depends only on the device.
     """
 
     device: torch.device
@@ -60,14 +60,14 @@ class KernelVariant(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the self-test found about a variant."""
+    """The result of a variant's self-test."""
 
-    problem: str = ""  # why it must not serve; empty if it may
-    gains: tuple[tuple[int, int, float], ...] = ()  # slots, nodes, and times as fast as torch's attention there
-    is_lasting: bool = True  # whether another test on the same machine would find the same
+    problem: str = ""  # why it must not be used; empty if it may
+    gains: tuple[tuple[int, int, float], ...] = ()  # slots, nodes, and speed relative to torch's attention
+    is_lasting: bool = True  # whether a repeated test on this machine would find the same
 
     def is_faster(self, slots: int, nodes: int) -> bool:
-        """Whether the kernel was no slower where sizes were most like these."""
+        """Whether the kernel was at least as fast as torch at the most similar measured size."""
         if not self.gains:
             return True
         nearest = min(self.gains, key=lambda timed: abs(math.log2(slots / timed[0])) + abs(math.log2(nodes / timed[1])))
@@ -75,7 +75,7 @@ class Verdict(NamedTuple):
 
 
 wanted: dict[KernelVariant, None] = {}
-"""Variants that passes asked for and that were not tested: `kernel_trial` does it after the pass."""
+"""Variants that passes requested and that are not tested yet: `kernel_trial` tests them after the pass."""
 verdicts: dict[KernelVariant, Verdict] = {}
 served: set[KernelVariant] = set()
 """Variants that this process has used: the first use of one loads its machine code."""
@@ -88,7 +88,7 @@ def runs_on(device: torch.device) -> bool:
         return False
     try:
         import_module("triton")
-    except Exception:  # whatever a broken installation raises
+    except Exception:  # a broken installation may raise anything
         return False
     return True
 
@@ -101,19 +101,19 @@ def attention_for(
     is_eager: bool = False,
     later: frozenset[str] = frozenset(),
 ) -> Callable[..., Tensor] | None:
-    """The tree attention kernel for tensors like these, or None where torch's own attention is used.
+    """The tree attention kernel for tensors of this form, or None if torch's own attention should be used.
 
-    It takes tensors as `lookahead.kernels.tree_attention` does, with these shapes and strides, and does not check them.
-    Kernels that were not tested are noted in `wanted`, and do not serve until they were.
+    It takes tensors as `lookahead.kernels.tree_attention` does, with these shapes and strides, without checking them.
+    Untested kernels are added to `wanted`, and are not used until they are tested.
 
     Args:
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
-        options: "scaling", "window", "chunk", "softcap" and "sinks" of the call; unused ones are None or left out.
-        is_eager: Whether the host launches every kernel by itself, with no graph. Such a pass takes
-            the kernel only where the test found that it is no slower than torch's attention.
-        later: Options that later calls will have, so that their variant is tested with this one.
+        options: "scaling", "window", "chunk", "softcap" and "sinks" of the call; None or absent if unused.
+        is_eager: Whether the host launches every kernel, without a graph. Then the kernel is used only if
+            the test found it at least as fast as torch's attention.
+        later: Options that later calls will have; their variant is tested along with this one.
     """
     if not runs_on(query.device) or unsupported_reason(query, keys, values) is not None:
         return None
@@ -155,17 +155,17 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether flash attention of an NVIDIA GPU takes these `[rows, heads or kv_heads, …, dim]`, without a mask."""
+    """Whether flash attention of an NVIDIA GPU accepts these `[rows, heads or kv_heads, …, dim]`, without a mask."""
     if query.device.type != "cuda" or torch.version.cuda is None:
         return False
-    # Not as causal: for queries that are fewer than the keys, torch would answer for a mask aligned to the first key.
+    # Not as causal: with fewer queries than keys, torch would answer for a mask aligned to the first key.
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1]))
 
 
 def unmasked(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> int:
-    """How many first slots `masked_attention` needs no mask for, where all queries see the first `prefix`: all, or 0.
+    """How many first slots `masked_attention` needs no mask for if all queries see the first `prefix`: `prefix` or 0.
 
-    Takes queries, keys and values as it does. Elsewhere than in half precision on a GPU it is 0.
+    Queries, keys and values are as there. Always 0 except for half precision on an NVIDIA GPU.
     """
     pays = prefix >= max(_LEAST_PREFIX, _LEAST_SHARE * (key.shape[2] - prefix))
     return prefix if pays and query.shape[3] % 8 == 0 and takes_flash(query, key, value) else 0
@@ -180,21 +180,21 @@ def masked_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention by torch, with the heads that share a KV head packed into query rows.
+    """Attention by torch, with query heads that share a KV head packed into query rows.
 
     Args:
         query: `[rows, heads, width, dim]`.
         key: `[rows, kv_heads, slots, dim]`.
         value: `[rows, kv_heads, slots, value_dim]`.
-        mask: Is added to the scores, `[rows, 1, width * groups, slots]`; None if every query sees every slot. It may
-            hold the last slots only, if every query sees the slots before them, `softcap` and `sinks` are None, and
+        mask: Added to the scores, `[rows, 1, width * groups, slots]`; None if every query sees every slot. May
+            cover only the last slots if every query sees the slots before them, `softcap` and `sinks` are None, and
             `unmasked` allows it.
-        scaling: Factor on the scores, above 0; `dim ** -0.5` if None.
+        scaling: Factor of the scores, above 0; `dim ** -0.5` if None.
         softcap: Scores become `softcap * tanh(scores / softcap)`; above 0, or None.
-        sinks: `[heads]`; a logit for each head that takes part in the softmax only, or None.
+        sinks: `[heads]`; a logit per head that only takes part in the softmax, or None.
 
     Returns:
-        `[rows, width, heads, value_dim]`, contiguous, in the type of `value`.
+        `[rows, width, heads, value_dim]`, contiguous, in the dtype of `value`.
     """
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
@@ -220,7 +220,7 @@ def masked_attention(
 
 
 def takes_parts(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `causal_in_parts` takes these tensors: float32 on a CPU, where a mask takes longer."""
+    """Whether `causal_in_parts` accepts these tensors: float32 on a CPU, where a mask is slower."""
     is_single = query.device.type == "cpu" and query.dtype == key.dtype == value.dtype == torch.float32
     return is_single and query.shape[3] == value.shape[3]
 
@@ -228,14 +228,14 @@ def takes_parts(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def causal_in_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
     """Attention of the last tokens of a text to all of it, by flash attention of a CPU without a mask.
 
-    The tokens attend to what stands before them, and to themselves causally, so that no product is made in vain. The
-    logarithms of the sums of weights merge the two, as in `_behind_prefix`.
+    The tokens attend to all earlier tokens, and causally to themselves, so that no product is wasted. The two parts are
+    merged by the logarithms of their sums of weights, as in `_behind_prefix`.
 
     Args:
         query: `[rows, heads, width, dim]`.
-        key: `[rows, kv_heads, slots, dim]`; the last `width` slots hold the tokens, and more stand before them.
-        value: Likewise.
-        scaling: Factor on the scores, above 0; `dim ** -0.5` if None.
+        key: `[rows, kv_heads, slots, dim]`; the last `width` slots hold the tokens, after at least one earlier slot.
+        value: `[rows, kv_heads, slots, dim]`.
+        scaling: Factor of the scores, above 0; `dim ** -0.5` if None.
 
     Returns:
         `[rows, width, heads, dim]`, contiguous.
@@ -256,10 +256,10 @@ def causal_in_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
 
 
 def _behind_prefix(packed: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attention of packed queries that see all slots before those of the mask.
+    """Attention of packed queries that see all slots before the masked ones.
 
-    Flash attention reads these, in one pass over their keys. The logarithm of its sum of weights is one more score in
-    the softmax over the other slots, and its output the value there.
+    Flash attention processes the unmasked slots in one pass. The logarithm of its sum of weights is one more score in
+    the softmax over the other slots, with its output as the value.
     Source: Juravsky et al. 2024, "Hydragen: High-Throughput LLM Inference with Shared Prefixes", §3.1.
     """
     start = key.shape[2] - mask.shape[3]
@@ -333,7 +333,7 @@ def slots_unsupported_reason(buffers: Sequence[Tensor]) -> str | None:
 def check_tree(
     query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor, sinks: Tensor | None = None
 ) -> None:
-    """Check the tensors that describe trees, and sinks; their values are not read, which would wait for the device.
+    """Check the tensors that describe trees, and sinks. Values are not read, which would synchronize with the device.
 
     Args:
         query: `[rows, heads, width, dim]`; the others are on its device.
@@ -363,7 +363,7 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch
         name: Its name in the message.
         tensor: The tensor.
         shape: The shape that it must have.
-        dtype: The type that it must have.
+        dtype: The dtype that it must have.
         device: The device that it must be on.
 
     Raises:

@@ -1,8 +1,8 @@
 """Products of rows with weights in the blocks of a GGUF file.
 
-The weights are those of the file. Rows are rounded: every 32 numbers are multiples, from -127 to 127, of a step of
-their own. Products of these whole numbers are added exactly, and blocks in the order of the inputs, so that a row has
-the same bits in any company.
+The weights are those of the file. Rows are rounded: every 32 numbers are integers from -127 to 127 times a scale.
+Products of these integers are added exactly, and blocks in the order of the inputs, so that the bits of a row do not
+depend on other rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lookahead.kernels.scalars import jit_part, widen
 from lookahead.utils.addresses import array_at
 
 _HALF = ROW_BLOCK // 2
-_SUMS = ROW_BLOCK // 4  # where the sums of a block stand, behind its words
+_SUMS = ROW_BLOCK // 4  # index of the sums of a block, after its words
 
 
 def _round_floats(address: Any) -> None:
@@ -37,7 +37,7 @@ def _round_halves(address: Any) -> None:
 
 @jit_part
 def _round(address, number):
-    """Round rows. Behind the words of each block stand the sums of its halves, its step, and both sums times that."""
+    """Round rows. After the words of each block follow the sums of its halves, its scale, and that times both sums."""
     _, rows, x_at, out_at, inputs, length, _ = array_at(address, (7,), np.int64)
     x, out = array_at(x_at, (rows, inputs), number), array_at(out_at, (rows, length), np.int32)
     line = np.empty(ROW_BLOCK, np.float32)
@@ -60,7 +60,7 @@ def _round(address, number):
 
 _GROUPS = (*(Group(bits, "pair") for bits in (4, 5, 8)), *(Group(bits, "small") for bits in (4, 5)), Group(6, "halves"))
 _FOUR, _FIVE, _EIGHT, _FOUR_SMALL, _FIVE_SMALL, _SIX = map(tile_of_blocks, _GROUPS)
-# Constants take less time.
+# Constants are faster than attributes.
 _LINES_OF_FOUR, _LINES_OF_FIVE, _LINES_OF_EIGHT, _LINES_OF_FOUR_SMALL, _LINES_OF_FIVE_SMALL, _LINES_OF_SIX = (
     each.lines for each in _GROUPS
 )
@@ -68,7 +68,7 @@ _LINES_OF_FOUR, _LINES_OF_FIVE, _LINES_OF_EIGHT, _LINES_OF_FOUR_SMALL, _LINES_OF
 
 @jit_part
 def _add(tile, group, x, at, length, packed, place, ahead, step, sums, to, rows, lines):
-    """Groups of so many lines."""
+    """Multiply by groups of `group` lines."""
     weights = packed, place, COLUMNS, ahead, step
     tile((x, at, length), weights, (sums, to, COLUMNS), rows, lines // group)
 
@@ -104,7 +104,7 @@ def _add_six(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
 
 
 def _kernel(group: Group, add: Callable[..., None]) -> BlockKernel:
-    # From 2 rows on memory is read ahead, as other weights have it from 5 or 6 on: numbers are widened meanwhile.
+    # Memory is prefetched from 2 rows on, for other weights from 5 or 6 on, because widening numbers takes time anyway.
     tiling = TILING_OF_QUANTIZED if group.bits == 8 and LANES == 16 else (ROWS, 2, 1)
     numbers = (torch.float32, np.float32), (torch.bfloat16, np.uint16)
     multiply = {dtype: multiplying((np.int32, np.int32, number), add, tiling) for dtype, number in numbers}
@@ -117,11 +117,11 @@ _KERNELS = {group: _kernel(group, add) for group, add in zip(_GROUPS, _ADD, stri
 
 
 def weight_of(packed: Tensor, kind: str, outputs: int) -> PackedWeight:
-    """What `gguf_blocks.lay_out` made of blocks of a kind, as `packed_product` multiplies by it."""
+    """Blocks of a kind in the layout of `gguf_blocks.lay_out`, as a weight for `packed_product`."""
     kernel = _KERNELS[TYPES[kind].group]
     return PackedWeight.of(packed, outputs, kernel.lines, kernel)
 
 
 def is_supported() -> bool:
-    """Whether this CPU converts float16 by itself."""
+    """Whether this CPU has instructions to convert float16."""
     return bool(FEATURES.get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")

@@ -1,4 +1,4 @@
-"""Work for the threads of a call: functions that Numba compiles, one after the other without the interpreter."""
+"""Jobs for the threads of a call: functions compiled by Numba that run one after the other, outside the interpreter."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lookahead.kernels.team import HEAD, ROW, add, join, lead, memory_of_team, t
 from lookahead.utils.jit import cfunc
 
 Job = tuple[Callable[[Any], None], int, Sequence[int], object]
-"""A function that Numba compiles, the number of its parts, int64 numbers for it, and what must live until it is done:
-the tensors whose addresses are among the numbers."""
+"""A function for Numba to compile, the number of its parts, its int64 numbers, and objects to keep alive until it is
+done, such as the tensors whose addresses are among the numbers."""
 
 
 def run(*jobs: Job) -> None:
-    """Do jobs one after the other, each on as many threads as torch is set to.
+    """Run jobs one after the other, each on as many threads as torch is set to.
 
     A function receives the address of int64 numbers: one for `claim_part`, the number of parts, and those of its job.
-    It works on parts from `claim_part` until there is none.
+    It works on parts from `claim_part` until there are none.
 
-    The threads are those of torch, if it has OpenMP of GNU's interface: they do not sleep for milliseconds behind an
-    operator of torch, and threads of our own beside them would have no core.
+    Torch's own threads are used if it has OpenMP with GNU's interface: they spin for milliseconds after an operator of
+    torch, and would compete with further threads for cores.
     """
     threads = min(torch.get_num_threads(), max((job[1] for job in jobs), default=1))
     held, launch, memory = array("q", table_of(jobs)), None, 0
@@ -43,7 +43,7 @@ def run(*jobs: Job) -> None:
 
 
 def table_of(jobs: Sequence[Job]) -> list[int]:
-    """The numbers of jobs as int64, for one call of the `leader`."""
+    """The int64 numbers of jobs, for one call of the `leader`."""
     table, passed = [len(jobs), 0, 0], list[int]()
     for function, parts, numbers, _ in jobs:
         table += _compile(function).address, 8 * (HEAD + ROW * len(jobs) + len(passed)), 0
@@ -53,10 +53,10 @@ def table_of(jobs: Sequence[Job]) -> list[int]:
 
 @cache
 def leader() -> Callable[[int, int, int], None]:
-    """What does the jobs of a table, which counts their parts, on so many threads of our own.
+    """A function that runs the jobs of a table on a number of threads of our own.
 
-    It takes the address of a `team_of` threads, that of the table, and the number of threads. It is for calls so long
-    that no operator of torch runs shortly before.
+    It takes the address from `team_of`, the address of the table, which counts claimed parts, and the number of
+    threads. It is for long calls without an operator of torch shortly before.
     """
     kind = types.void(types.int64, types.int64, types.int64)
     return cfunc(kind, error_model="numpy")(lead).ctypes  # type: ignore[no-any-return]
@@ -64,13 +64,13 @@ def leader() -> Callable[[int, int, int], None]:
 
 @cache
 def _compile(function: Callable[[Any], None]) -> Any:
-    """The function as one of C; not at import, for not every CPU has the instructions."""
+    """Compile a job function to a C function; not at import, since some CPUs lack the instructions."""
     return cfunc(types.void(types.int64), error_model="numpy")(function)
 
 
 @cache
 def _torch_library() -> Any:
-    """The library of torch's operators, by which its OpenMP is found; None where torch has none of this name."""
+    """Torch's operator library, through which its OpenMP is found; None if there is no library of this name."""
     try:
         return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
@@ -79,7 +79,7 @@ def _torch_library() -> Any:
 
 @cache
 def _torch_launcher() -> Callable[[int, int, int, int], None] | None:
-    """`GOMP_parallel` of the OpenMP library that torch has loaded; None without one."""
+    """`GOMP_parallel` of the OpenMP library that torch has loaded, or None."""
     launch = getattr(_torch_library(), "GOMP_parallel", None)
     if launch is not None:
         launch.argtypes, launch.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
@@ -88,7 +88,7 @@ def _torch_launcher() -> Callable[[int, int, int, int], None] | None:
 
 @contextmanager
 def torch_on_one_thread() -> Iterator[None]:
-    """Let torch's operators use no other thread than this one until the block ends, where torch has OpenMP.
+    """Restrict torch's operators to this thread until the block ends, if torch has OpenMP.
 
     Threads of torch, once woken, keep cores busy for milliseconds.
     """
@@ -98,9 +98,9 @@ def torch_on_one_thread() -> Iterator[None]:
 
 @contextmanager
 def torch_on_threads(most: int) -> Iterator[None]:
-    """Let what this thread calls use at most so many threads until the block ends, where torch has OpenMP.
+    """Restrict calls of this thread to at most `most` threads until the block ends, if torch has OpenMP.
 
-    What other threads of the process call is not touched.
+    Other threads of the process are not affected.
     """
     threads, library = torch.get_num_threads(), _torch_library()
     setters = [getattr(library, name, None) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")]
@@ -118,5 +118,5 @@ def torch_on_threads(most: int) -> Iterator[None]:
 
 @jit_part
 def claim_part(address):
-    """The number of the next part; no other thread gets it."""
+    """The index of the next part, which no other thread gets."""
     return add(address, 1)

@@ -1,7 +1,7 @@
-"""What stands between the products of a decoder layer, as one job each: RMSNorm, rotary embedding, gated SiLU, copies.
+"""The operators between the products of a decoder layer, one job each: RMSNorm, rotary embedding, gated SiLU, copies.
 
-For few tokens on a CPU the operators of torch that each of them takes cost more to call than to compute. In bfloat16
-the results have the bits of those operators: each rounds, and the mean sums in the order of torch's `mean`.
+For few tokens on a CPU, torch's operators for each of these cost more to call than to compute. In bfloat16 the results
+have the bits of those operators: each rounds, and the mean sums in the order of torch's `mean`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lookahead.kernels.jobs import Job, claim_part
 from lookahead.kernels.scalars import bits_of, exp, jit_part, narrow, widen
 from lookahead.utils.addresses import array_at
 
-_PARTIALS = 4  # sums of every fourth vector
+_PARTIALS = 4  # partial sums, each of every fourth vector
 _LEVELS = 4  # of sums; each takes the sums of the level below
-_TURNS = 16  # sums of a level before they go to the next one
-_LANES = 8  # float32 of a vector, for all x86 CPUs: torch does not build its sums for wider ones
+_TURNS = 16  # additions to a level before its sums move to the next one
+_LANES = 8  # float32 per vector, on all x86 CPUs: torch does not build its sums for wider vectors
 _WIDTH = _PARTIALS * _LANES
 
 _F = np.float32
-_MAX_EXP_INPUT = _F(80.0)  # from here on SiLU is the number itself
+_MAX_EXP_INPUT = _F(80.0)  # from here on SiLU returns its input
 _NORM, _ROTATION, _GATING, _STORING = range(4)  # kinds of jobs
 
 
@@ -41,16 +41,16 @@ def norm(
 ) -> Job:
     """A job that divides rows by the root of their mean square plus `eps`, and multiplies them by a weight.
 
-    All are contiguous, and bfloat16 or float32 alike.
+    All tensors are contiguous, and of one dtype, bfloat16 or float32, except `means`.
 
     Args:
         x: `[..., size]`.
         weight: `[size]`.
-        out: As `x`, or `x` itself.
-        eps: A number.
-        delta: As `x`; it is added first.
-        total: As `x`, for that sum.
-        means: float32 `[rows]`, for the mean squares.
+        out: Like `x`, or `x` itself.
+        eps: Added to the mean square.
+        delta: Like `x`; added to it first.
+        total: Like `x`; the sum `x + delta` is written to it.
+        means: float32 `[rows]`; the mean squares are written to it.
     """
     tensors = x, delta, weight, total, out, means
     places = [0 if each is None else each.data_ptr() for each in tensors]
@@ -60,10 +60,10 @@ def norm(
 
 
 def rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Job:
-    """A job that applies a rotary embedding in place; the halves of a head are the parts of its numbers.
+    """A job that applies a rotary embedding in place; pairs are formed of the two halves of a head.
 
-    Queries and keys are tokens of some heads of `dim` numbers; `cos` and `sin` are `[..., dim]`, of as many tokens. All
-    are contiguous, and bfloat16 or float32 alike.
+    Queries and keys are tokens of heads of `dim` numbers; `cos` and `sin` are `[..., dim]` for as many tokens. All are
+    contiguous, and of one dtype, bfloat16 or float32.
     """
     dim = cos.shape[-1]
     tokens = cos.numel() // dim
@@ -81,10 +81,10 @@ def storing(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Te
     """A job that copies keys and values of tokens into the slots of a cache.
 
     Args:
-        key: `[..., width]`, of some tokens, contiguous; bfloat16 or float32, as all are.
-        value: Likewise.
-        keys: Slots of so many numbers, contiguous.
-        values: Likewise.
+        key: `[..., width]`, contiguous; bfloat16 or float32, like all tensors except `places`.
+        value: `[..., width]`, contiguous.
+        keys: Slots of `width` numbers, contiguous.
+        values: Slots of `width` numbers, contiguous.
         places: int64 `[tokens]`, contiguous: the slot of each token.
     """
     tensors, width = (key, value, keys, values, places), key.shape[-1]
@@ -93,7 +93,7 @@ def storing(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Te
 
 
 def _numbers_at(address: Any, size: Any, kind: Any) -> Any:
-    """The array at an address: of bfloat16 where the kind is whole, else of float32."""
+    """The array at an address: bfloat16 if `kind` is an integer, else float32."""
 
 
 @overload(_numbers_at, strict=False)
@@ -106,8 +106,8 @@ def _typed_numbers_at(address: Any, size: Any, kind: Any) -> Any:
 def _mean_square(line, sums):
     """The mean square of a row, in the order of torch's `mean`.
 
-    Every fourth vector goes to the same partial sum. After 16 vectors each goes to the next level. At the end come the
-    levels, the vectors that are left over, the partial sums, the numbers that are left over, and the lanes.
+    Every fourth vector goes to the same partial sum. After 16 vectors the sums move to the next level. At the end come
+    the levels, the remaining vectors, the partial sums, the remaining numbers, and the lanes.
     """
     size = len(line)
     steps = size // _WIDTH
@@ -145,7 +145,7 @@ def _mean_square(line, sums):
 
 @jit_part
 def _norm(address, kind):
-    """Add what stands at `delta_at`, unless it is 0, and norm the rows."""
+    """Add the tensor at `delta_at`, unless it is 0, and norm the rows."""
     x_at, delta_at, weight_at, total_at, out_at, means_at, rows, size, bits = array_at(address, (9,), np.int64)
     count, eps = rows * size, np.int32(bits).view(np.float32)
     x, out = _numbers_at(x_at, count, kind), _numbers_at(out_at, count, kind)
@@ -191,7 +191,7 @@ def _rotate_heads(heads, cos, sin):
 
 @jit_part
 def _rotate(address, kind):
-    """Rotate the heads of queries and keys, which have so many numbers a token."""
+    """Rotate the heads of queries and keys, which have `width` and `key_width` numbers per token."""
     query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim = array_at(address, (8,), np.int64)
     query, key = _numbers_at(query_at, tokens * width, kind), _numbers_at(key_at, tokens * key_width, kind)
     cos, sin = _numbers_at(cos_at, tokens * dim, kind), _numbers_at(sin_at, tokens * dim, kind)
@@ -232,7 +232,7 @@ def _store(address, kind):
 
 @jit_part
 def _work(address, kind):
-    """One thread does the whole of a job: it takes less time than waking the others."""
+    """Do a whole job on one thread, which takes less time than waking the others."""
     if claim_part(address) > 0:
         return
     job, numbers = array_at(address, (3,), np.int64)[2], address + 24

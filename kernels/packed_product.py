@@ -1,14 +1,14 @@
 """Products of rows with a weight that is laid out in the order in which a CPU reads it.
 
-A pass over a few nodes waits for the weights. Here each is read once for all rows, in one stream.
+A pass over a few nodes is bound by reading the weights. Here each is read once for all rows, in one stream.
 
 In bfloat16 the bits are those of torch's product of one row, whatever the number of rows. With AVX512-BF16 torch calls
-oneDNN: it adds the products of some hundred inputs in the order of the inputs, two at a time, and then the sums of
-these blocks. With several rows it takes larger blocks, and bits change. With AVX2 torch adds every 64th product, and
-then the 64 sums by halves, for each row alone (`ReducedPrecisionFloatGemvFastPathKernel.cpp`).
+oneDNN, which adds the products of some hundred inputs in order, two at a time, and then the sums of these blocks. With
+several rows it uses larger blocks, and bits change. With AVX2 torch adds every 64th product, and then the 64 sums by
+halves, for each row alone (`ReducedPrecisionFloatGemvFastPathKernel.cpp`).
 
-A quantized weight is multiplied in whole numbers, whose sums are exact in any order, and sums of blocks are added in
-the order of the inputs. So a row has the same bits in any company.
+A quantized weight is multiplied in integers, whose sums are exact in any order, and sums of blocks are added in the
+order of the inputs. So the bits of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from lookahead.kernels.scalars import jit_part, narrow, widen
 from lookahead.utils.addresses import array_at
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
-_PART = 1 << 19  # bytes of the weight that a thread takes at a time
-_LARGEST, _ZERO = 127, 128  # a quantized number, and what is added to one of a weight: bytes of a weight have no sign
-_BLOCKS = {torch.uint8: 64, torch.int8: 32}  # inputs that share a step, by the type of a weight of 8 bits and of 4
-_LINES = {torch.uint8: 16, torch.int8: 4}  # of the weight that hold them
-_HIGHEST = 15  # number of 4 bits
-_PIECE, _TURNS = 1 << 16, 4  # weights that are rounded to such at a time, and turns of it and of fitting a line
-_SHARED, _EACH = 9, 5  # numbers that a call of the kernel receives, and those of each weight
+_PART = 1 << 19  # bytes of the weight per part of a job
+_LARGEST, _ZERO = 127, 128  # largest quantized number, and the offset of weights, whose bytes are unsigned
+_BLOCKS = {torch.uint8: 64, torch.int8: 32}  # inputs that share a scale, by the dtype of 8-bit and 4-bit weights
+_LINES = {torch.uint8: 16, torch.int8: 4}  # lines of the weight that hold them
+_HIGHEST = 15  # largest number of 4 bits
+_PIECE, _TURNS = 1 << 16, 4  # weights per rounding step of 4 bits, and iterations of rounding and of fitting a line
+_SHARED, _EACH = 9, 5  # numbers that a call of the kernel receives, and numbers of each weight
 _F = np.float32
-_SMALLEST = _F(1e-30)  # largest number of a block that is not taken for zeros
+_SMALLEST = _F(1e-30)  # blocks with no larger number are rounded to zeros
 _HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
-_SUMS = 2 * HALVES  # of a row and an output in bfloat16 with AVX2
-_AT_ONCE = 512  # lines of a quantized panel that are multiplied at a time, about
-# Most rows of a tile, rows from which on memory is read ahead, and fewest tiles then, as measured on a Zen 4: where a
-# product is one step, where 64 sums are added by halves, and for quantized weights.
+_SUMS = 2 * HALVES  # sums per row and output in bfloat16 with AVX2
+_AT_ONCE = 512  # approximate lines of a quantized panel that are multiplied at a time
+# Most rows of a tile, rows from which memory is prefetched, and fewest tiles then, as measured on a Zen 4: for products
+# in one step, for 64 sums added by halves, and for quantized weights.
 _TILING = (MOST_ROWS, 6, 1) if LANES == 16 else (MOST_ROWS, 2, 2)
 _TILING_OF_HALVES, TILING_OF_QUANTIZED = (MOST_ROWS, 2, 1), (ROWS, 6 if LANES == 16 else 5, 1)
-_TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a sum adds at a time: one product, or two
+_TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # a term of a sum: one product, or two
 
 
 def is_supported(weight: Tensor) -> bool:
-    """Whether a weight of this type and shape can be packed, and this CPU has the instructions."""
+    """Whether a weight of this dtype and shape can be packed, and this CPU has the instructions."""
     if weight.dtype != torch.bfloat16:
         return weight.dtype == torch.float32 and bool(FEATURES.get("fma"))
     if _HAS_DOT:
@@ -57,19 +57,19 @@ def is_supported(weight: Tensor) -> bool:
 
 
 class PackedWeight(NamedTuple):
-    """A weight that is laid out, and the sizes that every product needs."""
+    """A packed weight, and the sizes that every product needs."""
 
-    packed: Tensor  # as `pack` or `quantize` lays it out
+    packed: Tensor  # in the layout of `pack` or `quantize`
     outputs: int
-    block: int  # inputs whose products are added before the sums of such blocks are added; even
+    block: int  # inputs whose products are added before the sums of blocks are added; even
     panels: int
     terms: int  # lines of a panel
-    together: int  # panels that a thread takes at a time
-    kernel: BlockKernel | None = None  # of blocks of a file
+    together: int  # panels per part of a job
+    kernel: BlockKernel | None = None  # for blocks of a file
 
     @classmethod
     def of(cls, packed: Tensor, outputs: int, block: int = 0, kernel: BlockKernel | None = None) -> PackedWeight:
-        """A weight of so many outputs, whose layout is that of `pack` or `quantize`, or of a kernel."""
+        """A weight with `outputs` outputs in the layout of `pack`, of `quantize`, or of a kernel."""
         panels, terms, _ = packed.shape
         block = _BLOCKS.get(packed.dtype, block)
         return cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes), kernel)
@@ -78,8 +78,8 @@ class PackedWeight(NamedTuple):
 def pack(weight: Tensor, block: int) -> PackedWeight:
     """Lay a contiguous weight `[outputs, inputs]` out in panels of `COLUMNS` outputs, the last padded with zeros.
 
-    The layout is `[panels, inputs, COLUMNS]` of a float32 one; of bfloat16 int32 `[panels, inputs / 2, COLUMNS]`, with
-    two inputs an element. With AVX2 the lines of bfloat16 stand in the order of their sums, and are `torch.bfloat16`.
+    The layout is float32 `[panels, inputs, COLUMNS]`; for bfloat16 int32 `[panels, inputs / 2, COLUMNS]` with two
+    inputs per element. With AVX2 the lines of bfloat16 are in the order of their sums, and have dtype `torch.bfloat16`.
     """
     terms = weight.detach().view(_TERM[weight.dtype])
     if weight.dtype == torch.float32 or _HAS_DOT:
@@ -88,7 +88,7 @@ def pack(weight: Tensor, block: int) -> PackedWeight:
 
 
 def _panels_of(terms: Tensor, apart: int | None = None) -> Tensor:
-    """Lay terms `[outputs, terms]` of 32 bits out by outputs; in a panel, those that are `apart` follow each other."""
+    """Lay 32-bit terms `[outputs, terms]` out by outputs; in a panel, terms at distance `apart` are adjacent."""
     packed, terms = zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS, dtype=terms.dtype), terms.contiguous()
     of_job = terms.data_ptr(), packed.data_ptr(), *terms.shape, apart or terms.shape[1]
     run((_lay_out, len(packed), of_job, (terms, packed)))
@@ -96,7 +96,7 @@ def _panels_of(terms: Tensor, apart: int | None = None) -> Tensor:
 
 
 def _lay_out(address: Any) -> None:
-    """Transpose panel by panel, a square of registers at a time."""
+    """Transpose panel by panel, one square of registers at a time."""
     _, panels, terms_at, packed_at, outputs, count, apart = array_at(address, (7,), np.int64)
     terms = array_at(terms_at, (outputs * count,), np.float32)
     packed, step = array_at(packed_at, (panels * count * COLUMNS,), np.float32), count // apart * COLUMNS
@@ -116,17 +116,18 @@ def _lay_out(address: Any) -> None:
 
 
 def quantize(weight: Tensor, bits: int) -> Tensor:
-    """Round a weight `[outputs, inputs]` to 255 steps for every 64 inputs of an output, or with 4 bits to 15 for 32.
+    """Round a weight `[outputs, inputs]` to 255 levels for every 64 inputs of an output, or with 4 bits to 16 for 32.
 
-    With 8 bits it is uint8 `[panels, lines, 4 * COLUMNS]`, laid out as by `pack` with four inputs an element of 32
-    bits. To each number 128 is added. Behind 16 lines, which hold 64 inputs, stands one of their steps, float32.
+    With 8 bits it is uint8 `[panels, lines, 4 * COLUMNS]`, in the layout of `pack` with four inputs per 32-bit element,
+    and an offset of 128. Every 16 lines, which hold 64 inputs, are followed by one line of their scales, float32.
 
-    With 4 bits it is int8, and two such lines are one, in the lower and the upper halves of its bytes. Behind 4 of
-    these stands what 0 means, over -128 as `_round` has sums of rows times that, and the step, both bfloat16.
+    With 4 bits it is int8, and two such lines share one line, in the lower and upper halves of its bytes. Every 4 lines
+    are followed by the value of 0 divided by -128, because `_round` multiplies sums of rows by -128, and by the scale,
+    both bfloat16.
     """
     inputs = _BLOCKS[torch.int8 if bits == 4 else torch.uint8]
     blocks = torch.nn.functional.pad(weight.detach().float(), (0, -weight.shape[1] % inputs)).unflatten(1, (-1, inputs))
-    if bits == 4:  # so many numbers at a time fit a near cache
+    if bits == 4:  # parts that fit a near cache
         lines = torch.cat([_lines_of_nibbles(part) for part in blocks.split(-(-_PIECE // weight.shape[1]))])
         return _panels_of(lines.flatten(1)).view(torch.int8)
     largest = blocks.abs().amax(2, keepdim=True)
@@ -136,7 +137,7 @@ def quantize(weight: Tensor, bits: int) -> Tensor:
 
 
 def _lines_of_nibbles(blocks: Tensor) -> Tensor:
-    """Weights of 4 bits for `[outputs, blocks, 32]`, int32. Each turn makes the squared error of a block smaller."""
+    """4-bit weights of `[outputs, blocks, 32]`, int32. Each iteration reduces the squared error of a block."""
     least, most = blocks.aminmax(dim=2, keepdim=True)
     step, center, tiny = (most - least) / _HIGHEST, blocks.mean(2, keepdim=True), torch.finfo(torch.float32).tiny
     for _ in range(_TURNS):
@@ -152,9 +153,9 @@ def _lines_of_nibbles(blocks: Tensor) -> Tensor:
 
 
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply rows `[..., inputs]` by a weight, and add a bias `[outputs]`: `[..., outputs]`, all of the rows' type.
+    """Multiply rows `[..., inputs]` by a weight, and add a bias `[outputs]`: `[..., outputs]`, all in the rows' dtype.
 
-    It is the type of the weight; bfloat16 or float32 if that is quantized.
+    It is the dtype of the weight; bfloat16 or float32 if the weight is quantized.
     """
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], weight.outputs))
     run(*product([weight], x, [bias], [out], prepared_rows([weight], x.numel() // x.shape[-1])))
@@ -162,20 +163,20 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
-    """Where `product` writes rows as the kernel takes them, int32; None where all weights take them as they are."""
+    """A buffer for rows as `product` prepares them, int32; None if all weights take rows unchanged."""
     length = max(_prepared_length(each) for each in weights)
     return torch.empty(rows * length, dtype=torch.int32, device="cpu") if length else None
 
 
 def _prepared_length(weight: PackedWeight) -> int:
-    """Numbers of a row as the kernel takes it; 0 where it takes the row as it is."""
+    """Elements of a prepared row; 0 if rows are used unchanged."""
     if group := _group_of(weight):
         return weight.terms // group[0] * group[1]
     return 2 * weight.terms if weight.packed.dtype == torch.bfloat16 else 0
 
 
 def _group_of(weight: PackedWeight) -> tuple[int, int] | None:
-    """Lines of a quantized weight that are multiplied together, and int32 of a prepared row for them."""
+    """Lines of a quantized weight that are multiplied together, and int32 elements of a prepared row for them."""
     if weight.kernel:
         return weight.kernel.lines, weight.kernel.words
     lines = _LINES.get(weight.packed.dtype)
@@ -189,22 +190,22 @@ def product(
     outs: Sequence[Tensor],
     prepared: Tensor | None,
 ) -> list[Job]:
-    """Jobs that multiply rows by several weights of one type, one number of inputs and one block.
+    """Jobs that multiply rows by several weights of one dtype, with equal numbers of inputs and equal blocks.
 
-    Where weights are quantized, rows are too: the numbers of each block are multiples, from -127 to 127, of a step.
-    Where lines of bfloat16 have another order, rows are brought into it, as float32.
+    If weights are quantized, rows are too: the numbers of each block are integers from -127 to 127 times a scale. If
+    lines of bfloat16 have another order, rows are reordered accordingly, as float32.
 
     Args:
         weights: At least one weight.
-        x: `[..., inputs]`, contiguous, of a type that `multiply` takes.
-        biases: `[outputs]` of the type of `x` for each weight, or None.
-        outs: `[..., outputs]` of the type of `x` for each weight, contiguous; the jobs write them.
-        prepared: What `prepared_rows` made for these weights, or more, and so many rows; the first job may write it.
+        x: `[..., inputs]`, contiguous, of a dtype that `multiply` accepts.
+        biases: `[outputs]` of the dtype of `x` for each weight, or None.
+        outs: `[..., outputs]` of the dtype of `x` for each weight, contiguous; written by the jobs.
+        prepared: The result of `prepared_rows` for at least these weights and rows; the first job may write it.
     """
     packed, _, block, _, terms, together, kernel = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
     rows, left, length = x.numel() // inputs, x, terms
-    lines = numbers = block * terms // inputs  # of a panel at a time, and what a row has for them
+    lines = numbers = block * terms // inputs  # of a panel at a time, and elements of a row for them
     if prepared is not None and (prepared_length := _prepared_length(weights[0])):
         left, length = prepared, prepared_length
         prepare, lines = _order_halves, terms  # all at a time
@@ -228,7 +229,7 @@ _tile_of_nibbles: Any = tile_of(2, "nibbles")
 
 
 def multiplying(types: tuple[Any, Any, Any], add: Any, tiling: tuple[int, int, int]) -> Callable[[Any], None]:
-    """The function of a job that multiplies: by the types of rows, of the weight and of the results."""
+    """A job function that multiplies, given the dtypes of rows, weight and results."""
     left, kind, number = types
 
     def multiply_panels(address: Any) -> None:
@@ -249,7 +250,7 @@ _ROUNDING = {torch.float32: _round_floats, torch.bfloat16: _round_halves}
 
 
 def _order_halves(address: Any) -> None:
-    """Widen rows of bfloat16, and bring their numbers into the order of the sums."""
+    """Widen rows of bfloat16, and reorder their numbers into the order of the sums."""
     _, rows, x_at, out_at, inputs, _ = array_at(address, (6,), np.int64)
     turns = inputs // _SUMS
     x = array_at(x_at, (rows, turns, _SUMS // 2, 2), np.uint16)
@@ -265,7 +266,7 @@ def _order_halves(address: Any) -> None:
 
 @jit_part
 def _round(address, number):
-    """Round rows to whole numbers of steps. Behind each block stand what the `_ZERO` of a weight adds, and the step."""
+    """Round rows to integers times a scale. Each block is followed by the correction for `_ZERO`, and the scale."""
     _, rows, x_at, out_at, inputs, length, block = array_at(address, (7,), np.int64)
     x, out = array_at(x_at, (rows, inputs), number), array_at(out_at, (rows, length), np.int32)
     line = np.zeros(-(-inputs // block) * block, np.float32)
@@ -284,7 +285,7 @@ def _round(address, number):
 
 @jit_part
 def round_block(line, out, count):
-    """A number that is not finite makes the step so, and with it every product."""
+    """Round a block. A number that is not finite makes the scale, and so every product, not finite."""
     bits, highest, total = line.view(np.int32), np.int32(0), np.int32(0)
     for i in range(count):
         highest = max(highest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
@@ -300,13 +301,13 @@ def round_block(line, out, count):
 
 @jit_part
 def _add_products(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
-    """The sums of a block are added to those of earlier ones."""
+    """Add the sums of a block to those of earlier blocks."""
     _tile((x, at, length, 1), (packed, place, COLUMNS, ahead, step), (sums, to, COLUMNS), rows, lines)
 
 
 @jit_part
 def _add_by_halves(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
-    """Sums of every 64th product. Each is added to the one 32 further on, these to those 16 further on, and so on."""
+    """Sum every 64th product. Then add each sum to the one 32 further on, these to those 16 further on, and so on."""
     weights = packed, place, COLUMNS, ahead, step
     _tile_of_halves((x, at, length, 2), weights, (sums, to, COLUMNS), rows, 2 * lines // _SUMS)
 
@@ -323,9 +324,9 @@ def _add_nibbles(x, at, length, packed, place, ahead, step, sums, to, rows, line
 
 @jit_part
 def _add_quantized(tile, block, own, x, at, length, packed, place, ahead, step, sums, to, rows, lines):
-    """The sums of blocks, which have steps: of so many lines of the weight, and so many int32 of a row.
+    """Add the sums of blocks with scales: `block` lines of the weight and `own` int32 of a row each.
 
-    Constants take a third less time, here and for the sizes of a matrix.
+    Constant arguments take a third less time, here and for the sizes of a matrix.
     """
     for i in range(lines // (block + 1)):
         line = i * (block + 1) * COLUMNS
@@ -335,12 +336,12 @@ def _add_quantized(tile, block, own, x, at, length, packed, place, ahead, step, 
 
 @jit_part
 def _multiply(address, left, kind, number, add, tiling):
-    """Panel by panel, and so many lines of it at a time that they stay in a near cache for all tiles of rows.
+    """Multiply panel by panel, `lines` lines at a time, which stay in a near cache for all tiles of rows.
 
-    While a tile is multiplied, its share of the lines that come next is fetched. Few rows wait for memory anyway, and
-    a CPU reads it faster as it foresees itself. The types are those of rows, of the weight and of the results.
+    While a tile is multiplied, its share of the next lines is prefetched. With few rows the CPU waits for memory
+    anyway, and its own prefetcher is faster. The dtypes are those of rows, weight and results.
 
-    Source of tiles that find the right matrix in a cache: Goto, van de Geijn 2008, "Anatomy of High-Performance Matrix
+    Source of tiles whose right matrix stays in a cache: Goto, van de Geijn 2008, "Anatomy of High-Performance Matrix
     Multiplication", §4.
     """
     _, parts, x_at, rows, length, terms, lines, numbers, together = array_at(address, (_SHARED,), np.int64)
@@ -351,19 +352,19 @@ def _multiply(address, left, kind, number, add, tiling):
     while part < parts:
         of, own = address + 8 * _SHARED, part
         packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
-        while own * together >= panels:  # the part is one of a later weight
+        while own * together >= panels:  # the part belongs to a later weight
             own, of = own - (panels + together - 1) // together, of + 8 * _EACH
             packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
         packed = array_at(packed_at, (panels * terms * COLUMNS,), kind)
         out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
         for panel in range(own * together, min(panels, (own + 1) * together)):
-            sums[:] = -0.0  # plus a number, even -0, is that number
+            sums[:] = -0.0  # neutral: adding any number, even -0, gives that number
             for line in range(0, terms, lines):
                 count, place = min(lines, terms - line), (panel * terms + line) * COLUMNS
                 for tile in range(tiles):
                     first, end = rows * tile // tiles, rows * (tile + 1) // tiles
                     at, ahead, step = first * length + line // lines * numbers, place, 0
-                    if rows >= fetched:  # a line that is left out takes longer than one that is fetched twice
+                    if rows >= fetched:  # fetching a line twice costs less than missing one
                         ahead, step = place + (lines + count * tile // tiles) * COLUMNS, -(-CACHE_LINE // tiles)
                     add(x, at, length, packed, place, ahead, step, sums, first * COLUMNS, end - first, count)
             begin = panel * COLUMNS
@@ -378,7 +379,7 @@ def _multiply(address, left, kind, number, add, tiling):
 
 @jit_part
 def _store(line, out):
-    """Copy a row of a panel to its place, rounded. A constant count becomes vector instructions."""
+    """Copy a row of a panel to its place, rounded. A constant count compiles to vector instructions."""
     if len(line) == COLUMNS:
         for i in range(COLUMNS):
             out[i] = narrow(line[i], out[0])
@@ -387,7 +388,7 @@ def _store(line, out):
             out[i] = narrow(line[i], out[0])
 
 
-# By the types of a packed weight and of rows.
+# By the dtypes of a packed weight and of rows.
 _ENTRIES = {
     (torch.float32, torch.float32): multiplying((np.float32, np.float32, np.float32), _add_products, _TILING),
     (torch.int32, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_products, _TILING),

@@ -1,7 +1,7 @@
 """Test and time kernels against torch, on random trees: `python -m lookahead.kernels.self_test VARIANTS`.
 
-A kernel that reads a wrong address ends the CUDA context of its process. So `kernel_trial` runs this
-in a process of its own before a kernel serves.
+A kernel that reads a wrong address destroys the CUDA context of its process. So `kernel_trial` runs this
+in a separate process before a kernel is used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
 
-# Largest error relative to the norm of a head's output. One slot too many or too few changes it several times more.
+# Largest error relative to the norm of a head's output. One slot too many or too few changes it several times as much.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-_SLOTS = {100: None, 9000: 64}  # and the slots of a split: one split, and more than are merged at once
+_SLOTS = {100: None, 9000: 64}  # slots, and slots per split: one split, and more than are merged at once
 _WIDTH = 70  # nodes: two words of ancestors
 _LIMITS: dict[str, Any] = {"window": 40, "chunk": 90, "softcap": 3.0}
 _TIMED = [(slots, nodes) for slots in (512, 4096, 32768) for nodes in (1, 16, 64)]
@@ -48,7 +48,7 @@ def verdict_of(variant: KernelVariant) -> Verdict:
 
 
 def attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> float:
-    """The largest error of a node in a head, relative to the norm of torch's in float64; unused slots hold NaN."""
+    """The largest error of a node in a head, relative to the norm of torch's float64 result; unused slots hold NaN."""
     options = {name: value for name, value in _LIMITS.items() if name in variant.options}
     if "sinks" in variant.options:
         options["sinks"] = torch.linspace(-1, 1, 2 * variant.groups, device=variant.device).to(variant.dtype)
@@ -57,7 +57,7 @@ def attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> fl
         inputs = _inputs(variant, 2, slots, (slots - _WIDTH, slots // 3), (_WIDTH, 9))
         got = attend(**inputs, **options, split=split).double()
         query, keys, values = (inputs.pop(name).double().nan_to_num() for name in ("query", "keys", "values"))
-        want = _by_torch(query, keys, values, inputs, options)().nan_to_num()  # NaN for nodes past a row's last
+        want = _by_torch(query, keys, values, inputs, options)().nan_to_num()  # NaN for nodes after a row's last
         errors.append(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-3)).flatten())
     return float(torch.cat(errors).max())  # NaN if one is NaN
 
@@ -90,14 +90,14 @@ def _inputs(
 def gains_of(
     variant: KernelVariant, sizes: Sequence[tuple[int, int]] = _TIMED, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[tuple[int, int, float], ...]:
-    """For every size (slots, nodes) how many times as fast as torch's attention under a mask a kernel is."""
+    """The speed of a kernel relative to torch's masked attention, for every size (slots, nodes)."""
     from lookahead.kernels.tree_attention import bind
 
     device, dtype, gains = variant.device, variant.dtype, []
     heads = _TIMED_KV_HEADS * variant.groups
     sinks = torch.zeros(heads, device=device, dtype=dtype) if "sinks" in variant.options else None
     for slots, nodes in sizes:
-        # As if a window or a chunk held all slots, where the kernel gains least.
+        # As if a window or a chunk covered all slots, where the kernel gains least.
         limits: dict[str, Any] = {name: slots if name in variant.options else None for name in ("window", "chunk")}
         limits["softcap"] = _LIMITS["softcap"] if "softcap" in variant.options else None
         tree = _inputs(variant, _TIMED_KV_HEADS, slots, (slots - nodes,), (nodes,))
@@ -115,7 +115,7 @@ def gains_of(
 def _by_torch(
     query: Tensor, keys: Tensor, values: Tensor, tree: dict[str, Tensor], options: dict[str, Any]
 ) -> Callable[[], Tensor]:
-    """The attention that serves where no kernel does, of `tree_attention`'s arguments; its mask is made before."""
+    """The fallback attention for arguments of `tree_attention`, with its mask already made."""
     key, value = keys.transpose(1, 2), values.transpose(1, 2)
     sees = tree_mask(keys.shape[1], **tree, window=options.get("window"), chunk=options.get("chunk"))
     mask = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill(~sees, -torch.inf)
@@ -129,17 +129,17 @@ def _by_torch(
 def tree_mask(
     slots: int, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor, window: int | None, chunk: int | None
 ) -> Tensor:
-    """bool `[rows, width, slots]`: which slots each node may look at; nothing for the nodes past a row's last.
+    """bool `[rows, width, slots]`: the slots each node may see; none for nodes after a row's last.
 
-    A node sees the committed slots and its ancestors, itself included, as far as their positions are less than
-    `window` behind its own and in the same chunk of `chunk` positions.
+    A node sees the committed slots and its ancestors, itself included, whose positions are less than `window` before
+    its own and in the same chunk of `chunk` positions.
 
     Args:
         slots: Number of slots.
-        lengths: As of `tree_attention`.
-        nodes: As of `tree_attention`.
-        depths: As of `tree_attention`.
-        words: As of `tree_attention`.
+        lengths: See `tree_attention`.
+        nodes: See `tree_attention`.
+        depths: See `tree_attention`.
+        words: See `tree_attention`.
         window: Positions, or None.
         chunk: Positions, or None.
     """
@@ -149,7 +149,7 @@ def tree_mask(
     slot = torch.arange(slots, device=device)
     position = lengths[:, None] + depths  # [rows, width]
     is_ancestor = (words[:, :, node // 64] >> (node % 64)) & 1 == 1  # [rows, width, width]
-    behind = slot - lengths[:, None]  # [rows, slots]; the node a slot holds, negative where it is committed
+    behind = slot - lengths[:, None]  # [rows, slots]; the node in a slot, negative if committed
     holds_node = (behind >= 0) & (behind < width)
     index = behind.clamp(0, width - 1)
     sees = is_ancestor.gather(2, index[:, None].expand(rows, width, slots)) & holds_node[:, None]
@@ -163,7 +163,7 @@ def tree_mask(
 
 
 def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Seconds of some calls, as an eager pass makes them, after one that compiles."""
+    """Seconds of some eager calls, after a warm-up call that compiles."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -175,21 +175,21 @@ def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[
 
 
 def compact(buffer: Tensor, rows: Tensor, starts: Tensor, counts: Tensor, paths: Tensor) -> None:
-    """What `lookahead.kernels.compaction.compact` does, in plain torch.
+    """`lookahead.kernels.compaction.compact` in plain torch.
 
     Args:
         buffer: One buffer `[rows, capacity, …]`, which is changed.
-        rows: As of the kernel.
-        starts: As of the kernel.
-        counts: As of the kernel.
-        paths: As of the kernel.
+        rows: See the kernel.
+        starts: See the kernel.
+        counts: See the kernel.
+        paths: See the kernel.
     """
     for row, start, count, path in zip(rows.tolist(), starts.tolist(), counts.tolist(), paths, strict=True):
         buffer[row, start : start + count] = buffer[row, start + path[:count].long()].clone()
 
 
 def compaction_error(device: torch.device, kernel: Callable[..., None], bind: Callable[..., Any]) -> float:
-    """Elements of two buffers that differ from the reference, after short and after long paths."""
+    """Number of elements in two buffers that differ from the reference, after short and after long paths."""
     rng = np.random.default_rng(0)
     buffers = [torch.from_numpy(rng.standard_normal((3, 200, size), np.float32)).to(device) for size in (64, 256)]
     wanted = [buffer.clone() for buffer in buffers]
@@ -207,13 +207,13 @@ def compaction_error(device: torch.device, kernel: Callable[..., None], bind: Ca
 
 
 def main(variants: str) -> None:
-    """Print the verdict on each variant of a list in JSON as a line; an exception, which may lose the GPU, ends it."""
+    """Print the verdict on each variant of a JSON list, one per line; stops at an exception, which may lose the GPU."""
     for values in json.loads(variants):
         try:
             verdict = verdict_of(KernelVariant.from_json(values))
-        except Exception as error:  # for any failure torch's own attention is used
+        except Exception as error:  # after any failure torch's own attention is used
             text = str(error)
-            # Memory, a free GPU, a C compiler or the headers of Python may be missing today.
+            # Memory, a free GPU, a C compiler or Python's headers may be missing only now.
             is_lacking = "CUDA" in text or "compiler" in text or isinstance(error, CalledProcessError)
             is_lasting = "illegal" in text or not is_lacking
             print(json.dumps(Verdict(f"{type(error).__name__}: {error}", is_lasting=is_lasting)), flush=True)

@@ -1,8 +1,8 @@
-"""The threads that share the jobs of a call, and wait for one another without holding up a busy machine.
+"""Threads that share the jobs of a call, and wait for one another without holding up a busy machine.
 
-Threads of OpenMP wait for all others at every barrier, for milliseconds without sleeping. Where another program runs on
-one of the cores, each barrier then takes as long as the turn of that program. Here a thread waits for parts that
-another has begun, and for nothing else. It soon sleeps, so that the system can give its core to the one it waits for.
+OpenMP threads wait for all others at every barrier, and spin for milliseconds. If another program runs on one of the
+cores, each barrier then takes as long as that program's time slice. Here a thread waits only for parts that another has
+begun. It soon sleeps, so that the system can give its core to the thread it waits for.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lookahead.utils.addresses import array_at
 from lookahead.utils.jit import cfunc
 
 HEAD = 3  # numbers before the rows of a table: jobs, threads that may share them, and the memory of the team
-ROW = 3  # numbers of a row: the function of a job, the distance to its own numbers, and the threads at work on it
+ROW = 3  # numbers of a row: the function of a job, the offset of its own numbers, and the threads working on it
 
-_LINE = 64  # bytes that cores exchange at a time; what different threads write stands in different lines
-# Places in the memory of a team. A call is going on while the number of beginnings and ends is odd.
+_LINE = 64  # size of a cache line in bytes; numbers that different threads write are in different lines
+# Offsets in the memory of a team. A call is running while the count of beginnings and ends is odd.
 _IN_USE, _CALL, _INSIDE, _ASLEEP, _BORN, _TABLE, _FUNCTIONS, _MUTEX, _CONDITION = (_LINE * i for i in (*range(8), 9))
 _SIZE = 12 * _LINE  # a mutex takes up to 64 bytes, a condition up to 48
 _NAMES = "pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait", "pthread_cond_broadcast"
-_SPINS = 2000  # looks at what a thread waits for before it sleeps; some 50 microseconds
+_SPINS = 2000  # checks of a condition before a thread sleeps; about 50 microseconds
 _SEVERAL = 2  # threads of the smallest team
 
 _PAUSE: tuple[str, list[Any]] = "llvm.x86.sse2.pause", []
@@ -42,10 +42,10 @@ _guard = Lock()
 
 
 def team_of(threads: int) -> int:
-    """The address of the team of this process, made of so many threads or more, the caller among them.
+    """The address of this process's team of at least `threads` threads, including the caller.
 
-    It is 0 for one thread, and where the system has no threads of POSIX, as Windows. The memory is never freed: its
-    threads sleep there until the process ends.
+    0 for one thread, and on systems without POSIX threads, such as Windows. The memory is never freed: its threads
+    sleep there until the process ends.
     """
     if threads < _SEVERAL:
         return 0
@@ -57,14 +57,14 @@ def team_of(threads: int) -> int:
         while len(members) < threads - 1:
             member = ctypes.c_void_p()
             if ctypes.CDLL(None).pthread_create(ctypes.byref(member), None, _member(), ctypes.c_void_p(address)):
-                break  # the system allows no more threads
+                break  # thread limit of the system
             members.append(member)
         return address
 
 
 @cache
 def _team() -> tuple[int, list[ctypes.c_void_p]] | None:
-    """The address of the team, and its threads but for the callers."""
+    """The address of the team, and its threads except callers."""
     try:
         system = ctypes.CDLL(None)
         functions = [ctypes.cast(getattr(system, name), ctypes.c_void_p).value or 0 for name in _NAMES]
@@ -79,11 +79,11 @@ def _team() -> tuple[int, list[ctypes.c_void_p]] | None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_team.cache_clear)  # the child has none of the threads
+    os.register_at_fork(after_in_child=_team.cache_clear)  # the child has no such threads
 
 
 def memory_of_team() -> int:
-    """The address by which threads that share jobs wait for one another; 0 where there is none."""
+    """The address at which threads that share jobs wait for one another, or 0."""
     with _guard:
         team = _team()
     return team[0] if team else 0
@@ -95,7 +95,7 @@ def _member() -> ctypes.c_void_p:
 
 
 def _serve(team: Any) -> None:
-    """What a thread of a team does for ever: it joins the calls that have use for it."""
+    """The loop of a team thread: it joins calls that need it."""
     number, seen = add(team + _BORN, 1) + 1, 0
     while True:
         _wait(_has_begun, team, team + _CALL, seen)
@@ -110,7 +110,7 @@ def _serve(team: Any) -> None:
 
 
 def lead(team: Any, table: Any, threads: Any) -> None:
-    """Do the jobs of a table, one after the other, with a team; without one where it is at work for another caller."""
+    """Run the jobs of a table one after the other with a team, or alone if the team serves another caller."""
     if not team or _exchange(team + _IN_USE, 1):
         for at in range(_load(table)):
             function, place, _ = array_at(table + 8 * (HEAD + ROW * at), (ROW,), np.int64)
@@ -121,19 +121,19 @@ def lead(team: Any, table: Any, threads: Any) -> None:
     add(team + _CALL, 1)
     _wake(team)
     _do_jobs(team, table)
-    add(team + _CALL, 1)  # nobody joins from here on; whoever has joined leaves when its parts are done
+    add(team + _CALL, 1)  # no thread joins from here on; those inside leave when their parts are done
     _wait(_is_empty, team, team + _INSIDE, 0)
     _exchange(team + _IN_USE, 0)
 
 
 def join(table: Any) -> None:
-    """What each of several threads that others have started does with a table."""
+    """The entry point of each thread that an external launcher starts for a table."""
     _do_jobs(_load(table + 16), table)
 
 
 @jit_part
 def _do_jobs(team, table):
-    """Do parts of all jobs, each when the one before is done."""
+    """Work on parts of all jobs, each after the previous job is done."""
     row = table + 8 * HEAD
     for at in range(_load(table)):
         if at:
@@ -149,7 +149,7 @@ def _do_jobs(team, table):
 
 @jit_part
 def _is_done(row, table):
-    """Whether all parts of a job are taken, and nobody is at work on one."""
+    """Whether all parts of a job are claimed, and no thread works on one."""
     numbers = table + _load(row + 8)
     return _load(numbers) >= _load(numbers + 8) and _load(row + 16) == 0
 
@@ -167,7 +167,7 @@ def _is_empty(inside, _):
 
 @jit_part
 def _wait(condition, team, place, number):
-    """Wait until a condition holds, which whoever makes it hold follows by `_wake`."""
+    """Wait until a condition holds; whoever makes it hold then calls `_wake`."""
     for _ in range(_SPINS):
         if condition(place, number):
             return
@@ -183,7 +183,7 @@ def _wait(condition, team, place, number):
 
 @jit_part
 def _wake(team):
-    """Wake those who sleep. They count themselves before they look, so none sleeps past what it waits for."""
+    """Wake sleeping threads. They register before their last check, so none misses its condition."""
     if _load(team + _ASLEEP):
         lock, unlock, _, wake = array_at(team + _FUNCTIONS, (4,), np.int64)
         call(lock, team + _MUTEX, 0)
@@ -197,7 +197,7 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 @to_intrinsic
 def add(context: Any, address: Any, number: Any) -> Any:
-    """Add to the int64 at an address, which no other thread changes meanwhile; returns what was there."""
+    """Atomically add to the int64 at an address; returns the previous value."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.atomic_rmw("add", _pointer(builder, values[0]), values[1], "seq_cst")
@@ -215,7 +215,7 @@ def _exchange(context: Any, address: Any, number: Any) -> Any:
 
 @to_intrinsic
 def _load(context: Any, address: Any) -> Any:
-    """The int64 at an address, and before whatever is read later."""
+    """Atomically load the int64 at an address, before any later read."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.load_atomic(_pointer(builder, values[0]), "seq_cst", 8)
@@ -225,7 +225,7 @@ def _load(context: Any, address: Any) -> Any:
 
 @to_intrinsic
 def _pause(context: Any) -> Any:
-    """Tell the core that its thread waits; nothing on a CPU that is not named here."""
+    """Hint to the core that its thread is waiting; a no-op on unlisted CPUs."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         hint = _HINTS.get(platform.machine().lower())
@@ -240,7 +240,7 @@ def _pause(context: Any) -> Any:
 
 @to_intrinsic
 def call(context: Any, function: Any, first: Any, second: Any) -> Any:
-    """Call a function of C at an address; one of fewer arguments takes no notice of the last."""
+    """Call a C function at an address; a function of one argument ignores the second."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2).as_pointer()

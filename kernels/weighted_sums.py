@@ -1,6 +1,6 @@
-"""Softmax by blocks of keys, and sums of values by its weights: parts of attention that Numba compiles.
+"""Softmax by blocks of keys, and weighted sums of values: parts of attention that Numba compiles.
 
-In bfloat16 the order of every sum is that of torch, as `row_attention` says; in float32 none is kept.
+In bfloat16 every sum has torch's order, as described in `row_attention`; in float32 the order is free.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lookahead.utils.jit import njit
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 COLUMNS = 2 * LANES
-SIZES = sorted({4, ROWS})  # of a tile, in rows: the smaller one for few queries
-TOGETHER = 4  # keys whose weighted values are added before they are added to the sum
+SIZES = sorted({4, ROWS})  # rows of a tile: the smaller one for few queries
+TOGETHER = 4  # keys whose weighted values are added to each other before they are added to the sum
 
 _F = np.float32
-_LOWEST = _F(-87.33654475)  # the exponential of less is 0
+_LOWEST = _F(-87.33654475)  # the exponential of smaller numbers is 0
 _LOG2E = _F(1.4426950408889634)
-# 2 to a fraction x is nearly 1 + x less this polynomial, whose coefficients stand from the cube down.
+# 2 ** x for a fraction x is nearly 1 + x minus this polynomial, whose coefficients start with the cube.
 _POLYNOMIAL = _F(-0.079204240219773236), _F(-0.22433836478672356), _F(0.30354260500649682), _F(0.00010703434948458272)
-_EXPONENT, _BIAS = _F(1 << 23), _F(127 << 23)  # a number times the one, plus the other: the bits of 2 to that number
+_EXPONENT, _BIAS = _F(1 << 23), _F(127 << 23)  # a number times the first plus the second: the bits of 2 ** number
 
 
 _fours_of_one: Any = tile_of(1, "fours", rows=SIZES)
@@ -35,7 +35,7 @@ _sums_of_two: Any = tile_of(2, "sums", rows=SIZES)
 
 @jit_part
 def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums):
-    """Turn the scores of a query into weights, and let what it summed before fade."""
+    """Turn the scores of a query into weights, and scale its earlier sums down accordingly."""
     peak, total = _weigh(scores, size, peaks[row], is_half)
     fade = _F(math.exp(peaks[row] - peak))
     totals[row], peaks[row] = fma(fade, totals[row], total), peak
@@ -46,7 +46,7 @@ def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums):
 
 @jit_part
 def _weigh(scores, size, peak, is_half):
-    """Replace scores by weights; returns the highest of the scores and `peak`, and the sum of the weights."""
+    """Replace scores by weights; returns the maximum of scores and `peak`, and the sum of the weights."""
     whole = size // LANES * LANES
     lanes = np.empty(LANES, np.float32)
     lanes[:] = peak
@@ -73,7 +73,7 @@ def _weigh_floats(scores, size, peak):
 
 @jit_part
 def _weigh_halves(scores, size, peak):
-    """Weights are rounded to bfloat16 behind their sum.
+    """Weights are rounded to bfloat16 after summation.
 
     Source of the exponential: Malossi et al. 2015, "Fast exponential computation on SIMD architectures".
     """
@@ -110,7 +110,7 @@ def _weigh_halves(scores, size, peak):
 
 @jit_part
 def add_fours(weights, block, size, sums, first, count):
-    """Add weighted values of a block, four keys at a time. The products are exact, so that only the sums round."""
+    """Add weighted values of a block, four keys at a time. The products are exact, so only the sums round."""
     dim = sums.shape[1]
     for column in range(0, dim if size else 0, COLUMNS):
         to = first * dim + column
@@ -122,7 +122,7 @@ def add_fours(weights, block, size, sums, first, count):
 
 @jit_part
 def add_sums(weights, values, begin, size, head, kv_heads, sums, first, count):
-    """Add weighted values where they stand in the cache."""
+    """Add weighted values, read directly from the cache."""
     dim = sums.shape[1]
     for column in range(0, dim if size else 0, COLUMNS):
         at, step, to = (begin * kv_heads + head) * dim + column, kv_heads * dim, first * dim + column
@@ -134,7 +134,7 @@ def add_sums(weights, values, begin, size, head, kv_heads, sums, first, count):
 
 @jit_part
 def add_rest(weights, values, begin, size, sums):
-    """Add weighted values: four keys at a time, then the rest from the last one on."""
+    """Add weighted values: four keys at a time, then the rest, from the last one backwards."""
     whole = begin + (size - begin) // TOGETHER * TOGETHER
     for i in range(begin, whole, TOGETHER):
         a, b, c, d = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]

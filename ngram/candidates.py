@@ -57,7 +57,7 @@ def split(texts, own, matches, node, options):
     the occurrence, so that a loop is continued as a loop.
 
     Args:
-        texts: The chains of three texts, each as from `lookahead.ngram.chains.chains_at`.
+        texts: The chains of five texts, each as from `lookahead.ngram.chains.chains_at`.
         own: Whether the first text is the row's own.
         matches: Occurrences, `OCCURRENCE` `[n]`, and int64 `[3, n]`, whose first row lists those of the node, longest
             match first, and is sorted by option. The other rows are scratch memory.
