@@ -10,22 +10,22 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# These change from call to call. Specialized (on 1, on multiples of 16), tree widths would run different machine code,
-# and a chain's result could depend on how many nodes are scored at once.
+# These change from call to call. With specialization (on 1, on multiples of 16) tree widths would run different machine
+# code, and a chain's result could depend on how many nodes are scored at once.
 _VARYING = ["width", "word_count", "splits", "split_size", "window", "chunk"]
 _UNALIGNED = ["lengths", "nodes", "depths", "words", "sinks"]
 
 
 @triton.jit
 def _first_position(depths, node, is_live, row, length, width, window, chunk):
-    """The first position each node may look at; nodes past the last count as the root, which looks back furthest."""
+    """The first position each node may see; nodes after the last count as the root, which sees furthest back."""
     position = length + tl.load(depths + row * width + node, mask=is_live, other=0)
     return tl.maximum(position - window + 1, position // chunk * chunk)
 
 
 @triton.jit
 def _tile(base, stride, offsets, is_wanted, DIM: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Load `[offsets, BLOCK]`: zeros beyond DIM and, unless ALL, in rows not wanted, which may hold NaN."""
+    """Load `[offsets, BLOCK]`: zeros beyond DIM and, unless ALL, in unwanted rows, which may hold NaN."""
     dims = tl.arange(0, BLOCK)
     at = base + offsets[:, None] * stride + dims[None, :]
     if ALL and BLOCK == DIM:
@@ -58,16 +58,16 @@ def _fold(
 ):  # fmt: skip
     """Fold one block of keys into the running softmax of every row; `peak` is in units of log2.
 
-    A block of which a row sees nothing changes no bit of that row: its peak stays, so the factor on what was is
-    exactly 1, and what is added is exactly 0. Multiplications and additions that the compiler might fuse in one
-    caller and not in the other are fused by hand.
+    A block of which a row sees nothing changes no bit of that row: its peak stays, so the factor on earlier sums is
+    exactly 1, and the added sum is exactly 0. Multiplications and additions that the compiler might fuse in one
+    caller and not in the other are fused explicitly.
     """
     keys = tl.trans(k)
     if UPCAST:
         keys = keys.to(tl.float32)
     scores = tl.dot(q, keys, input_precision=PRECISION)
     if SOFTCAP:
-        fade = tl.exp2(tl.abs(scores * squeeze) * (-2.0 * LOG2E))  # never above 1: tanh that cannot overflow
+        fade = tl.exp2(tl.abs(scores * squeeze) * (-2.0 * LOG2E))  # at most 1, so tanh cannot overflow
         bent = (1.0 - fade) / (1.0 + fade)
         scores = tl.where(scores < 0.0, -bent, bent)
     if MASKED:
@@ -87,7 +87,7 @@ def _fold(
 
 @triton.jit
 def _share(peak, total, sinks, HAS_SINKS: tl.constexpr):
-    """The final factor on a sum of weighted values; at `sinks` is a logit that takes part in the softmax."""
+    """The final factor of a sum of weighted values; at `sinks` is a logit that takes part in the softmax."""
     share = 1.0 / total
     if HAS_SINKS:
         sink = tl.load(sinks).to(tl.float32) * LOG2E
@@ -109,7 +109,7 @@ def attend(
 ):  # fmt: skip
     """One block of packed query rows of one KV head against one split of the slots.
 
-    Writes the output where there is one split only (IN_ONE), else the split's sums and peaks for `merge`.
+    Writes the output if there is only one split (IN_ONE), else the split's sums and peaks for `merge`.
     """
     blocks = tl.cdiv(width * GROUPS, BLOCK_ROWS)
     split = tl.program_id(0) // blocks

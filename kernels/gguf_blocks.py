@@ -1,8 +1,8 @@
-"""Weights in the blocks of a GGUF file, laid out in panels: the numbers of the file, in another order.
+"""Weights in the blocks of a GGUF file, laid out in panels: the numbers of the file in another order.
 
-A block of 32 or 256 inputs of an output has numbers of 4 to 8 bits and float16 steps. In a panel, blocks of `COLUMNS`
-outputs stand side by side, as `kernels.block_tiles` multiplies them. Nothing is rounded: a row that is looked up is
-what `gguf.quants.dequantize` makes of it.
+A block of 32 or 256 inputs of an output has numbers of 4 to 8 bits and float16 scales. In a panel, the blocks of
+`COLUMNS` outputs are next to each other, as `kernels.block_tiles` multiplies them. Nothing is rounded: a row that is
+looked up equals the result of `gguf.quants.dequantize`.
 
 Source: llama.cpp, `ggml-common.h`, for the types; their dequantization in `gguf/quants.py`.
 """
@@ -28,14 +28,14 @@ _U = np.uint32
 
 
 class BlockType(NamedTuple):
-    """A type of blocks.
+    """A block type.
 
     Attributes:
         inputs: Inputs of a block.
-        nbytes: Bytes of a block in a file.
-        group: How blocks are laid out.
-        zero: What is subtracted from each number that has a step and no minimum.
-        at: The first byte of the numbers of a block of 32; upper bits stand in the 4 bytes before.
+        nbytes: Size of a block in a file.
+        group: Layout of the blocks.
+        zero: Offset subtracted from each number that has a scale and no minimum.
+        at: Offset of the first byte of the numbers of a block of 32; upper bits are in the 4 bytes before.
     """
 
     inputs: int
@@ -56,11 +56,11 @@ TYPES = {
     "Q5_K": BlockType(_SUPER, 176, Group(5, "small")),
     "Q6_K": BlockType(_SUPER, 210, Group(6, "halves")),
 }
-"""The types that are multiplied as they are stored, by their names in a file."""
+"""The types that are multiplied as they are stored, by their names in files."""
 
 
 def packed_shape(kind: str, outputs: int, inputs: int) -> tuple[int, int, int]:
-    """The shape of what `lay_out` makes; ValueError for inputs that are no multiple of a block's."""
+    """The shape of the result of `lay_out`; ValueError if inputs are not a multiple of a block's."""
     of_kind = TYPES[kind]
     if inputs % of_kind.inputs:
         raise ValueError(f"inputs of {kind} must be a multiple of {of_kind.inputs}, got {inputs}")
@@ -72,12 +72,12 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
     """Lay blocks `[outputs, bytes]` out in panels, int32 `[panels, lines, COLUMNS]`.
 
     Args:
-        blocks: The bytes of a tensor in a file, contiguous; a mapped file need not be read before.
+        blocks: The bytes of a tensor in a file, contiguous; may be a memory map.
         kind: One of `TYPES`.
-        order: The row of the blocks for each output; in their own order if None.
+        order: The row of the blocks for each output; their own order if None.
 
     Raises:
-        ValueError: The bytes are no whole blocks, or a step is no number.
+        ValueError: The bytes are not whole blocks, or a scale is not finite.
     """
     of_kind, outputs = TYPES[kind], len(blocks)
     if blocks.ndim != 2 or blocks.shape[1] % of_kind.nbytes or not blocks.flags.c_contiguous:
@@ -96,7 +96,7 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
 
 
 def _steps_of(blocks: NDArray[np.uint8], kind: str) -> NDArray[np.uint32]:
-    """The float16 of blocks `[outputs, blocks, bytes]` in the halves of a word, as a panel has them."""
+    """The float16 of blocks `[outputs, blocks, bytes]` in the halves of a word, as in a panel."""
     of_kind = TYPES[kind]
     first = of_kind.nbytes - 2 if kind == "Q6_K" else 0
     has_two = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
@@ -112,7 +112,7 @@ def _steps_of(blocks: NDArray[np.uint8], kind: str) -> NDArray[np.uint32]:
 
 
 def _lay_out(address: Any) -> None:
-    """Column by column of a panel, whose lines stay in a near cache."""
+    """Lay out column by column of a panel, whose lines stay in a near cache."""
     _, panels, blocks_at, order_at, steps_at, packed_at, of_kind_at, outputs, row_bytes, terms = array_at(
         address, (10,), np.int64
     )
@@ -159,7 +159,7 @@ def _pair(numbers, place):
 
 @jit_part
 def _store_numbers(numbers, bits, column, first, above):
-    """Store 32 numbers: with 8 bits four a line, else eight, and their upper bits in other lines."""
+    """Store 32 numbers: with 8 bits four per line, else eight, with their upper bits in other lines."""
     for word in range(8):
         four = _pair(numbers, 4 * word) | _pair(numbers, 4 * word + 2) << _U(16)
         if bits == 8:
@@ -174,7 +174,7 @@ def _store_numbers(numbers, bits, column, first, above):
 
 @jit_part
 def _read_block(own, bits, at, numbers):
-    """Blocks of 32: the first 16 stand in the lower halves of bytes, and the last 16 in the upper halves."""
+    """Blocks of 32: the first 16 numbers are in the lower halves of bytes, and the last 16 in the upper halves."""
     for i in range(16):
         if bits == 8:
             numbers[i], numbers[16 + i] = own[at + i] ^ 128, own[at + 16 + i] ^ 128
@@ -187,7 +187,7 @@ def _read_block(own, bits, at, numbers):
 
 @jit_part
 def _read_small(own, bits, numbers, small):
-    """Blocks of 256 by 8 steps and 8 minimums of 6 bits, which stand in turn in `small`."""
+    """Blocks of 256 with 8 scales and 8 minimums of 6 bits, which alternate in `small`."""
     scales, high, low = own[4:16], own[16:48], own[len(own) - 128 :]
     for i in range(4):
         small[2 * i], small[2 * i + 1] = scales[i] & 63, scales[4 + i] & 63
@@ -201,7 +201,7 @@ def _read_small(own, bits, numbers, small):
 
 @jit_part
 def _read_six(own, numbers, small):
-    """Blocks of 256 by 16 signed steps."""
+    """Blocks of 256 with 16 signed scales."""
     for i in range(256):
         part, place = i // 128, i % 32
         low = own[64 * part + i % 64] >> (4 * (i // 64 % 2)) & 15
@@ -210,7 +210,7 @@ def _read_six(own, numbers, small):
 
 
 def rows_of(packed: Tensor, kind: str, outputs: Tensor) -> Tensor:
-    """The weights of some outputs, int64 `[n]`, as `lay_out` has them: float32 `[n, inputs]`."""
+    """The weights of some outputs, int64 `[n]`, in the layout of `lay_out`: float32 `[n, inputs]`."""
     group = TYPES[kind].group
     panel, column = outputs // COLUMNS, outputs % COLUMNS
     groups = packed.unflatten(1, (-1, group.lines))
@@ -223,7 +223,7 @@ def rows_of(packed: Tensor, kind: str, outputs: Tensor) -> Tensor:
     blocks = numbers.unflatten(2, (group.blocks, -1)).float()  # [n, groups, blocks, 32]
 
     def steps(line: int, dtype: torch.dtype, part: int) -> Tensor:
-        """A part of a line of steps, `[n, groups]`."""
+        """A part of a line of scales, `[n, groups]`."""
         found: Tensor = groups[:, :, line].view(dtype)[panel, :, part * COLUMNS + column].float()
         return found
 
@@ -249,6 +249,6 @@ def _bytes_of(words: Tensor) -> Tensor:
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """Numbers of so many bits in int32 `[..., n]`, uint8 `[..., n, 8 / bits, 4]`: the lowest bits of bytes first."""
+    """Numbers of `bits` bits in int32 `[..., n]`, uint8 `[..., n, 8 / bits, 4]`: the lowest bits of bytes first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")
     return _bytes_of(words)[..., None, :] >> shifts[:, None] & (1 << bits) - 1

@@ -1,6 +1,6 @@
 """Memory in large pages, for weights that every pass reads from end to end.
 
-A CPU looks up one address for 2 MiB of them; with small pages it is one for every 4 KiB.
+A CPU looks up one address per 2 MiB, with small pages one per 4 KiB.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 25  # bytes asked of the system at a time; layers of a small model share large pages
+_CHUNK = 1 << 25  # bytes requested from the system at a time; layers of a small model share large pages
 _ALIGNMENT = 1 << 12
 
 _guard = RLock()
-_newest: tuple[ReferenceType[mmap.mmap], int] | None = None  # the last chunk, while a tensor lives in it, and its use
+_newest: tuple[ReferenceType[mmap.mmap], int] | None = None  # last chunk, while a tensor uses it, and its used bytes
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros on the CPU, as `torch.zeros` makes it; in large pages where the system has them."""
+    """A tensor of zeros on the CPU, like `torch.zeros`, in large pages if the system has them."""
     global _newest
     count = int(np.prod(shape))
     size = -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
@@ -40,6 +40,6 @@ def _map(size: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, size)
     chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
-    with suppress(AttributeError, OSError):  # a kernel without them
+    with suppress(AttributeError, OSError):  # a kernel without large pages
         chunk.madvise(mmap.MADV_HUGEPAGE)
     return chunk

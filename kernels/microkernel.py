@@ -1,7 +1,7 @@
-"""Products of small matrices, of which kernels for a CPU are made.
+"""Products of small matrices, the building blocks of CPU kernels.
 
 They are written in LLVM IR, which keeps their sums in registers. Compiled from loops over arrays they have a third of
-the speed: sums are stored after every few products.
+the speed, because sums are stored after every few products.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lookahead.kernels.scalars import to_intrinsic
 from lookahead.utils.cpu_features import cpu_features
 
 FEATURES = cpu_features()
-LANES = 16 if FEATURES.get("avx512f") else 8  # float32 of a vector register
-ROWS = LANES // 2  # of a tile: with 2 registers each its sums fill half of them, and a product waits for no earlier one
+LANES = 16 if FEATURES.get("avx512f") else 8  # float32 per vector register
+ROWS = LANES // 2  # of a tile: with 2 registers per row, sums fill half of all, and no product waits for an earlier one
 MOST_ROWS = max(6, ROWS)  # of 16 registers 12 hold sums, 2 a line of the right matrix, and one a number of the left one
 HALVES = 32  # sums that are added by halves, each of pairs
 CACHE_LINE = 64  # bytes
-_FEW_SUMS = 8  # with which registers are left for both parts of an element of the right matrix
+_FEW_SUMS = 8  # sums up to which registers are left for both parts of an element of the right matrix
 
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
-PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
+PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 per lane
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 _FIRST_LANE = ir.Constant(PAIRS, None)
@@ -36,52 +36,51 @@ _ZERO, _START = ir.Constant(VECTOR, None), WHOLE(0)
 FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 _DOT_OF_BYTES = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
-_SUMS_OF_PAIRS = {  # the sum of two products of unsigned and signed bytes as int16, and of two of int16
+_SUMS_OF_PAIRS = {  # sums of two products: of unsigned and signed bytes as int16, and of int16
     8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
     16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
 }[LANES]
 
 
 class _Tile(NamedTuple):
-    """What is known of a product while it is emitted."""
+    """The arguments of a product while it is emitted."""
 
     builder: Any
     kind: str
-    registers: int  # of a row
+    registers: int  # per row
     rows: list[Any]  # addresses of the left matrix
     inner_step: Any
-    right: Sequence[Any]  # the address of the matrix, the place of its first element, and the step between its terms
-    ahead: Sequence[Any]  # a place of the right matrix, and bytes to fetch for each cache line; or nothing
+    right: Sequence[Any]  # the matrix address, the index of its first element, and the step between its terms
+    ahead: Sequence[Any]  # an index in the right matrix, and bytes to prefetch per cache line; or empty
     terms: Any
     places: list[Any]  # addresses of the registers of the product, row by row
 
 
 def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1, ROWS + 1)) -> Any:
-    """An intrinsic: some rows of the left matrix times so many registers of columns of the right one.
+    """An intrinsic: some rows of the left matrix times `registers` registers of columns of the right one.
 
     Elements of both are float32, or int32 that hold two bfloat16; then sums are those of the CPU's instruction.
 
-    It takes the left matrix, with the place of its first element and the steps between its rows and its terms; the
-    right matrix, with the place of its first element and the step between its terms; the matrix for the product, with
-    the place of its first element and the step between its rows; the number of rows, one of `rows`; and the number of
-    terms. A row of the product fills so many registers. The right matrix may come with another of its places, which is
-    read later, and the bytes that are fetched from there for each cache line of the tile.
+    It takes the left matrix, with the index of its first element and the steps between its rows and its terms; the
+    right matrix, with the index of its first element and the step between its terms; the output matrix, with the index
+    of its first element and the step between its rows; the number of rows, one of `rows`; and the number of terms. A
+    row of the output fills `registers` registers. The right matrix may come with the index of elements that are read
+    later, and the bytes to prefetch from there for each cache line of the tile.
 
-    The kind `"sums"` adds the product to what the matrix for it holds, and `"fours"` four products at a time, paired
-    by twos.
+    The kind `"sums"` adds the product to the output, and `"fours"` adds four products at a time, paired by twos.
 
-    The kind `"halves"` takes int32 that hold two bfloat16 in the right matrix, and the two float32 that they are
-    multiplied by in the left one, side by side. Both have `HALVES` times the terms. The sums of so many terms are added
-    by halves, those of the first of two apart from those of the second; at last these two are added, to 0.
+    The kind `"halves"` takes int32 that hold two bfloat16 in the right matrix, and the two float32 to multiply them by
+    in the left one, next to each other. Both have `HALVES` times the terms. The sums of `HALVES` terms are added by
+    halves, separately for the first and the second bfloat16; finally these two are added, to 0.
 
-    The kind `"bytes"` adds to what the matrix for the product holds too. Its elements are int32 that hold four signed
-    bytes in the left matrix, from -127 on, and in the right four such with 128 added. Behind the terms of both stands
-    the float32 by which their sum is multiplied; a row of the left one has before that -128 times the sum of its bytes.
+    The kind `"bytes"` also adds to the output. Elements are int32 that hold four signed bytes from -127 on in the left
+    matrix, and four with 128 added in the right one. After the terms, both matrices have a float32 factor of their sum;
+    in a row of the left one it comes after -128 times the sum of its bytes.
 
     The kind `"nibbles"` has at most 4 terms, each of four numbers from 0 to 15 in the lower halves of the right
-    matrix's bytes, and of four in the upper halves; the left matrix has two elements a term. Behind the terms of the
-    right one stand two bfloat16: the upper one is its factor, and the lower one, times what the left one has before
-    its own, is added to the sum that is multiplied by that factor.
+    matrix's bytes, and of four in the upper halves; the left matrix has two elements per term. After the terms the
+    right one has two bfloat16: the upper one is the factor of the sum, and the lower one, times the number before the
+    left one's own factor, is added to that product.
     """
 
     @to_intrinsic
@@ -106,7 +105,7 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
 
 
 def emit_tile(builder: Any, kind: str, size: tuple[int, int], operands: Sequence[Any]) -> None:
-    """Emit a product of rows and registers: of matrices as `tile_of` has them, by address, and of so many terms."""
+    """Emit a product of rows and registers, for matrices as in `tile_of`, given by address, and a number of terms."""
     (rows, registers), ((left, at, row_step, inner_step), right, (out, to, out_step), terms) = size, operands
     lefts = [builder.gep(left, [builder.add(at, builder.mul(row_step, WHOLE(row)))]) for row in range(rows)]
     firsts = [builder.gep(out, [builder.add(to, builder.mul(out_step, WHOLE(row)))]) for row in range(rows)]
@@ -117,7 +116,7 @@ def emit_tile(builder: Any, kind: str, size: tuple[int, int], operands: Sequence
 
 
 def matrices_of(target: Any, builder: Any, signature: Any, values: Any) -> list[list[Any]]:
-    """The parts of tuples of an array, a place in it and steps, with the array's address in place of the array."""
+    """Unpack tuples of an array, an index and steps; the array is replaced by its address."""
     matrices = []
     for kind, value in zip(signature.args, values, strict=False):
         array, *numbers = unpack_tuple(builder, value)
@@ -135,7 +134,7 @@ def _load_line(tile: _Tile, term: Any) -> list[Any]:
 
 
 def _emit_fetch(tile: _Tile, term: Any) -> None:
-    """Fetch what stands ahead of a line of the right matrix, into a cache behind the one that holds what is read."""
+    """Prefetch the line ahead of a line of the right matrix, into a farther cache than the one in use."""
     builder, lines = tile.builder, tile.registers * LANES * 4 // CACHE_LINE
     for i in range(lines if tile.ahead else 0):
         start = builder.bitcast(builder.gep(tile.right[0], tile.ahead[:1]), ir.IntType(8).as_pointer())
@@ -150,13 +149,13 @@ def vector_at(builder: Any, array: Any, place: Any, kind: Any = VECTOR) -> Any:
 
 
 def spread(builder: Any, number: Any) -> Any:
-    """A vector that holds a number in every lane."""
+    """A vector with a number in every lane."""
     empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     return builder.shuffle_vector(builder.insert_element(empty, number, ir.IntType(32)(0)), empty, _FIRST_LANE)
 
 
 def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add the product of vectors: of float32 by what becomes one instruction, else both products of every lane."""
+    """Add the product of vectors: of float32 by one fused instruction, else both products of every lane."""
     if left[0].type == VECTOR:
         return builder.fadd(total, builder.fmul(left[0], right[0], **FUSED), **FUSED)
     return call(builder, _DOT_OF_PAIRS, total.type, total, left[0], right[0])
@@ -179,7 +178,7 @@ def emit_bytes(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 
 def _emit_nibbles(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add the four products of every lane; or the sums of two to int16, which holds 16 products of 15 and 127."""
+    """Add the four products of every lane; or sums of two to int16, which can hold 16 products of 15 and 127."""
     if has_dot_of_bytes():
         return emit_bytes(builder, total, left, right)
     weight, row = (builder.bitcast(each[0], BYTES) for each in (right, left))
@@ -192,12 +191,12 @@ def has_dot_of_bytes() -> bool:
 
 
 def sums_of_neighbours(builder: Any, shorts: Any) -> Any:
-    """Add every two int16."""
+    """Add neighbouring int16."""
     return emit_sums_of_pairs(builder, shorts, ir.Constant(_SHORTS, [1] * 2 * LANES))
 
 
 def emit_sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
-    """Multiply unsigned bytes by signed ones, or int16 by int16, and add neighbours."""
+    """Multiply unsigned bytes by signed bytes, or int16 by int16, and add neighbours."""
     is_bytes = left.type == BYTES
     kind, widen_left = (_SHORTS, builder.zext) if is_bytes else (PAIRS, builder.sext)
     if FEATURES.get("avx512bw" if LANES == 16 else "avx2"):
@@ -219,7 +218,7 @@ def _emit_floats(tile: _Tile) -> list[Any]:
 
 
 def _emit_by_halves(tile: _Tile) -> list[Any]:
-    """Sums wait in memory to be added; those of the second half are added to those of the first at once."""
+    """Keep sums in memory until they are added; those of the second half are added to those of the first at once."""
     builder, size = tile.builder, len(tile.places)
     with builder.goto_entry_block():
         waiting = builder.alloca(ir.ArrayType(VECTOR, HALVES * size))
@@ -228,7 +227,7 @@ def _emit_by_halves(tile: _Tile) -> list[Any]:
         return builder.gep(waiting, [_START, builder.add(first, WHOLE(i))])
 
     def clear(i: Any, _: list[Any]) -> list[Any]:
-        builder.store(ir.Constant(VECTOR, [-0.0] * LANES), at(i), align=4)  # plus a number, that is the number
+        builder.store(ir.Constant(VECTOR, [-0.0] * LANES), at(i), align=4)  # adding any number gives that number
         return []
 
     def add_terms(turn: Any, _: list[Any]) -> list[Any]:
@@ -254,7 +253,7 @@ def _emit_by_halves(tile: _Tile) -> list[Any]:
 
 
 def _emit_quantized(tile: _Tile) -> list[Any]:
-    """Whole sums times the steps of columns and of rows, plus what stands at the places."""
+    """Multiply integer sums by the scales of columns and of rows, and add them to the output."""
     builder, kind, registers, parts = tile.builder, tile.kind, tile.registers, range(2 if tile.kind == "nibbles" else 1)
     of_term = WHOLE(len(parts))
     ends = [builder.gep(row, [builder.mul(tile.terms, of_term)]) for row in tile.rows]
@@ -273,7 +272,7 @@ def _emit_quantized(tile: _Tile) -> list[Any]:
         whole = builder.sitofp(sums_of_neighbours(builder, total) if adds_neighbours else total, VECTOR)
         if kind == "bytes":
             product = builder.fmul(whole, builder.bitcast(step, VECTOR))
-        else:  # of two products one can be fused with their sum: it has to be the same always
+        else:  # only one of two products can be fused with their sum: it must always be the same one
             least, factor = (_half_of(builder, step, part) for part in (0, 1))
             least = builder.fmul(builder.sitofp(numbers[row], VECTOR), least)
             product = builder.fadd(least, builder.fmul(whole, factor, **FUSED), **FUSED)
@@ -283,7 +282,7 @@ def _emit_quantized(tile: _Tile) -> list[Any]:
 
 
 def call(builder: Any, name: str, kind: Any, *values: Any) -> Any:
-    """Call an instruction of the CPU by its name in LLVM."""
+    """Call an LLVM intrinsic by name."""
     function = builder.module.globals.get(name)
     if function is None:
         function = ir.Function(builder.module, ir.FunctionType(kind, [each.type for each in values]), name)
@@ -291,17 +290,17 @@ def call(builder: Any, name: str, kind: Any, *values: Any) -> Any:
 
 
 def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add the sum of the first and third product, plus that of the second and fourth."""
+    """Add the sum of the first and third product, plus the sum of the second and fourth."""
     products = [builder.fmul(x, y, **FUSED) for x, y in zip(left, right, strict=True)]
     even, odd = (builder.fadd(*pair, **FUSED) for pair in (products[::2], products[1::2]))
     return builder.fadd(total, builder.fadd(even, odd))
 
 
 def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Sequence[int] = (0,)) -> list[Any]:
-    """Emit a loop over the terms from `first` on, which adds to the sums that are begun, in registers.
+    """Emit a loop over the terms from `first` on, which adds to the sums in `begun`, in registers.
 
-    Sums stand row by row, and that for each part of the right matrix's elements; those of all parts are added where no
-    more are begun than there are places.
+    Sums are stored row by row, for each part of the right matrix's elements in turn. If `begun` has only one sum per
+    output register, the sums of all parts are added.
     """
     builder, (_, emit_term, part_of, together) = tile.builder, _KINDS[tile.kind]
 
@@ -325,7 +324,7 @@ def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Seque
 
 
 def _emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """Emit a loop of so many turns, each of which makes new values of its number and the values of the last one."""
+    """Emit a loop of `count` turns, each of which maps its number and the previous values to new values."""
     before, head, body, after = builder.block, *(builder.append_basic_block(each) for each in ("turn", "body", "after"))
     builder.branch(head)
     builder.position_at_end(head)
@@ -336,10 +335,10 @@ def _emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, 
     for phi, first, update in zip(phis, (WHOLE(0), *begun), (following.pop(), *following), strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(update, builder.block)
-    # An unrolled loop has too few registers for so many sums, and leaves turns over.
+    # Unrolling leaves too few registers for all sums, and a remainder of turns.
     rolled = builder.module.add_metadata([ir.MetaDataString(builder.module, "llvm.loop.unroll.runtime.disable")])
     loop = builder.module.add_metadata([WHOLE(len(builder.module.metadata)), rolled])
-    loop.operands = loop, rolled  # the first is the loop itself
+    loop.operands = loop, rolled  # by convention the first operand is the loop itself
     builder.branch(head).set_metadata("llvm.loop", loop)
     builder.position_at_end(after)
     return values
@@ -357,7 +356,8 @@ def _nibble_of(builder: Any, pairs: Any, part: int) -> Any:
     return builder.and_(half, ir.Constant(PAIRS, [0x0F0F0F0F] * LANES))
 
 
-# What emits a product, adds a term and takes a part of the right matrix's elements; and the terms added at once.
+# By kind: the emitters of a product and of a term, the extractor of a part of the right matrix's elements, and the
+# number of terms added at once.
 _KINDS: dict[str, tuple[Callable[[_Tile], list[Any]], Callable[..., Any], Callable[..., Any] | None, int]] = {
     "product": (_emit_floats, _emit_product, None, 1),
     "sums": (_emit_floats, _emit_product, None, 1),
@@ -370,7 +370,7 @@ _KINDS: dict[str, tuple[Callable[[_Tile], list[Any]], Callable[..., Any], Callab
 
 @to_intrinsic
 def transpose(context: Any, source: Any, out: Any) -> Any:
-    """Store `LANES` rows of as many float32 by columns; or of pairs of bfloat16, held as int32, widened to float32."""
+    """Store a square of `LANES` float32 rows transposed; or pairs of bfloat16, held as int32, widened to float32."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         (source, at, row_step), (out, to, out_step) = matrices_of(target, builder, signature, values)
@@ -379,7 +379,7 @@ def transpose(context: Any, source: Any, out: Any) -> Any:
         kind = VECTOR if is_wide else PAIRS
         rows = [builder.load(vector_at(builder, source, first, kind), align=4) for first in firsts]
         step = 1
-        while step < LANES:  # exchange blocks of `step` by `step` beside the diagonal of blocks twice as large
+        while step < LANES:  # swap the off-diagonal blocks of `step` by `step` in blocks of twice the size
             for row in (row for row in range(LANES) if not row & step):
                 upper, lower = rows[row], rows[row + step]
                 left = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]

@@ -1,13 +1,13 @@
 """Attention of the nodes of token trees on a CPU, each with the bits that torch computes for one query alone.
 
-The order of every sum is that of `torch.nn.functional.scaled_dot_product_attention` for a single query in bfloat16,
-where its matrix products are those of MKL on a CPU that MKL has no half-precision instructions for. There one call for
-one query takes longer than this takes for a whole tree. The keys and values behind the prompt stand in the order of the
-tree; the sums run over the path of each node, as if nothing else were there.
+Every sum has the order of `torch.nn.functional.scaled_dot_product_attention` for a single query in bfloat16, on CPUs
+for which MKL has no half-precision instructions. There, one call for one query takes longer than this kernel does for a
+whole tree. The keys and values after the prompt are in the order of the tree; the sums run over the path of each node,
+as if nothing else were there.
 
-In float32 no order of the sums is kept. Keys that several rows share are read once for all of them.
+In float32 the order of the sums is free. Keys that several rows share are read once for all of them.
 
-Sources: of the softmax by blocks Dao et al. 2022, "FlashAttention", §3.1; of shared keys Juravsky et al. 2024,
+Sources: for the softmax by blocks Dao et al. 2022, "FlashAttention", §3.1; for shared keys Juravsky et al. 2024,
 "Hydragen: High-Throughput LLM Inference with Shared Prefixes", §3.
 """
 
@@ -35,7 +35,7 @@ from lookahead.kernels.weighted_sums import (
 from lookahead.utils.addresses import array_at
 
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
-_FEW = 4  # rows of a tile for so many queries
+_FEW = 4  # rows of the smaller tile, for few queries
 MAX_SHARING = 4  # rows that read the same keys at once: more would leave too few parts for several threads
 _PARTS = 4  # partial sums of a score
 
@@ -46,16 +46,15 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
     """Attention of some nodes of a tree per row, each over the row's prompt and its own path.
 
     Args:
-        query: bfloat16 or float32 `[rows, width, heads, dim]`; the nodes of each tree that were not scored before, and
-            padding.
-        keys: Likewise `[rows, slots, kv_heads, dim]`, each row contiguous; the prompt, and behind it all nodes.
-        values: Likewise, with the strides of the keys.
+        query: bfloat16 or float32 `[rows, width, heads, dim]`; the unscored nodes of each tree, and padding.
+        keys: `[rows, slots, kv_heads, dim]` of that dtype, each row contiguous; the prompt, followed by all nodes.
+        values: Of the shape, dtype and strides of the keys.
         nodes: int64 `[rows, 2, most nodes]`; the parents of the nodes of each tree, and their depths.
-        trees: int64 `[rows, 3]`; the slots before each root, the nodes of the tree, how many were scored before.
-        scale: Factor on the scores.
+        trees: int64 `[rows, 3]`; the slots before each root, the nodes of the tree, and how many were scored before.
+        scale: Factor of the scores.
 
     Returns:
-        `[rows, width, heads, dim]` of that type, contiguous; zeros for padding.
+        `[rows, width, heads, dim]` of that dtype, contiguous; zeros for padding.
     """
     query = query.contiguous()
     out = torch.empty_like(query) if len(query) == 1 else torch.zeros_like(query)
@@ -67,7 +66,7 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
 
 
 def sharing_step(dtype: torch.dtype) -> int:
-    """A multiple of this number of keys may be shared; in bfloat16 the sums keep their order behind whole blocks."""
+    """Shared keys come in multiples of this number; in bfloat16 sums keep their order only after whole blocks."""
     return LANES if dtype == torch.float32 else BLOCK
 
 
@@ -82,18 +81,18 @@ def attention(
     groups: Tensor,
     scale: float,
 ) -> Job:
-    """`row_attention` as a job, whose rows may have queries of any number.
+    """`row_attention` as a job, whose rows may have different numbers of queries.
 
     Args:
         query: `[any, width, heads, dim]`, contiguous; no row has more than `width` queries.
-        keys: As of `row_attention`.
-        values: As of `row_attention`.
-        out: As `query`; the job writes it, but for padding.
-        nodes: As of `row_attention`, contiguous.
-        trees: int64 `[rows, 4]`, contiguous: as of `row_attention`, and the place of each first query among all.
-        groups: int64 `[rows, 2 + MAX_SHARING]`, contiguous: of each group of rows the first slots whose keys and values
-            they share, a multiple of `sharing_step`; their number; and the rows. Zeros where there are fewer groups.
-        scale: Factor on the scores.
+        keys: See `row_attention`.
+        values: See `row_attention`.
+        out: Like `query`; written by the job, except for padding.
+        nodes: See `row_attention`; contiguous.
+        trees: int64 `[rows, 4]`, contiguous: as in `row_attention`, and the index of each row's first query.
+        groups: int64 `[rows, 2 + MAX_SHARING]`, contiguous: for each group of rows the number of first slots whose keys
+            and values they share, a multiple of `sharing_step`; the number of rows; and the rows. Padded with zeros.
+        scale: Factor of the scores.
     """
     rows, (_, width, heads, dim), (_, slots, kv_heads, _) = len(trees), query.shape, keys.shape
     tensors = query, keys, values, nodes, trees, groups, out
@@ -103,7 +102,7 @@ def attention(
 
 
 def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `row_attention` takes such tensors; they may have more dimensions before those that it takes."""
+    """Whether `row_attention` accepts these tensors; additional leading dimensions are allowed."""
     return (
         query.dtype == keys.dtype == values.dtype
         and query.dtype in _ENTRIES
@@ -111,7 +110,7 @@ def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and query.shape[-1] == values.shape[-1]
         and query.shape[-1] % LANES == 0
         and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-        # For CPUs too: the sums of flash attention are the ones followed. MKL sums otherwise where it has AMX.
+        # Also for CPUs: the kernel follows the sums of flash attention. With AMX, MKL adds in another order.
         and (query.dtype == torch.float32 or (torch.backends.cuda.flash_sdp_enabled() and not FEATURES.get("amx-bf16")))
     )
 
@@ -132,9 +131,9 @@ _ENTRIES = {torch.float32: _attend_floats, torch.bfloat16: _attend_halves}
 
 @jit_part
 def _attend(address, number, word, size):
-    """Per group of rows and KV head, the nodes of the rows' trees and the query heads that share the KV head.
+    """Attention per group of rows and KV head, over the nodes of the rows' trees and the heads that share the KV head.
 
-    The tensors hold such numbers, of such a size in bytes; words have 4 bytes.
+    `number` is the element type of the tensors, of `size` bytes; a `word` has 4 bytes.
     """
     numbers = array_at(address, (18,), np.int64)
     parts, query_at, keys_at, values_at, nodes_at, trees_at, groups_at, out_at = numbers[1:9]
@@ -150,7 +149,7 @@ def _attend(address, number, word, size):
         np.zeros((ROWS, BLOCK), np.float32),
     )
     transposed, block = np.empty((dim, _STEP), np.float32), np.empty((BLOCK, dim), np.float32)
-    held = np.empty(most, np.int64)  # by depth, the node whose values stand in the block
+    held = np.empty(most, np.int64)  # by depth, the node whose values are in the block
     part = claim_part(address)
     while part < parts:
         group, head = groups[part // kv_heads], part % kv_heads
@@ -196,13 +195,13 @@ def _attend(address, number, word, size):
 
 @jit_part
 def _padded(rows):
-    """The rows of whole tiles."""
+    """The number of rows in whole tiles."""
     return (rows + _FEW - 1) // _FEW * _FEW
 
 
 @jit_part
 def _most_rows(groups, trees, per_kv):
-    """The rows of the queries of a KV head in the largest group, in whole tiles."""
+    """The query rows of a KV head in the largest group, in whole tiles."""
     most = 0
     for group in groups:
         filled = 0
@@ -224,7 +223,7 @@ def _load_queries(query, head, per_kv, factor, queries, nodes):
 def _attend_shared(
     queries, transposed, block, flat, begin, common, head, kv_heads, scale, is_half, scores, peaks, totals, sums,
 ):  # fmt: skip
-    """A block of keys that all queries see."""
+    """Attend to a block of keys that all queries see."""
     for first in range(0, len(queries), ROWS):
         _score_prompt(queries, first, ROWS, transposed, common, scale, is_half, scores)
         for row in range(ROWS):
@@ -240,7 +239,7 @@ def _attend_tree(
     keys, values, words, flat, parents, depths, start, count, scored, shared, head, per_kv, scale, is_half,
     queries, scores, sums, peaks, totals, transposed, block, held,
 ):  # fmt: skip
-    """One pass over the blocks of keys behind those that are shared."""
+    """One pass over the blocks of keys after the shared ones."""
     rows, deepest, kv_heads = (count - scored) * per_kv, 0, keys.shape[1]
     for node in range(scored, count):
         deepest = max(deepest, depths[node])
@@ -287,7 +286,7 @@ def _attend_tree(
 
 @jit_part
 def _load(keys, words, values, begin, size, head, transposed, block, is_half):
-    """Copy the prompt's keys of a block, transposed, and values that are not float32, as float32."""
+    """Copy the prompt's keys of a block, transposed, and its values as float32 if they are bfloat16."""
     dim = keys.shape[2]
     for slot in range(size if is_half else 0):
         line, to = values[begin + slot, head], block[slot]
@@ -312,7 +311,7 @@ def _load(keys, words, values, begin, size, head, transposed, block, is_half):
 def _score_prompt(queries, first, count, transposed, size, scale, is_half, scores):
     """Score the prompt's keys of a block for a tile of queries: four partial sums of every fourth dimension.
 
-    In float32 queries are scaled already, and have one sum.
+    In float32 queries are already scaled, and there is one sum.
     """
     dim = queries.shape[1]
     if not is_half:
@@ -340,7 +339,7 @@ def _score_prompt(queries, first, count, transposed, size, scale, is_half, score
 
 @jit_part
 def _score_path(node, size, common, root, keys, start, head, parents, depths, query, scale, scores):
-    """Score the nodes of a path that stand in a block whose place `root` is that of the tree's root."""
+    """Score the nodes of a path that are in a block, in which the tree's root has the index `root`."""
     at = root + depths[node]
     while at >= common:
         if at < size:
@@ -360,7 +359,7 @@ def _score_path(node, size, common, root, keys, start, head, parents, depths, qu
 
 @jit_part
 def _load_path(node, size, common, root, values, start, head, parents, depths, held, block):
-    """Put the values of a path's nodes where they stand in a block, but for those that are there."""
+    """Copy the values of a path's nodes to their slots in a block, unless they are already there."""
     at = root + depths[node]
     while at >= common:
         if at < size and held[depths[node]] != node:

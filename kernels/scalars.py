@@ -1,4 +1,4 @@
-"""What kernels for a CPU share: the exponential function, and numbers of tensors."""
+"""Shared parts of CPU kernels: the exponential function, and numbers of tensors."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from numba.extending import intrinsic, overload, register_jitable
 
 from lookahead.utils.jit import njit
 
-# Compiled into its callers only, with no entry point for Python.
+# Compiled only into its callers, without an entry point for Python.
 jit_part: Any = register_jitable(error_model="numpy")
 to_intrinsic: Any = intrinsic
 
 _F = np.float32
 _LOG2E = _F(1.4426950408889634)
-# ln 2 in two parts: a multiple of the first is exact, so that the rest of x keeps all its bits.
+# ln 2 in two parts: multiples of the first are exact, so that the rest of x keeps all its bits.
 _LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-2.12194440e-4)
 _SERIES = tuple(map(_F, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)))
-_SMALLEST = _F(-87.0)  # below it the result is no normal float32
-_LARGEST = _F(89.0)  # its exponential is no float32
+_SMALLEST = _F(-87.0)  # below it the result is not a normal float32
+_LARGEST = _F(89.0)  # its exponential exceeds float32
 
 
 @cache
 def bits_of(number: float) -> int:
-    """The bits of a float32, as one of the whole numbers of a job."""
+    """The bits of a float32, as one of a job's integers."""
     return int(np.float32(number).view(np.int32))
 
 
 def widen(number: Any) -> Any:
-    """A number of a tensor as float32; a bfloat16 is held as int16 or uint16."""
+    """A tensor element as float32; a bfloat16 is held as int16 or uint16."""
 
 
 def narrow(number: Any, like: Any) -> Any:
-    """A float32 as a number of a tensor that holds `like`; a bfloat16 is the nearest, ties to even."""
+    """A float32 as an element of a tensor that holds `like`; rounded to the nearest bfloat16, ties to even."""
 
 
 @overload(widen, strict=False)
@@ -70,7 +70,7 @@ def fma(context: Any, x: Any, y: Any, z: Any) -> Any:
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def _exp_parts(x):
-    """A whole number, and what 2 to its power is multiplied by."""
+    """An exponent of 2, and the factor on that power."""
     whole = np.floor(x * _LOG2E + _F(0.5))
     rest = x - whole * _LN2_HIGH - whole * _LN2_LOW
     series = _SERIES[0]
@@ -81,14 +81,14 @@ def _exp_parts(x):
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def exp(x):
-    """The exponential of a float32, with a relative error of 1e-7; 0 where it is no normal float32, NaN for NaN.
+    """The exponential of a float32, with a relative error of 1e-7; 0 below the normal float32 range, NaN for NaN.
 
-    A compiler turns this code into vector instructions; it cannot for a call of libm.
+    A compiler can vectorize this code, unlike a call of libm.
 
     Source: Moshier 1989, "Methods and Programs for Mathematical Functions", the polynomial of Cephes' expf.
     """
     whole, series = _exp_parts(_LARGEST if x > _LARGEST else x)
-    # 2 to the whole in two factors: those of the largest and the smallest results are no normal float32.
+    # The power of 2 in two factors: for the largest and the smallest results it is not a normal float32.
     power = np.int32(whole)
     first = np.int32(power >> np.int32(1))
     second = np.int32(power - first)
@@ -99,7 +99,7 @@ def exp(x):
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def exp_of_negative(x):
-    """`exp` of what is at most 0, by half as many operations."""
+    """`exp` for arguments of at most 0, with half as many operations."""
     whole, series = _exp_parts(x)
     scaled = series * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
     return _F(0.0) if x < _SMALLEST else scaled

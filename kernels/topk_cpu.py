@@ -1,4 +1,4 @@
-"""The likeliest tokens of logits on a CPU, in one pass over them."""
+"""The likeliest tokens of logits on a CPU, found in one pass over the logits."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lookahead.utils.jit import njit
 
 IntArray = NDArray[np.int32]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of logits on a CPU that `rank` takes
-_BLOCK = 64  # logits; the highest of a block is kept, so that most logits are read once
-_AT_ONCE = 1 << 18  # logits converted to float32 at a time, so that the copy fits the cache of a core
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of CPU logits that `rank` accepts
+_BLOCK = 64  # logits; the maximum of a block is kept, so that most logits are read once
+_AT_ONCE = 1 << 18  # logits converted to float32 at a time, so that the copy fits a core's cache
 _LOWEST = np.iinfo(np.int32).min
 _INFINITY = np.int32(0x7F800000)  # the bits of the float32
 
 
 def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.float32]]:
-    """Find the likeliest tokens; of equally likely ones the lower id comes first.
+    """Find the likeliest tokens. Ties are broken by the lower id.
 
     Args:
         logits: float32, bfloat16 or float16 `[rows, nodes, vocab]` on a CPU.
-        count: How many tokens to return beside the argmax, 0 or more.
+        count: Number of tokens to return besides the argmax, at least 0.
 
     Returns:
         The argmax, int32 `[rows, nodes]`, -1 where a logit is NaN; the `count` likeliest tokens, int32
-        `[rows, nodes, count]`, -1 beyond the vocabulary; and their probabilities, float32 likewise, 0 where undefined.
+        `[rows, nodes, count]`, -1 beyond the vocabulary; and their probabilities, float32 likewise, 0 if undefined.
     """
     rows, nodes, vocabulary = logits.shape
     argmax = np.empty(rows * nodes, np.int32)
@@ -56,13 +56,13 @@ def _widen(halves):
 
 @jit_part
 def _key(bits):
-    """An integer with the order of the float32 with these bits, if that is no NaN; both zeros give 0."""
+    """An integer with the order of the float32 with these bits, unless it is NaN; 0 for both zeros."""
     return bits if bits >= 0 else np.int32(_LOWEST - bits)
 
 
 @jit_part
 def _highest(bits):
-    """The highest key of a block, and the highest bits of its magnitudes: above those of infinity if one is NaN."""
+    """The maximum key of a block, and the maximum bits of its magnitudes, which exceed infinity's for a NaN."""
     key, magnitude = np.int32(_LOWEST), np.int32(0)
     for i in range(bits.size):
         key = max(key, _key(bits[i]))
@@ -95,7 +95,7 @@ def _rank(values, bits, argmax, top, chances):
 
 @jit_part
 def _insert_best(bits, blocks, best, top):
-    """Fill `top` with the tokens of the highest keys, by insertion; skips blocks below the lowest of them."""
+    """Fill `top` with the tokens of the highest keys by insertion; skips blocks below the lowest of them."""
     count, last = 0, best.size - 1
     best[:] = _LOWEST
     for block in range(blocks.size):
@@ -115,10 +115,10 @@ def _insert_best(bits, blocks, best, top):
 
 @njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _weigh(values, peak, top, chances):
-    """Fill in the probabilities of the tokens in `top`; `peak` is the highest of the logits."""
+    """Compute the probabilities of the tokens in `top`; `peak` is the maximum of the logits."""
     total = np.float32(0.0)
     for token in range(values.size):
         total += exp(values[token] - peak)
-    if total > 0.0:  # else the highest is infinite
+    if total > 0.0:  # else the maximum is infinite
         for i in range(min(top.size, values.size)):
             chances[i] = exp(values[top[i]] - peak) / total

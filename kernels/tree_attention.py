@@ -1,4 +1,4 @@
-"""Attention of token trees over a slot cache: split-KV, GQA-packed, the tree mask as bits."""
+"""Attention of token trees over a slot cache: split-KV, GQA-packed, with the tree mask as bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG2E = 1.4426950408889634
 _NO_LIMIT = 1 << 30  # positions
 MERGED_AT_ONCE = 16  # splits
 _LEAST_SPLIT = 128  # slots
-_PROGRAMS = 2  # on a multiprocessor at once
+_PROGRAMS = 2  # per multiprocessor at once
 # The compiler must not fuse a multiplication with an addition in one loop and not in the other.
 OPTIONS = {"enable_fp_fusion": False}
 # Without it ptxas spills a few words of some variants to fit more programs on a multiprocessor.
@@ -27,12 +27,12 @@ ATTEND_OPTIONS = OPTIONS | {"maxnreg": 255}
 
 
 def blocks_for(dtype: torch.dtype, block_dim: int, major: int, *, is_padded: bool) -> tuple[int, int, int, int]:
-    """Packed queries of one program of `attend`, slots it reads at once, warps, and blocks of slots in flight.
+    """Packed queries per program of `attend`, slots it reads at once, warps, and blocks of slots in flight.
 
-    Without register spills and within shared memory, as tests/test_kernels.py checks. They do not depend on the number
-    of nodes, so a node's result does not either. `block_dim` is the larger head size, padded to a power of two. GPUs of
-    the major compute capabilities 9 and 10 multiply 64 rows by 4 warps, and have more shared memory than all others.
-    With `is_padded` a head size is no power of two, and its loads take masks.
+    Chosen without register spills and within shared memory, as tests/test_kernels.py checks. They do not depend on the
+    number of nodes, so a node's result does not either. `block_dim` is the larger head size, padded to a power of two.
+    GPUs of the major compute capabilities 9 and 10 multiply 64 rows by 4 warps, and have more shared memory than all
+    others. With `is_padded` a head size is not a power of two, and its loads take masks.
     """
     is_large = major in (9, 10)
     if dtype == torch.float32:
@@ -46,8 +46,9 @@ def blocks_for(dtype: torch.dtype, block_dim: int, major: int, *, is_padded: boo
 def split_for(slots: int, packed: int, programs: int, processors: int) -> int:
     """Slots per split, a power of two: as few as one wave of programs has room for.
 
-    A split writes a partial sum for each of the `packed` query rows of a KV head, so it has at least as many slots. It
-    takes so many `programs` over all rows and KV heads, on as many multiprocessors. Not measured on a GPU.
+    A split writes a partial sum for each of the `packed` query rows of a KV head, so it has at least as many slots.
+    Each split takes `programs` programs over all rows and KV heads, on `processors` multiprocessors. Not measured on a
+    GPU.
     """
     split = max(_LEAST_SPLIT, 1 << (packed - 1).bit_length())
     while split < slots and programs * -(-slots // split) > _PROGRAMS * processors:
@@ -73,8 +74,8 @@ def tree_attention(
 ) -> Tensor:
     """Attention of every node over its row's committed slots and its ancestors.
 
-    Slots 0 … length - 1 of a row are committed, slot i at position i; node t stands at slot length + t and position
-    length + depth. Other slots may hold anything. What changes from step to step is read on the device, and the grid
+    Slots 0 … length - 1 of a row are committed, slot i at position i; node t is in slot length + t at position
+    length + depth. Other slots may hold anything. Values that change between steps are read on the device, and the grid
     depends on shapes only, so a captured launch works for every step. With the same `split`, a node of a chain gets the
     same bits however many nodes are scored at once. float32 is multiplied as three TF32 products, which lose about two
     of its 24 bits, and exactly with head sizes above 128.
@@ -82,22 +83,22 @@ def tree_attention(
     Args:
         query: bfloat16, float16 or float32 `[rows, heads, width, dim]`, width up to 256; dim a multiple of 16 up to
             256. Heads that share a KV head are adjacent.
-        keys: `[rows, slots, kv_heads, dim]`, as `query` in type.
-        values: `[rows, slots, kv_heads, value_dim]`, as `query` in type.
+        keys: `[rows, slots, kv_heads, dim]`, of the dtype of `query`.
+        values: `[rows, slots, kv_heads, value_dim]`, of the dtype of `query`.
         lengths: int32 `[rows]`; committed slots; length + nodes must not exceed slots.
-        nodes: int32 `[rows]`; nodes of each row's tree, up to width; the output of the others is 0.
+        nodes: int32 `[rows]`; nodes of each row's tree, up to width; the output of padding nodes is 0.
         depths: int32 `[rows, width]`; edges between the root and the node.
-        words: int64 `[rows, width, ceil(width / 64)]`; node j is an ancestor of node t, or node t itself, where bit
-            j % 64 of `words[row, t, j // 64]` is set.
-        scaling: Factor on the scores, above 0; `dim ** -0.5` when None.
+        words: int64 `[rows, width, ceil(width / 64)]`; bit j % 64 of `words[row, t, j // 64]` is set if node j is
+            node t or one of its ancestors.
+        scaling: Factor of the scores, above 0; `dim ** -0.5` if None.
         softcap: Scores become `softcap * tanh(scores / softcap)`, above 0.
         window: Positions a node may look back, itself included.
-        chunk: A node looks at positions of its own chunk of so many only.
-        sinks: Floating point `[heads]`; a logit per head that takes part in the softmax only.
-        split: Slots per split, a multiple of 64; as shapes and the GPU suggest when None.
+        chunk: Chunk size in positions; a node sees only positions of its own chunk.
+        sinks: Floating point `[heads]`; a logit per head that only takes part in the softmax.
+        split: Slots per split, a multiple of 64; chosen by shapes and GPU if None.
 
     Returns:
-        `[rows, width, heads, value_dim]`, contiguous, in the type of `query`.
+        `[rows, width, heads, value_dim]`, contiguous, in the dtype of `query`.
 
     Raises:
         ValueError: An argument is not as described; the message names it.
@@ -116,9 +117,9 @@ def tree_attention(
 
 
 def bind(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> Callable[..., Tensor]:
-    """`tree_attention` with options as for `dispatch.attention_for`, and "split", for such shapes and strides.
+    """`tree_attention` for these shapes and strides, with the options of `dispatch.attention_for`, and "split".
 
-    What is returned does not check what it takes.
+    The returned function does not check its arguments.
     """
     scaling, softcap, window, chunk, split = map(options.get, ("scaling", "softcap", "window", "chunk", "split"))
     rows, heads, width, dim = query.shape
@@ -141,7 +142,7 @@ def bind(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]
     attend_all = attend[(splits * row_blocks, kv_heads, rows)]
     merge_all = merge[(packed, kv_heads, rows)]
     sums = peaks = query  # unused with one split
-    if splits > 1:  # shared by the layers of a pass, which follow one another on the device
+    if splits > 1:  # shared by the layers of a pass, which run one after the other on the device
         sums = query.new_empty(rows, kv_heads, splits, packed, shared["BLOCK_VALUE"], dtype=torch.float32)
         peaks = query.new_empty(rows, kv_heads, splits, packed, 2, dtype=torch.float32)
 
@@ -159,7 +160,7 @@ def bind(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]
         out = query.new_empty(rows, width, heads, value_dim)
         if rows == 0:
             return out
-        sinks = lengths if sinks is None else sinks  # any pointer
+        sinks = lengths if sinks is None else sinks  # an unused pointer
         with torch.cuda.device_of(query):
             attend_all(
                 query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks, *numbers, **attending
@@ -173,7 +174,7 @@ def bind(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]
 
 @cache
 def constants(variant: KernelVariant, major: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compile-time constants: those of both `attend` and `merge`, and those of `attend`, but for IN_ONE; its warps."""
+    """Compile-time constants: shared by `attend` and `merge`, and of `attend` alone except IN_ONE, with its warps."""
     _, dtype, dim, value_dim, groups, options, _ = variant
     block_dim, block_value = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     is_padded = (block_dim, block_value) != (dim, value_dim)
@@ -188,7 +189,7 @@ def constants(variant: KernelVariant, major: int) -> tuple[dict[str, Any], dict[
 
 @cache
 def _gpu(device: torch.device) -> tuple[int, int]:
-    """Major compute capability and multiprocessors of a GPU; of an H100 where the CPU interprets."""
+    """Major compute capability and multiprocessors of a GPU; those of an H100 if Triton interprets on the CPU."""
     if device.type != "cuda":
         return 9, 132
     properties = torch.cuda.get_device_properties(device)
@@ -196,7 +197,7 @@ def _gpu(device: torch.device) -> tuple[int, int]:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of all but the last dimension; 0, which has every alignment, for a dimension of size 1."""
+    """Strides of all but the last dimension; 0, which satisfies every alignment, for a dimension of size 1."""
     steps, (first, second, third, _) = tensor.stride(), tensor.shape
     return steps[0] if first > 1 else 0, steps[1] if second > 1 else 0, steps[2] if third > 1 else 0
 
