@@ -114,7 +114,7 @@ class ChainProposer:
         """`observe`, `finish` and `draft` for each row in order, in one compiled call.
 
         Args:
-            requests: The request of each row; None for rows without a draft.
+            requests: The request of each row; None to skip a row.
             tokens: int32 `[rows or more, columns]`.
             counts: int64 `[rows]`, the tokens of each row.
             longest: Maximum tokens of a row with its chain.

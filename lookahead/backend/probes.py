@@ -256,7 +256,7 @@ def decodes_alike(model: PreTrainedModel, shape: Shape, by_node: bool) -> bool:
 
     Args:
         model: The model.
-        shape: What it verifies.
+        shape: Whether it verifies trees or chains.
         by_node: Whether trees are also right if every node attends alone.
     """
     is_half = model.dtype in TOLERANCE and input_device(model).type == "cpu"

@@ -75,7 +75,7 @@ class Backend(Protocol):
             of the largest tree.
         keeps_hidden: Whether later passes keep hidden states.
         hidden: Hidden states of the newest pass by layer, `[active, nodes of the largest tree, size]`. After `read`
-            only the last tokens', `[prompts, 1, size]`.
+            it holds only the last tokens, `[prompts, 1, size]`.
         prompt_hidden: Hidden states of the newest prompts by layer, `[tokens read, size]` each.
     """
 

@@ -112,7 +112,7 @@ def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
     # Linear layers split a product so that its rows keep their bits. Other products take all rows at once, and an
     # expert's products take the rows routed to it.
     has_experts = any("experts" in name for name, _ in model.named_modules())
-    # Recurrent mixers split calls to keep bits, and nodes are no input of an encoder.
+    # Recurrent mixers split calls to keep bits, and an encoder reads no nodes.
     apart = list(map(model.get_submodule, mixers_of(model).layers))
     apart += [] if (encoder := encoder_of(model)) is None else [encoder]
     layers = layers_with_solo_bits(model)

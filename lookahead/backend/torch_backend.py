@@ -51,7 +51,7 @@ class TorchBackend:
         model: The model.
         rows: Rows of the batch; 1 for chains.
         capacity: Initial slots per row.
-        shape: What `score` takes: trees, or chains only.
+        shape: Whether `score` takes trees, or only chains.
         hidden_layers: Indices in `output_hidden_states` of the hidden states to keep.
         make_inputs: Makes the `ModelInputs` of the model and its cache.
     """

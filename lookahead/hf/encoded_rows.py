@@ -170,7 +170,7 @@ class EncodedRows:
                     outputs,
                     lambda each: each.new_zeros(rows, *(lengths.get(n, n) for n in each.shape[1:2]), *each.shape[2:]),
                 )
-            # For audio the model makes its own mask from `attention_mask`.
+            # A mask of audio length is left out: the model would derive another mask from it.
             given = mask.long() if given is None or given.shape[1] == known else None
             self._inputs |= {"encoder_outputs": outputs, "attention_mask": given}
             self._cross, self._is_changed = Cross(self._own, self._masks), False

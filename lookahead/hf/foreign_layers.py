@@ -24,7 +24,7 @@ def foreign_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether a module itself, apart from submodules, uses code not from torch, transformers or this package."""
+    """Whether a module, without its submodules, runs code from outside torch, transformers and this package."""
     forward = forward_under(module)
     return (
         not _is_shipped_class(type(module))

@@ -198,7 +198,7 @@ def _check_names(sizes: dict[str, int], model: PreTrainedModel) -> None:
         from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
         places = get_gguf_hf_weights_map(model, TensorProcessor())
-    except (ImportError, NotImplementedError):  # transformers' new reader was already checked
+    except (ImportError, NotImplementedError):  # models of transformers' new reader were checked before
         return
     check_places(sizes, places, model)
 

@@ -69,7 +69,7 @@ class PackedLinear:
 
     @property
     def product(self) -> str:
-        """What multiplies by the packed weights, "kernel" or "onednn"; "torch" if none is packed."""
+        """The product in use: "kernel" or "onednn" for packed weights, "torch" if none is packed."""
         found = next((each for each in self._packed.values() if each is not None), None)
         return "torch" if found is None else "onednn" if found.own is None else "kernel"
 

@@ -221,7 +221,7 @@ class GraphRunner:
         self._model, self._kept, self._device, self._scope, self._spans = model, kept, device, scope, spans
         self.problem = ""  # why recording is off
         self._cache, self._most_nodes, self._hidden_layers = kept.cache, most_nodes, hidden_layers
-        self.is_cold = False  # the newest pass was not a plain replay, so its time is no step cost
+        self.is_cold = False  # the newest pass was not a plain replay; its time does not count as a cost
         self._capture: CudaGraphs | None = CudaGraphs(device)
         if state_of(model).has_failed_capture:
             self._capture, self.problem = None, "recording failed before"
