@@ -90,5 +90,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names and the attributes of every module."""
+    """The public names and the attributes that every module has."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -34,59 +34,59 @@ REMOVED = {
     "enable_cors": "--cors-origin names the origins that may call a server",
     "model_timeout": "the models that a server is started with stay loaded",
 }
-"""Options of the release before and why they were removed; each is refused by name for one release."""
+"""Options removed since the last release, with the reason; each is refused by name for one release."""
 _DEFAULT_SIZE = BranchSize(7, 5, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadConfig:
-    """How drafts are made and how many nodes a step may verify.
+    """Options of drafting and verification.
 
     Only `acceptance` changes the distribution; `exactness` and `pack` may change rounding where two tokens are nearly
     tied.
 
     Attributes:
         proposers: Names of the proposers: `"prompt"` (n-grams of the prompt and the output so far), `"outputs"`
-            (n-grams of earlier requests and their outputs, and of what other rows of the call wrote so far), `"corpus"`
-            (n-grams of a pool file), `"recycled"` (the target's likeliest tokens after the same context) and `"jacobi"`
-            (the lookahead branch). A custom proposer is any callable, such as a class, that takes a
-            `lookahead.drafting.proposal.Call` and returns a `Proposer`. Empty means plain decoding.
+            (n-grams of earlier requests, their outputs and the other rows of the call), `"corpus"` (n-grams of a pool
+            file), `"recycled"` (the target's most likely tokens after the same context) and `"jacobi"` (the lookahead
+            branch). A custom proposer is any callable, such as a class, that takes a `lookahead.drafting.proposal.Call`
+            and returns a `Proposer`. Empty means plain decoding.
         pool: Path of a pool file, made by `lookahead pool build`, to draft from. It adds `"corpus"` to the proposers.
-        draft: `"auto"` drafts as many nodes as pay for themselves by the measured cost of a step; `"fixed"` drafts as
-            many as `max_nodes` and `min_probability` allow.
-        acceptance: `"exact"` accepts what the target itself chooses: the tokens are those of `model.generate`, sampled
-            ones too with the same seed. `"rejection"` applies speculative sampling to the draws of draft models: it
-            accepts more from the same distribution, but not the tokens of the same seed. It takes proposers that draw
-            (`lookahead.DraftModel`), and none of the names. `"typical"` is lossy: with sampling it accepts drafts that
-            the target finds likely enough, which changes the distribution; `DecodingStats.divergence` measures it.
-        exactness: `"auto"` gives the passes of a prompt in half precision on a CPU the bits of decoding it alone, token
-            by token, if a comparison on the model's first use shows that this works; `DecodingStats.exactness` tells.
+        draft: `"auto"` drafts only nodes that pay for themselves at the measured cost of a step; `"fixed"` drafts all
+            that `max_nodes` and `min_probability` allow.
+        acceptance: `"exact"` accepts the tokens that the target chooses: the output equals the output of
+            `model.generate`, with sampling under the same seed too. `"rejection"` applies speculative sampling to the
+            draws of draft models: it accepts more and keeps the distribution, but a seed gives different tokens. It
+            requires proposers that draw (`lookahead.DraftModel`) and allows none of the names. `"typical"` is lossy:
+            with sampling it accepts drafts that the target finds likely enough, which changes the distribution;
+            `DecodingStats.divergence` measures by how much.
+        exactness: `"auto"` makes passes in half precision on a CPU bitwise equal to decoding the prompt alone, token by
+            token, if a comparison on the model's first use shows that this works; `DecodingStats.exactness` reports it.
             In all other cases, in the padded batch of one call, and with `"fast"`, passes may score drafts under one
             mask and round differently. In half precision this can change a token where two are about equally likely.
-        max_nodes: Most draft nodes of one row's tree without the root, 1 to 512. `None` decides: 64, plus the window
-            and the guesses while the lookahead branch runs. Where trees are padded to powers of two it is one less,
-            since the root is one of the nodes.
-        min_probability: Least probability of a draft node being reached, 0 to 1. With `draft="auto"` the measured cost
+        max_nodes: Maximum draft nodes of one row's tree, the root excluded, 1 to 512. `None` means 64, plus the window
+            and the guesses while the lookahead branch runs; with `cuda_graphs` one less, since trees with their root
+            are padded to powers of two.
+        min_probability: Minimum probability that a draft node is reached, 0 to 1. With `draft="auto"` the measured cost
             of a step decides how many of these nodes are verified.
         max_ngram: Longest context of an n-gram lookup in tokens, 1 to 64.
         min_ngram: Shortest context of an n-gram lookup in tokens, 1 to `max_ngram`.
-        memory: `"shared"` keeps what `"outputs"` and `"recycled"` collect for all later calls on the same model in
-            this process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). The text of one request then changes
-            the speed of another, which someone who measures it can exploit, but never a token. `"request"` starts every
-            call with an empty memory, which its rows share; only hit rates and costs are kept. Under `lookahead.enable`
-            the segments of a sound are one call. The path of a memory file, `*.lkm`, keeps them as `"shared"` does,
-            apart from other calls, and starts from the contexts in the file if it exists; `lookahead.save_memory`
-            writes them back.
+        memory: `"shared"` keeps the data of `"outputs"` and `"recycled"` for all later calls on the same model in this
+            process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). The text of one request then changes the
+            speed of another, never its tokens: a timing side channel. `"request"` starts every call with an empty
+            memory, which its rows share; only hit rates and costs are kept. Under `lookahead.enable` the segments of an
+            audio are one call. The path of a memory file, `*.lkm`, keeps the data as `"shared"` does, separate from
+            other calls, and starts from the contexts in the file if it exists; `lookahead.save_memory` writes it back.
         window: Columns W of the Jacobi window, 1 to 64: the lookahead branch always runs. `"auto"`: 7 columns, and the
-            branch runs only while measured costs say that it pays (always with `draft="fixed"`, which measures none).
-            A window adds `"jacobi"` to the proposers. With `"jacobi"` there, `None` means `"auto"`.
+            branch runs only while it pays at the measured costs (always with `draft="fixed"`, which measures none). A
+            window adds `"jacobi"` to the proposers. If they include `"jacobi"`, `None` means `"auto"`.
         ngram_size: N, the length of the n-grams that the window produces, 2 to 16. `None` means 5.
-        guesses: G, the most n-grams of the pool verified in a step, 0 to 64. `None` means 7.
+        guesses: G, the maximum number of n-grams of the pool verified in a step, 0 to 64. `None` means 7.
         pool_from_prompt: Whether the n-gram pool of the lookahead branch is filled from the prompt too.
-        pack: `"auto"` keeps a second copy of the linear weights, packed for passes of few tokens on a CPU, where it is
+        pack: `"auto"` keeps a second copy of the linear weights, packed for passes of few tokens on a CPU, if it is
             faster and takes at most a quarter of the machine's memory. `False` keeps none.
-        cuda_graphs: Whether passes over drafts are recorded as CUDA graphs on first use; on a GPU only. They and the KV
-            cache that they use stay with the model for later calls.
+        cuda_graphs: Whether passes over drafts are recorded as CUDA graphs on first use; on a GPU only. The graphs and
+            their KV cache are kept with the model for later calls.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -182,7 +182,7 @@ class LookaheadConfig:
 
     @property
     def node_budget(self) -> int:
-        """Most draft nodes of one row's tree, with `max_nodes=None` decided; without a branch that costs decide on."""
+        """Maximum draft nodes of one row's tree, `max_nodes=None` resolved; excludes a branch that runs by costs."""
         if self.max_nodes is not None:
             return self.max_nodes
         budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else DEFAULT_NODES - self.cuda_graphs
@@ -197,14 +197,14 @@ class LookaheadConfig:
 
 
 def refuse_removed(options: Iterable[str], where: str = "") -> None:
-    """Raise ConfigError for the name of an option that was removed; `where` it was found begins the message."""
+    """Raise ConfigError if an option was removed; `where` is the start of the message."""
     for name in options:
         if name in REMOVED:
             raise ConfigError(f"{where}{name} was removed: {REMOVED[name]}; leave it out")
 
 
 def refuses_removed(function: _F) -> _F:
-    """Let a function refuse removed options by name, as `refuse_removed` does."""
+    """Make a function refuse removed options by name, as `refuse_removed` does."""
 
     @wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
@@ -215,7 +215,7 @@ def refuses_removed(function: _F) -> _F:
 
 
 def _refuses_unknown(function: _F) -> _F:
-    """Let the initializer of `LookaheadConfig` refuse removed and unknown options by name."""
+    """Make the initializer of `LookaheadConfig` refuse removed and unknown options by name."""
 
     @wraps(function)
     def checked(self: Any, /, **options: Any) -> None:
@@ -230,7 +230,7 @@ def _refuses_unknown(function: _F) -> _F:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about a name that is none of some names: the nearest of them, or all where none is near."""
+    """The end of a message about an unknown name: the nearest of the known names, or all if none is near."""
     near = get_close_matches(name, names := list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; it must be of {', '.join(names)}"
 
@@ -255,7 +255,7 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None, *, i
         instead: Other allowed values, for the message: `"auto or "`.
 
     Raises:
-        ConfigError: The value is no whole number, or out of its range.
+        ConfigError: The value is not a whole number, or out of its range.
     """
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or value < least or (most is not None and value > most):

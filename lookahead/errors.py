@@ -15,7 +15,7 @@
     ├── ClusterError           a Ray cluster cannot be reached, or its workers fail (also a RuntimeError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
 
-Every message names the field or file, the allowed range where there is one, and what was received.
+Every message names the field or file, the allowed range if there is one, and the value received.
 """
 
 import inspect
@@ -67,7 +67,7 @@ class SessionError(LookaheadError, ValueError):
 
 
 class LogitsError(LookaheadError, RuntimeError):
-    """The logits of the model, or the scores that a token is to be sampled by, are not a number."""
+    """The logits of the model, or the scores to sample a token from, are not a number."""
 
 
 class DocumentError(LookaheadError, ValueError):
@@ -75,7 +75,7 @@ class DocumentError(LookaheadError, ValueError):
 
 
 class ProposerError(LookaheadError, ValueError):
-    """A custom proposer breaks its interface, or its draft is no tree of known tokens."""
+    """A custom proposer breaks its interface, or its draft is not a tree of known tokens."""
 
 
 class PoolError(LookaheadError, ValueError):
@@ -99,7 +99,7 @@ class ClusterError(LookaheadError, RuntimeError):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line, or the name of its type where it has no message."""
+    """The message of an error in one line, or the name of its type if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -117,7 +117,7 @@ def with_place(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """The first line of an error's message, or the name of its type if it has no message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -127,12 +127,12 @@ def count(number: int, one: str, many: str | None = None) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error tells of a lack of memory; torch raises it as a RuntimeError on a CPU."""
+    """Whether an error reports a lack of memory; torch raises a RuntimeError for it on a CPU."""
     return isinstance(error, MemoryError) or bool(re.search("(out of|enough|allocate) memory", str(error)))
 
 
 def warn(message: str) -> None:
-    """Warn in the name of the line that called this package, transformers or torch between them left out."""
+    """Warn with the location of the user's line: frames of this package, transformers and torch are skipped."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back

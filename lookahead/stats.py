@@ -1,4 +1,4 @@
-"""Counters of a decoding; their names are those of vLLM."""
+"""Counters of decoding, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 _SECONDS = ("prefill_s", "decode_s", "ttft_s")
-# What `to_dict` shows, by the digits after the point.
+# Fields of `to_dict` and the decimals they are rounded to.
 _SHOWN = (
     (0, "prompt_tokens reused_tokens emitted_tokens target_forwards bitwise_forwards exactness backend"),
     (0, "drafted_tokens accepted_tokens"),
@@ -30,24 +30,25 @@ class DecodingStats:
     Attributes:
         prompt_tokens: Tokens of the prompt.
         reused_tokens: Tokens of the prompt whose keys and values were copied from an earlier text (`prefix_bytes`).
-        emitted_tokens: New tokens, an end-of-sequence token included.
+        emitted_tokens: New tokens, including an end-of-sequence token.
         target_forwards: Target passes that verified this row's tree; prefill passes are not counted.
-        bitwise_forwards: Those of them that computed what `model.generate` computes bit for bit.
+        bitwise_forwards: Target passes whose results equal those of `model.generate` bit for bit.
         drafted_tokens: Draft nodes verified, the root not counted.
         accepted_tokens: Draft nodes whose token was emitted.
         expected_tokens: Sum of the acceptance probabilities that the proposers gave their draft nodes.
         forwards_by_source: Target passes that verified nodes of a proposer, by proposer.
-        drafted_by_source: Draft nodes by proposer; a node of two proposers counts for both.
+        drafted_by_source: Draft nodes by proposer; a node proposed by two counts for both.
         accepted_by_source: Accepted draft nodes by proposer, likewise.
         expected_by_source: `expected_tokens` by proposer, likewise.
         total_variation: Sum over the emitted tokens of the total variation distance between the distribution a token
-            was taken from and that of the target; 0 unless `acceptance="typical"`, which is lossy.
+            was taken from and the target's; 0 unless `acceptance="typical"`, which is lossy.
         acceptance_histogram: Number of passes that emitted 1, 2, 3, … tokens, keyed by the number of tokens.
         prefill_s: Seconds from the start to the end of the prefill, shared by the rows of a batch.
         decode_s: Seconds from the end of the prefill, which gives the first token, to the row's last token.
         ttft_s: Seconds from the start to the row's first token.
-        backend: What scored the tokens, and by which path: `"CpuBackend: passes as one call"`, or `"transformers"` for
-            its own loop. Rows that were not served alike add up to `"several"`; a beam search has none.
+        backend: The backend that scored the tokens and its path: `"CpuBackend: passes as one call"`, or
+            `"transformers"` for its own loop. The sum of rows with different backends says `"several"`; empty for beam
+            search.
     """
 
     prompt_tokens: int = 0
@@ -71,7 +72,7 @@ class DecodingStats:
 
     @property
     def decoded_tokens(self) -> int:
-        """Emitted tokens of counted passes: all but the first of every row, which the prefill gives."""
+        """Emitted tokens of counted passes: all but the first of every row, which comes from the prefill."""
         return sum(length * passes for length, passes in self.acceptance_histogram.items())
 
     @property
@@ -100,7 +101,7 @@ class DecodingStats:
 
     @property
     def calibration_error_by_source(self) -> dict[str, float]:
-        """The same by proposer; 0 for a proposer without nodes."""
+        """`calibration_error` by proposer; 0 for a proposer without nodes."""
         return {
             name: (self.expected_by_source[name] - self.accepted_by_source[name]) / drafted if drafted else 0.0
             for name, drafted in self.drafted_by_source.items()
@@ -108,14 +109,14 @@ class DecodingStats:
 
     @property
     def accepted_prediction_tokens(self) -> int:
-        """Tokens of the output that were drafted from predictions of it; of OpenAI's `completion_tokens_details`."""
+        """Output tokens drafted from a prediction, as in OpenAI's `completion_tokens_details`."""
         return self.accepted_by_source.get("prediction", 0)
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Tokens that were drafted from predictions of the output, and are not in it; a wrong one may count twice.
+        """Tokens drafted from a prediction and rejected; the same wrong token may count twice.
 
-        OpenAI bills tokens of the prediction that the completion lacks. Here a prediction costs what is drafted of it.
+        OpenAI counts tokens of the prediction that the completion lacks; here only drafted tokens count.
         """
         return self.drafted_by_source.get("prediction", 0) - self.accepted_prediction_tokens
 
@@ -151,7 +152,7 @@ class DecodingStats:
 
 
 def total(rows: Iterable[DecodingStats]) -> DecodingStats:
-    """Add up rows that were decoded together: counters are summed, the seconds are those of the slowest row."""
+    """Add up rows that were decoded together: counters are summed, seconds are the maximum."""
     result = DecodingStats()
     for row in rows:
         for each in fields(DecodingStats):
@@ -171,7 +172,7 @@ def total(rows: Iterable[DecodingStats]) -> DecodingStats:
 def total_in_sequence(calls: Iterable[DecodingStats]) -> DecodingStats:
     """Add up calls that ran one after the other: counters and seconds are summed.
 
-    The time to the first token is that of the last call, with everything before it.
+    The time to the first token runs to the first token of the last call.
     """
     done = list(calls)
     result = total(done)

@@ -27,12 +27,12 @@ from lookahead.verification.stopping import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """What `generate` returns.
+    """The result of `generate`.
 
     Attributes:
-        texts: The new text of each prompt, special tokens left out.
-        token_ids: The new tokens of each prompt, an end-of-sequence token included.
-        stats: All rows added up.
+        texts: The new text of each prompt, without special tokens.
+        token_ids: The new tokens of each prompt, including an end-of-sequence token.
+        stats: The sum of all rows.
         row_stats: One per prompt.
         finish_reasons: Why each output ended: `"stop"` by an end-of-sequence token or a stop string, `"length"` by
             `max_new_tokens`, `max_length` or a full context, `"criteria"` by another stopping criterion.
@@ -64,49 +64,50 @@ def generate(
     on_prefill: OnPrefill | None = None,
     **generate_kwargs: Any,
 ) -> GenerationResult:
-    """Generate from text, chats or token ids, token for token what `model.generate` gives.
+    """Generate from text, chats or token ids, with the tokens of `model.generate`.
 
-    Text is continued as it stands. Chat messages are rendered by the tokenizer's chat template, as by
-    `tokenizer.apply_chat_template(messages, add_generation_prompt=True)`; an assistant's message at their end is
-    continued. An output ends where the model's context is full, with the reason `"length"`.
+    Text is continued as given. Chat messages are rendered by the tokenizer's chat template, as by
+    `tokenizer.apply_chat_template(messages, add_generation_prompt=True)`; a final assistant message is continued. An
+    output ends with the reason `"length"` when the model's context is full.
 
     Args:
         model: Any HuggingFace causal LM.
         tokenizer: Its tokenizer.
         prompts: One prompt or a list of them, decoded together. A prompt is a string, a list of messages
-            (`{"role": ..., "content": ...}`), or token ids: a list, a tensor or array `[tokens]`, or what the tokenizer
-            returns. Tensors and what the tokenizer returns may be `[batch, tokens]`; what its mask hides is left out.
-            What a processor returns may hold images or sound too, as it stands for `model.generate`.
+            (`{"role": ..., "content": ...}`), or token ids: a list, a tensor or array `[tokens]`, or the output of the
+            tokenizer. Tensors and tokenizer outputs may be `[batch, tokens]`; masked tokens are left out. The output of
+            a processor may hold images or audio too, in the form `model.generate` takes.
         config: How to draft; the defaults when None.
         generation_config: As for `model.generate`.
         seed: Seeds torch's random numbers first, for reproducible sampling.
-        prediction: What the output will largely be: a text, such as the file before an edit or yesterday's answer, or
-            token ids; or several of them, of which one may be right. For several prompts a list with an entry for each,
-            None for none. It is a source of drafts, `"prediction"` in the stats, and no part of the prompt: it costs no
-            reading, and a wrong one changes no token.
-        json_schema: A JSON schema that every output follows, as of `lookahead.Grammar`: a dict, text, or a pydantic
-            model class. It is valid where the output ends by `"stop"`. What a grammar forces is a source of drafts,
-            `"grammar"` in the stats.
+        prediction: The expected output: a text, such as the file before an edit or yesterday's answer, or token ids; or
+            several alternatives. For several prompts a list with an entry for each, None for none. It is a source of
+            drafts, `"prediction"` in the stats, and not part of the prompt: it adds no prefill, and a wrong one changes
+            no token.
+        json_schema: A JSON schema that every output follows, as in `lookahead.Grammar`: a dict, text, or a pydantic
+            model class. The output is valid if it ends with `"stop"`. Forced tokens are a source of drafts, `"grammar"`
+            in the stats.
         regex: A regular expression that every output matches, in place of a schema.
         grammar: A context-free grammar that every output follows, in place of a schema.
-        per_row: Makes a logits processor, which may keep a state, for every row, as of `lookahead.PerRow`.
+        per_row: Makes a logits processor, which may keep a state, for every row, as in `lookahead.PerRow`.
         add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
-        truncate: What a prompt loses that leaves no room for `max_new_tokens` in the model's context: `"left"`, its
-            beginning, or `"right"`, its end. A chat loses its oldest turns first. None refuses a prompt that is longer
+        truncate: Where to cut a prompt that leaves no room for `max_new_tokens` in the model's context: `"left"` cuts
+            its beginning, `"right"` its end. A chat loses its oldest turns first. None refuses a prompt that is longer
             than the context.
         chat_template_kwargs: Further arguments of the chat template, such as `tools` or `enable_thinking`.
-        on_prefill: Called as prompts are read, before the first pass and behind every one, with the tokens read of the
-            longest prompt and those it has. A pass reads some 1024; in half precision most prompts take one.
+        on_prefill: Called before the first prefill pass and after every pass with the tokens read so far of the longest
+            prompt and its length. A pass reads about 1024; in half precision most prompts take one pass.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens` or `temperature`. Tokens are sampled
             if `do_sample=True`, `temperature`, `top_p`, `top_k` or `min_p` is given, unless `do_sample=False` is given
-            too. `temperature=0` takes the likeliest tokens. Without any of them the model's own `generation_config`
-            decides. `model.generate` itself heeds `do_sample` alone. A `DynamicCache` as `cache` is continued from, and
-            grows in place; before transformers 5.24 its name is `past_key_values`.
+            too. `temperature=0` is greedy. Without any of them the model's own `generation_config` decides.
+            `model.generate` itself considers only `do_sample`. A `DynamicCache` as `cache` is continued and grows in
+            place; before transformers 5.24 its name is `past_key_values`.
 
     Raises:
         ConfigError: An argument has the wrong type, or is out of its range.
         PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
-        PromptError: A prompt has no tokens, there is no room for a new one, or a prediction is no text.
+        PromptError: A prompt has no tokens, there is no room for a new one, or a prediction is neither text nor token
+            ids.
         UnsupportedModelError: The generation mode cannot be served.
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
@@ -146,7 +147,7 @@ def stream(
 ) -> TextStream:
     """Generate from one prompt, yielding text as soon as its tokens are verified.
 
-    The arguments are checked at once, before the first piece is asked for.
+    The arguments are checked immediately, before the first piece is requested.
 
     Args:
         model: As for `generate`, as are the others.
@@ -155,22 +156,22 @@ def stream(
         config: How to draft.
         generation_config: As for `model.generate`.
         seed: Seeds torch's random numbers first.
-        prediction: What the output will largely be.
+        prediction: The expected output.
         json_schema: A JSON schema that the output follows.
         regex: A regular expression that the output matches.
         grammar: A context-free grammar that the output follows.
         per_row: Makes a logits processor for every row.
         add_special_tokens: Whether the tokenizer adds its special tokens to text.
-        truncate: What a prompt loses that is too long, `"left"` or `"right"`.
+        truncate: Where to cut a prompt that is too long, `"left"` or `"right"`.
         chat_template_kwargs: Further arguments of the chat template.
         on_prefill: Called as the prompt is read.
         **generate_kwargs: Options of `model.generate`; a `temperature` means sampling, as for `generate`.
 
     Returns:
-        An iterator over the pieces of the text, which tells its `token_ids`, `stats` and `finish_reason`.
+        An iterator over the pieces of the text, with `token_ids`, `stats` and `finish_reason`.
 
     Raises:
-        PromptError: There is not one prompt, or what `generate` says; its other errors too.
+        PromptError: There is not exactly one prompt. All errors of `generate` are raised too.
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
@@ -208,26 +209,24 @@ def stream_many(
 ) -> Iterator[Completion]:
     """Continue any number of prompts, several at a time; each is yielded as soon as it is done.
 
-    A prompt is taken from `prompts` only when a row is free for it, so that they may come from a stream without an end.
-    The tokens are those that `generate` gives for every prompt alone. A prompt that cannot be served is yielded with
-    its `error`. Where `prompts` itself raises, what is being decoded is finished and yielded first.
+    A prompt is taken from `prompts` only when a row is free, so `prompts` may be an endless stream. Every prompt gets
+    the tokens that `generate` gives it alone. A prompt that cannot be served is yielded with its `error`. If `prompts`
+    raises, the running prompts are finished and yielded first.
 
-    Prompts are decoded one after the other where nothing else is exact: where tokens are sampled without a seed, with
-    processors or criteria that you give, or sources of drafts of your own, and with models that score no trees. Inputs
-    of encoder-decoder models that verify chains, or are on a GPU, are decoded in batches: the next is taken when the
-    one before has ended.
+    Prompts are decoded one at a time where batching is not exact: with sampling without a seed, custom processors,
+    criteria or proposers, and models that cannot score trees. Inputs of encoder-decoder models that verify chains or
+    run on a GPU are decoded in batches, one batch after the other.
 
     Args:
         model: As for `generate`, as are the others.
         tokenizer: Its tokenizer.
         prompts: Any number of prompts.
-        rows: Prompts that are decoded together, 1 to 1024. None decides: 16 on a CPU, 32 on a GPU.
+        rows: Prompts decoded together, 1 to 1024. None means 16 on a CPU, 32 on a GPU.
         config: How to draft.
         generation_config: As for `model.generate`.
-        seed: Of the draws of the first prompt; each prompt has the number behind that of the one before, and is sampled
-            as `generate` samples it with its seed.
-        prediction: What the output of each prompt will largely be, one entry for each, None for none; it may come from
-            a stream, too.
+        seed: Seed of the first prompt; each further prompt uses the next number and is sampled as `generate` samples it
+            with that seed.
+        prediction: The expected output of each prompt, one entry for each, None for none; it may be a stream too.
         json_schema: A JSON schema that the output follows.
         regex: A regular expression that the output matches.
         grammar: A context-free grammar that the output follows.
@@ -235,15 +234,15 @@ def stream_many(
         add_special_tokens: Whether the tokenizer adds its special tokens to text.
         truncate: What a prompt loses that is too long, `"left"` or `"right"`.
         chat_template_kwargs: Further arguments of the chat template.
-        cache_tokens: Tokens that the cache has room for, all rows together. None decides: 2048 a row on a CPU and 4096
-            on a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there
-            is room for it, the input of an encoder included, and its output; one that needs more than all of it is
+        cache_tokens: Capacity of the cache in tokens, all rows together. None means 2048 a row on a CPU and 4096 on a
+            GPU, but at most the bytes of the model's weights, or 256 MiB if that is more. A prompt, including an
+            encoder's input, waits until there is room for it and its output; one that needs more than the capacity is
             decoded alone.
-        prefix_bytes: Bytes of keys and values of earlier texts that the model's calls keep: a prompt that begins as one
-            of them reads only the rest, as `stats.reused_tokens` tells. In half precision the bits are those of a text
-            that is read in parts, so that nearly equal tokens may differ. 0 reads every prompt whole.
+        prefix_bytes: Bytes of keys and values of earlier texts to keep: a prompt that starts with one of them reads
+            only the rest, counted in `stats.reused_tokens`. In half precision the bits are those of a prefill in parts,
+            which may change a token where two are about equally likely. 0 reads every prompt whole.
         **generate_kwargs: Options of `model.generate`; a `temperature` means sampling, as for `generate`. Processors
-            and criteria must be of transformers' own kinds that keep no state. Those of your own go into `per_row`.
+            and criteria must be transformers' own and keep no state. Pass custom ones as `per_row`.
 
     Example:
         >>> for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=128):  # doctest: +SKIP
@@ -252,7 +251,7 @@ def stream_many(
     Raises:
         ConfigError: An option is out of its range.
         PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
-        PromptError: The prompts are what a processor returns, with images or sound.
+        PromptError: The prompts are the output of a processor with images or audio.
         UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
             `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
     """
@@ -282,7 +281,7 @@ def with_row_processors(
     per_row: Callable[[], Any] | None,
     grammars: dict[str, Any],
 ) -> dict[str, Any]:
-    """Put the grammar and the processor of every row behind the processors of the options.
+    """Append the grammar and the processor of every row to the processors of the options.
 
     Args:
         model: The model.
@@ -293,17 +292,17 @@ def with_row_processors(
         grammars: `json_schema`, `regex` and `grammar` of `generate`.
 
     Returns:
-        The options of `model.generate` with them.
+        The options of `model.generate` with these processors.
 
     Raises:
-        ConfigError: A grammar is none, or llguidance is missing.
+        ConfigError: A grammar is invalid, or llguidance is missing.
     """
     added: list[PerRow] = []
     if any(each is not None for each in grammars.values()):
         validation.check_pair(model, tokenizer)
         ends = validation.resolved(model, generation_config, options, "eos_token_id")
         if ends is None:
-            ends = tokenizer.eos_token_id  # without one an output could not end where its grammar must
+            ends = tokenizer.eos_token_id  # without one an output could not end where its grammar does
             options = {**options, "eos_token_id": ends}
         added.append(Grammar(tokenizer, **grammars, eos_token_id=ends))
     if per_row is not None:

@@ -1,4 +1,4 @@
-"""The parts of an engine: a backend, proposers, and a controller with what was learned of the model."""
+"""Assembles an engine: a backend, proposers, and a controller with the learned state of the model."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from lookahead.proposers.ngram import OutputStore
 from lookahead.proposers.pool_files import pool_of
 from lookahead.verification.stopping import StoppingRule
 
-# Bytes read over products: 0.0034 by the data sheet of an H100 SXM, 0.0065 by that of an A100, 0.0061 of an RTX 4090.
+# Bytes read over products, by data sheets: 0.0034 for an H100 SXM, 0.0065 for an A100, 0.0061 for an RTX 4090.
 _GPU_NODE_COST = 0.005
-_STATES_NODE_COST = 0.12  # measured at the sizes of Qwen3.5-0.8B in float32, to 8 nodes
+_STATES_NODE_COST = 0.12  # measured at the sizes of Qwen3.5-0.8B in float32, up to 8 nodes
 
 
 def assemble(
@@ -67,16 +67,16 @@ def assemble(
         config: How to draft.
         stopping: Ends the rows.
         tokenizer: The model's tokenizer, for proposers that compare it with their own.
-        batch: The rows of one call. Without them rows of prompts of their own join the engine later, up to `slots`,
-            and one that fails ends alone.
-        slots: Rows at a time, without a batch.
-        shape: What is verified in one pass.
+        batch: The rows of one call. Without them, independent rows join the engine later, up to `slots`, and a row that
+            fails ends alone.
+        slots: Maximum rows at a time, without a batch.
+        shape: The shape of drafts in one pass.
         warp: As in `Call`.
-        encoded: What the encoder has read for the batch; None without one, and for rows that join with their own.
-        reading: Reads the prompts of the batch where they are more than tokens.
-        memory: What `memory="request"` keeps; None for an empty one.
+        encoded: The encoded inputs of the batch; None without an encoder, and for rows that join with their own.
+        reading: Reads prompts of the batch that are more than tokens.
+        memory: The store of `memory="request"`; None for an empty one.
         keep_cache: As for `Engine`.
-        is_foreign: Whether layers of others' code compute a part of the model.
+        is_foreign: Whether third-party layers compute a part of the model.
         predicts: Whether rows may have predictions.
         is_constrained: Whether rows that join later may follow a grammar.
     """
@@ -97,7 +97,7 @@ def assemble(
         inputs=None if encoded is None else encoded.tokens,
         encoded=encoded,
         predicts=predicts,
-        # Tokens that were drawn can neither be cut nor added to.
+        # Drawn tokens can be neither cut nor extended.
         is_constrained=not by_rejection and (is_constrained or any(row.grammar is not None for row in batch)),
     )
     has_encoder, packs = model.config.is_encoder_decoder, config.pack == "auto"
@@ -108,7 +108,7 @@ def assemble(
         runs_to_limit=not (stopping.custom or stopping.eos_tokens),
         shows_hidden=not has_encoder and reading is None,
     )
-    # `generate` attends to padding under a mask.
+    # `generate` masks padding.
     is_separate = isolates or (rows == 1 and not batch[0].padding)
     policy = BitPolicy.ROUNDED
     if is_separate and shape == "trees" and config.exactness == "auto" and self_check.keeps_solo_bits(model):
@@ -126,7 +126,7 @@ def assemble(
         backend = backend_for(
             model,
             rows=rows,
-            # Enough for short outputs; the cache grows with a longer one.
+            # Enough for short outputs; the cache grows for longer ones.
             capacity=min(stopping.max_length, longest + 256) + config.node_budget + 1,
             shape=shape,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
@@ -137,27 +137,27 @@ def assemble(
         )
     given = (backend, proposers, controller, config, call, batch)
     engine = Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
-    engine.reads_alone |= is_foreign  # prompts that are read together may be more rows than such layers were tried with
+    engine.reads_alone |= is_foreign  # prompts read together may exceed the rows that these layers were tested with
     return engine
 
 
 def backend_options(
     model: PreTrainedModel, config: LookaheadConfig, policy: BitPolicy | None = None, shape: Shape = "trees"
 ) -> dict[str, bool]:
-    """Options of `backend_for`: what may stand for modules of the model; by default for rows by themselves."""
+    """Options of `backend_for`: the allowed replacements of modules, by default for rows decoded alone."""
     packs = config.pack == "auto"
     if policy is None:
         is_solo = config.exactness == "auto" and self_check.keeps_solo_bits(model)
         policy = BitPolicy.SOLO if is_solo else BitPolicy.ROUNDED
-    # The comparison of bits was made with all kernels.
+    # The bits were compared with all kernels.
     is_compared = policy is BitPolicy.SOLO or model.config.is_encoder_decoder
     return {"packs": packs, "has_kernels": is_compared or self_check.kernels_agree(model, shape, packs=packs)}
 
 
 def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int, is_foreign: bool) -> LookaheadConfig:
-    """The configuration, with no larger trees than the states of their nodes leave room for, if it leaves that open.
+    """The configuration with trees limited by the room for states, unless it sets `max_nodes`.
 
-    Nor have passes more rows than layers of others' code were tried with.
+    With third-party layers, passes are limited to the rows that were tested.
     """
     if is_foreign and config.node_budget:
         most = MOST_ROWS // rows - 1
@@ -200,11 +200,11 @@ def _drafting(
 
 
 def node_cost(model: PreTrainedModel) -> float:
-    """First guess of the cost of one more node of a tree, as a share of a step of one node.
+    """First estimate of the cost of one more node of a tree, as a share of a step of one node.
 
-    A GPU multiplies in half precision some two hundred times while it reads a number. Mixtures of experts, whose nodes
-    read experts of their own, and packed weights, which are unpacked first, cost more. Recurrent layers are called once
-    a depth, and many drafts are chains.
+    In half precision a GPU does about two hundred products per number read. Mixtures of experts, where nodes read
+    different experts, and quantized weights, which are unpacked first, cost more. Recurrent layers are called once per
+    depth, and many drafts are chains.
     """
     if may_keep_states(model) and mixers_of(model):
         return _STATES_NODE_COST

@@ -1,7 +1,7 @@
 """Exact beam search: transformers' own loop, over one token tree per prompt.
 
-`model.generate` keeps a copy of the prompt's keys and values for every beam and rearranges all of them at every step.
-Here the beams of a prompt are nodes of one tree behind one copy of the prompt, and a pass scores the tips of all beams.
+`model.generate` keeps a copy of the prompt's keys and values for every beam and reorders all of them at every step.
+Here the beams of a prompt are nodes of one tree after one copy of the prompt, and a pass scores the tips of all beams.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from lookahead.verification.per_row import is_per_row
 from lookahead.verification.stopping import FinishReason, reason_of
 
 LONG_PROMPT = 64
-"""Tokens from which on it pays to find out whether the beams' copies of a prompt may be left out."""
+"""Minimum prompt tokens for which it pays to check whether one copy of the prompt gives the same bits."""
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 
 def has_bits_of_beams(model: PreTrainedModel, beams: int) -> bool:
-    """Whether passes over tips can have the bits of transformers' own: half precision on a CPU.
+    """Whether passes over tips can match transformers' bits; only in half precision on a CPU.
 
-    The first call for a model and so many beams compares passes over tips with those over the rows of a batch.
+    The first call for a model and a number of beams compares passes over tips with passes over the rows of a batch.
     """
     if not may_keep_bits(model):
         return False
@@ -63,7 +63,7 @@ def has_bits_of_beams(model: PreTrainedModel, beams: int) -> bool:
 
 @torch.inference_mode()
 def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
-    """Compare two passes over the tips of a tree with those of transformers, behind a few prompts."""
+    """Compare two passes over the tips of a tree with transformers' passes, after three prompts."""
     try:
         for stride in (7, 8, 9):
             prompt = (torch.arange(8, device="cpu")[None] * stride + 1) % vocabulary
@@ -82,39 +82,39 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
                     theirs = model(input_ids=tokens[:, None], **{CACHE: past}, use_cache=True).logits
                     if not torch.equal(ours[0], theirs[:, 0]):
                         return False
-    except Exception as error:  # a model's own attention may raise anything here, and masks still serve it
+    except Exception as error:  # custom attention may raise anything here; masks still work
         state_of(model).note_problem(f"{type(model).__name__} has no beams bit for bit", with_place(error))
         return False
     return True
 
 
 class _SharedInput(EncoderDecoderCache):
-    """A cache for beams: those of one input attend to one input, so its keys and values need not be rearranged."""
+    """A cache for beams: the beams of an input share its encoder keys and values, which are never reordered."""
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Rearrange the keys and values of what was generated."""
+        """Reorder the keys and values of generated tokens."""
         self.self_attention_cache.reorder_cache(beam_idx)
 
     def own(self) -> EncoderDecoderCache:
-        """The cache of transformers, every beam with keys and values of its own."""
+        """The cache as transformers has it, every beam with its own keys and values."""
         for layer in held_layers(self.cross_attention_cache):
             layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
         return EncoderDecoderCache(self.self_attention_cache, self.cross_attention_cache)
 
 
 def _with_cache(output: Any, past: Any) -> Any:
-    """An output of the search that holds this cache, or none; a tensor holds none."""
+    """The output with its cache replaced; a tensor holds no cache."""
     return output if isinstance(output, Tensor) else type(output)(**{**output, CACHE: past})
 
 
 class BeamLoop(PlainLoop):
-    """What transformers' beam search returns, with the interface of `PlainLoop`.
+    """Runs transformers' beam search, with the interface of `PlainLoop`.
 
     Args:
-        call: The call; its `input_ids`, int64 `[batch * num_beams, tokens]`, hold each prompt as often as it has beams.
+        call: The call; its `input_ids`, int64 `[batch * num_beams, tokens]`, repeat each prompt once per beam.
         config: The options.
         is_refused: Whether it is an error if beams cannot be nodes of a tree.
-        context: Tokens that the model may read of a row; None for all.
+        context: Maximum tokens of a row; None for no limit.
     """
 
     def __init__(
@@ -165,14 +165,14 @@ class BeamLoop(PlainLoop):
         yield found
 
     def _reason(self, ids: Tensor) -> FinishReason:
-        """Why a sequence, int64 `[tokens]`, ended; criteria of other kinds may keep a state and are not asked."""
+        """Why a sequence, int64 `[tokens]`, ended; custom criteria may keep a state and are not called."""
         rows = cast(torch.LongTensor, ids[None])
         if any(reason_of(each) == "stop" and each(rows, cast(Any, None)).any() for each in self._criteria):
             return "stop"
         return "length" if len(ids) >= cast(int, self._generation.max_length) else "criteria"
 
     def _search(self, stopping_criteria: StoppingCriteriaList, streamer: object = None) -> Any:
-        """Search as the model itself does, with a cache shared by beams, or by trees."""
+        """Search as the model does, with a cache shared by beams, or over trees."""
         if streamer is not None:
             raise UnsupportedModelError("a streamer is not served with beams")
         model, width, options = self._model, self._ids.shape[1], self._model_kwargs
@@ -180,7 +180,7 @@ class BeamLoop(PlainLoop):
         search = partial(search, stopping_criteria=stopping_criteria)
         if model.config.is_encoder_decoder:
             if model.dtype != torch.float32:
-                self._policy = BitPolicy.BATCH  # all passes are those of transformers
+                self._policy = BitPolicy.BATCH  # transformers runs all passes
             inputs = self._with_shared_input()
             with packed_products(model, packs=self._config.pack == "auto"):
                 output = search(model, **inputs)
@@ -205,7 +205,7 @@ class BeamLoop(PlainLoop):
     def _search_trees(self, search: Callable[..., Any]) -> Any:
         """Search over one token tree per prompt."""
         model, width = self._model, self._ids.shape[1]
-        # In a batch transformers attends to padding under a mask, which changes bits.
+        # In a batch transformers masks padding, which changes bits.
         is_one = len(self._lengths) == 1 and self._lengths[0] == width
         is_one = is_one and not validation.reads_otherwise(self._generation)
         policy = BitPolicy.ROUNDED
@@ -219,14 +219,14 @@ class BeamLoop(PlainLoop):
         texts = [ids[width - length :] for ids, length in zip(prompts, self._lengths.tolist(), strict=True)]
 
         def read(input_ids: Tensor, config: GenerationConfig) -> Tensor:
-            """Logits `[prompts, vocab]` after the prompts; each is read once unless bits are those of transformers."""
+            """Logits `[prompts, vocab]` after the prompts; each is read once unless bits must match transformers."""
             if policy is BitPolicy.BATCH:
                 return self._read_as_generate(backend.cache, input_ids, config)
             with torch.inference_mode():
                 return backend.read(texts)[:, 0]
 
         def score(trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
-            """The passes of the beams' tips have the bits of a batch where they can, however few rows there are."""
+            """Score the tips of the beams, with the bits of a batch if the policy allows."""
             return backend.score(trees, policy if policy is BitPolicy.BATCH else BitPolicy.ROUNDED, scored)
 
         roots = [int(ids[-1]) for ids in texts]
@@ -242,14 +242,14 @@ class BeamLoop(PlainLoop):
         return output
 
     def _read_as_generate(self, cache: TreeCache, input_ids: Tensor, config: GenerationConfig) -> Tensor:
-        """Read a prompt as often as it has beams, as `model.generate` does, or once where that has the same bits."""
+        """Read a prompt once per beam, as `model.generate` does, or once if that gives the same bits."""
         model, text_config = self._model, self._model.config.get_text_config()
         past = DynamicCache(config=model.config.get_text_config(decoder=True))
         inputs, (beams, width) = {**self._model_kwargs, CACHE: past}, input_ids.shape
-        is_sdpa = attention_name(text_config) == "sdpa"  # it treats each row of a batch alone
+        is_sdpa = attention_name(text_config) == "sdpa"  # it computes each row of a batch alone
         if is_sdpa and width >= LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
             inputs = {name: each[:1] if isinstance(each, Tensor) else each for name, each in inputs.items()}
-            input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of the head as there are beams
+            input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of logits as beams
         logits = read_prompt(model, input_ids, config, inputs)
         with torch.inference_mode():
             copy_prefix_from(past, cache, np.zeros(1, np.int64), drops=True)
@@ -257,9 +257,9 @@ class BeamLoop(PlainLoop):
         return logits[:1, -1]
 
     def _with_shared_input(self) -> dict[str, Any]:
-        """Inputs of the model with a cache whose keys and values of an input are shared by its beams.
+        """Inputs of the model with a cache in which beams share the keys and values of their input.
 
-        In float32 they are computed once for each input. In half precision their bits depend on the rows of the pass.
+        In float32 they are computed once per input. In half precision their bits depend on the rows of the pass.
         """
         past, options, beams = cache_in(self._model_kwargs), self._model_kwargs, self._beams
         if not (isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache)):

@@ -13,8 +13,8 @@ from lookahead.hf.facts import input_device
 MAX_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
 _SLOTS = {"cpu": 2048, "cuda": 4096}  # default cache slots of a row
-_STEP = 256  # slots by which the rows of a cache grow, if there is room for as many
-_LEAST_CACHE = 256 << 20  # bytes that a cache may take, however small the model
+_STEP = 256  # slots by which the rows of a cache grow, if there is room
+_LEAST_CACHE = 256 << 20  # bytes that a cache may take for any model
 
 
 def rows_of(model: PreTrainedModel) -> int:
@@ -23,18 +23,18 @@ def rows_of(model: PreTrainedModel) -> int:
 
 
 def bytes_of_token(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of a token; 0 where the configuration does not show them."""
+    """Bytes of the keys and values of a token; 0 if the configuration does not show them."""
     config: Any = model.config.get_text_config(decoder=True)
     try:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize)
-    except Exception:  # it has other names, or layers whose sizes differ, which is an error of transformers' own
+    except Exception:  # other names, or layers of different sizes, for which transformers raises an error
         return 0
 
 
 def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
-    """Default number of tokens of a cache of so many rows, all rows together, as `stream_many` documents it."""
+    """Default capacity in tokens of a cache of `rows` rows, all rows together; see `stream_many`."""
     tokens = rows * _SLOTS.get(input_device(model).type, _SLOTS["cuda"])
     if not (token_bytes := bytes_of_token(model)):
         return tokens
@@ -43,19 +43,19 @@ def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
 
 
 def fits(needs: Sequence[int], cache_tokens: int) -> bool:
-    """Whether rows that need so many tokens each fit a cache; a single one always does."""
+    """Whether rows with these needs in tokens fit a cache; a single one always does."""
     return len(needs) < 2 or len(needs) * max(needs) <= cache_tokens
 
 
 def make_room(cache: TreeCache, needs: Sequence[int], cache_tokens: int, most_rows: int, longest: int = 0) -> None:
-    """Grow a cache to the rows that need so many slots each, or shrink it where it has more than it may.
+    """Grow a cache for the rows that run or join, or shrink it if it is larger than allowed.
 
     Args:
         cache: The cache.
         needs: Slots of each row that runs or joins.
         cache_tokens: Tokens that the cache may hold, all rows together.
-        most_rows: Rows that may run.
-        longest: Tokens that a row takes in all, where that is more than its slots.
+        most_rows: Maximum rows that may run.
+        longest: Total tokens of a row, if more than its slots.
     """
     slots, rows, needed = cache.slots, len(needs), max(needs)
     is_too_large = slots.rows > rows and slots.rows * slots.capacity > cache_tokens

@@ -1,4 +1,4 @@
-"""Methods side by side: transformers' own loops and lookahead on the same prompts, and whether tokens differ."""
+"""Compares methods: transformers' loops and lookahead on the same prompts, with speed and equality of tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lookahead.hf.model_state import LearnedState, use_learned
 from lookahead.stats import DecodingStats, total_in_sequence
 
 TRANSFORMERS = "transformers"
-"""The name of `model.generate`, which the others are compared with."""
+"""The name of `model.generate`, the reference of the comparison."""
 
-_WARM_UP = "One fine day"  # no prompt that is measured: what is learned from it would draft its own output
+_WARM_UP = "One fine day"  # not a measured prompt, whose output would be drafted from memory
 # The default prompts.
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily.",
@@ -43,8 +43,8 @@ class Score:
     prompts: int = 0
     identical: int = 0
     stats: DecodingStats = field(default_factory=DecodingStats)
-    parameters: int = 0  # of the draft model or the heads
-    pass_s: float = 0.0  # of its pass over one token, or of a level of theirs
+    parameters: int = 0  # of the draft model or heads
+    pass_s: float = 0.0  # of the draft model's pass over one token, or of a level of the heads
 
     @property
     def drafted_per_step(self) -> float:
@@ -53,7 +53,7 @@ class Score:
 
     @property
     def call_s(self) -> float:
-        """Seconds of the calls, with reading the prompts."""
+        """Seconds of the calls, including prefill."""
         return self.stats.prefill_s + self.stats.decode_s
 
     def add(self, stats: DecodingStats, is_identical: bool) -> None:
@@ -63,7 +63,7 @@ class Score:
         self.stats = total_in_sequence((self.stats, stats))
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, JSON-ready; the divergence from the target's distribution only where there is one."""
+        """The figures, JSON-ready; the divergence from the target's distribution only if it is not 0."""
         lossy = {"divergence": round(self.stats.divergence, 4)} if self.stats.total_variation else {}
         return {
             **lossy,
@@ -85,12 +85,12 @@ def decode_plainly(
         model: The model.
         tokenizer: The tokenizer of `model`.
         prompts: Token ids, decoded together with padding.
-        max_new_tokens: Most new tokens of each, at least 1.
-        options: Those of `model.generate`; greedy without any.
+        max_new_tokens: Maximum new tokens of each, at least 1.
+        options: Options of `model.generate`; greedy by default.
     """
     pad, has_encoder = pad_token_of(tokenizer), model.config.is_encoder_decoder
     ids, mask = pad_prompts(prompts, pad, on_the_right=has_encoder)
-    ticks: list[tuple[float, int]] = []  # when a pass was done, and the length then; the first ends the prefill
+    ticks: list[tuple[float, int]] = []  # time and length after each pass; the first ends the prefill
 
     def tick(input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         ticks.append((time.perf_counter(), input_ids.shape[1]))
@@ -117,7 +117,7 @@ def decode_plainly(
     ]
     emitted = sum(map(len, rows))
     passes = Counter({1: emitted - len(rows)})  # the prefill gives the first token of each row
-    if len(rows) == 1:  # whose passes may give several, by transformers' drafts
+    if len(rows) == 1:  # its passes may emit several tokens, by transformers' drafts
         lengths = [min(length, begin + emitted) for _, length in ticks]
         passes = Counter(after - before for before, after in pairwise(lengths))
     counters: Any = {"emitted_tokens": emitted, "target_forwards": sum(passes.values())}
@@ -139,28 +139,28 @@ def compare(
     seconds: float | None = None,
     **generate_kwargs: Any,
 ) -> dict[str, Score]:
-    """Decode every prompt with every method, in rotating order; each of ours has a learned state of its own.
+    """Decode every prompt with every method, in rotating order; each lookahead method has its own learned state.
 
-    A text of its own is decoded before, and not counted. Every prompt has a seed of its own.
+    A warm-up text is decoded first and not counted. Every prompt has its own seed.
 
     Args:
         model: The target model.
         tokenizer: Its tokenizer.
         prompts: The prompts.
         configs: The configurations of lookahead by name.
-        baselines: Options of further calls of `model.generate` by name, such as those of prompt lookup.
-        truncate: As of `lookahead.generate`.
-        seconds: After so many seconds no further prompt is begun.
-        generate_kwargs: Options of both `model.generate` and `lookahead.generate`, `max_new_tokens` among them.
+        baselines: Options of further calls of `model.generate` by name, such as prompt lookup.
+        truncate: As in `lookahead.generate`.
+        seconds: Seconds after which no further prompt starts.
+        generate_kwargs: Options of both `model.generate` and `lookahead.generate`, including `max_new_tokens`.
 
     Returns:
-        The results by name, those of `model.generate` first. Tokens are identical to those of `model.generate`.
+        The results by name, `model.generate` first. `identical` counts prompts with the tokens of `model.generate`.
     """
 
     def by_transformers(ids: list[int], seed: int, **options: Any) -> tuple[list[int], DecodingStats]:
         torch.manual_seed(seed)
         options = {**generate_kwargs, **options}
-        if reader.limit is not None and not model.config.is_encoder_decoder:  # behind which ours ends
+        if reader.limit is not None and not model.config.is_encoder_decoder:  # where lookahead ends
             options["max_new_tokens"] = min(options["max_new_tokens"], reader.limit + 1 - len(ids))
         (tokens,), stats = decode_plainly(model, tokenizer, [ids], **options)
         return tokens, stats
@@ -181,7 +181,7 @@ def compare(
     for number, ids in enumerate([reader.read(_WARM_UP, 0), *encoded]):
         turn = number % len(names)
         done = {name: methods[name](ids, number) for name in names[turn:] + names[:turn]}
-        if number == 0:  # it packs and compiles
+        if number == 0:  # the warm-up packs and compiles
             begin = time.perf_counter()
             continue
         for name, (tokens, stats) in done.items():

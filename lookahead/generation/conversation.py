@@ -26,24 +26,24 @@ from lookahead.hf.state_layers import counts_tokens, has_states
 
 
 class Conversation:
-    """Asks a model one message after another, and keeps the history and its KV cache.
+    """A chat with a model that keeps the history and its KV cache.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer, with a chat template.
         system: The system message, or None.
         config: How to draft; the defaults if None.
-        max_new_tokens: The most tokens of an answer, at least 1.
+        max_new_tokens: Maximum tokens of an answer, at least 1.
         chat_template_kwargs: Options of the chat template.
-        prefix_bytes: Bytes of keys and values of earlier texts that the model's calls keep, as of
-            `lookahead.stream_many`: another conversation that begins alike reads only the rest.
-        options: As of `lookahead.stream`.
+        prefix_bytes: Bytes of keys and values of earlier texts to keep, as in `lookahead.stream_many`: another
+            conversation with the same beginning reads only the rest.
+        options: As in `lookahead.stream`.
 
     Attributes:
-        history: Every message, the system message included.
-        messages: What the model reads of them: those that the context has room for.
-        dropped: Messages that the last question left out because the context was full.
-        stream: That of the last answer, for its stats and finish reason; None before the first.
+        history: Every message, including the system message.
+        messages: The messages that the model reads: those that fit the context.
+        dropped: Number of messages that the last question left out because the context was full.
+        stream: The stream of the last answer, with its stats and finish reason; None before the first.
 
     Example:
         >>> conversation = lookahead.Conversation(model, tokenizer, system="Be brief.")  # doctest: +SKIP
@@ -87,13 +87,13 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that was said."""
+        """Clear the history and the cache."""
         self._set_history(self._system)
         self._cache = DynamicCache(config=self._model.config)
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
 
     def undo(self) -> Message | None:
-        """Take the last question and its answer back; returns the question, or None if there is none."""
+        """Remove the last question and its answer; returns the question, or None if there is none."""
         last = max((i for i, message in enumerate(self.history) if message["role"] == "user"), default=None)
         if last is None:
             return None
@@ -102,7 +102,7 @@ class Conversation:
         return question
 
     def restore(self, messages: Sequence[Message]) -> None:
-        """Go on from the messages of another conversation; a system message of this one takes the place of theirs."""
+        """Continue from the messages of another conversation; a system message given here replaces theirs."""
         theirs = list(takewhile(lambda message: message["role"] == "system", messages))
         if not self._has_own_system:
             self._system = theirs
@@ -113,13 +113,13 @@ class Conversation:
         SessionFile(file).write(self.history)
 
     def load(self, file: str | os.PathLike[str]) -> None:
-        """Go on from the history of such a file, as by `restore`; SessionError if it holds none."""
+        """Continue from the history of a saved file, as by `restore`; SessionError if it holds none."""
         self.restore(read_session(file))
 
     def ask(self, question: str, prediction: Predictions = None) -> Generator[str, None, None]:
         """The answer to a message, piece by piece. If it is closed early, the history keeps the pieces so far.
 
-        `prediction` is what the answer will largely be, as of `lookahead.stream`.
+        `prediction` is the expected answer, as in `lookahead.stream`.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         fitting = self._reader.fit_chat(messages)
@@ -128,7 +128,7 @@ class Conversation:
             raise PromptError(f"the message makes {len(ids)} tokens, and there is room for {self._reader.room}")
         self.dropped = len(messages) - len(fitting)
         self._continue_from(ids)
-        # One of states alone does not tell whose text it holds, so that every question is read with all before it.
+        # A cache of states alone has no token count, so every question is read with the whole history.
         options = {**self._options, **({CACHE: self._cache} if counts_tokens(self._cache) else {})}
         if prediction is not None:
             options["prediction"] = prediction
@@ -159,7 +159,7 @@ class Conversation:
             self.history.append(answer)
 
     def _continue_from(self, ids: list[int]) -> None:
-        """Cut the cache to the prefix it shares with a prompt; begin an empty one if it cannot be cut."""
+        """Cut the cache to the prefix it shares with a prompt; start an empty one if it cannot be cut."""
         is_same = [held == wanted for held, wanted in zip(self._held, ids[:-1], strict=False)]
         shared = is_same.index(False) if False in is_same else len(is_same)
         is_whole = tokens_in(self._cache) == len(self._held)
@@ -171,7 +171,7 @@ class Conversation:
         elif is_cut:
             self._cache.crop(shared - len(self._held))
             self._held = self._held[:shared]
-        if self._prefix_bytes and not is_sliding:  # a window holds too few tokens to go on from
+        if self._prefix_bytes and not is_sliding:  # a sliding window holds too few tokens to continue
             prefix = prefixes_of(self._model, self._prefix_bytes).longest(np.array(ids, np.int32))
             if prefix.held is not None and prefix.tokens > len(self._held):
                 self._cache, self._held = DynamicCache(config=self._model.config), ids[: prefix.tokens]

@@ -1,4 +1,4 @@
-"""Decoding inside `model.generate`: `decode`, a custom method of generation for any call."""
+"""Decoding inside `model.generate`: `decode`, a custom generation method for any call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def decode(
     """Decode speculatively inside `model.generate`, without changing a token.
 
     Example:
-        `model.generate(**inputs, max_new_tokens=256, custom_generate=lookahead.decode)`; options go along as
+        `model.generate(**inputs, max_new_tokens=256, custom_generate=lookahead.decode)`; options are passed as
         `lookahead_config=LookaheadConfig(...)`.
 
     Args:
@@ -52,25 +52,25 @@ def decode(
         stopping_criteria: Prepared by `generate`.
         generation_config: Resolved by `generate`.
         lookahead_config: How to draft; the defaults when None.
-        lookahead_streamer: Gets the new tokens of a single prompt as they are verified; transformers passes its
-            own `streamer` argument to no custom method.
-        lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` passes its
-            own `tokenizer` to no custom method either.
-        lookahead_memory: What `memory="request"` keeps, where one request makes several calls, as Whisper does for the
-            segments of a sound; `lookahead.enable` passes it.
-        lookahead_prediction: What the output will largely be, as of `lookahead.generate`; text needs the tokenizer.
-            Several outputs of one prompt share it. Beams, and what is decoded plainly, do without.
-        inputs_tensor: What the encoder of an encoder-decoder model has read; passed by `generate`.
-        **model_kwargs: What `generate` would pass to the model.
+        lookahead_streamer: Gets the new tokens of a single prompt as they are verified; transformers does not pass its
+            `streamer` argument to custom methods.
+        lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` does not
+            pass its `tokenizer` argument either.
+        lookahead_memory: The store of `memory="request"` if one request makes several calls, as Whisper does for the
+            segments of an audio; `lookahead.enable` passes it.
+        lookahead_prediction: The expected output, as in `lookahead.generate`; text needs the tokenizer. Several outputs
+            of one prompt share it. Beam search and plain decoding ignore it.
+        inputs_tensor: The input of the encoder of an encoder-decoder model; passed by `generate`.
+        **model_kwargs: The inputs that `generate` would pass to the model.
 
     Returns:
-        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` the output class that transformers gives,
-        with it as `sequences`, the scores and logits asked for, and the cache. A filled cache is continued from, and
-        grows in place. Behind the end of a row of a batch, scores and logits are 0 for the padding token and -inf for
-        all others: `compute_transition_scores` gives 0 there. transformers decodes on there, from padding.
+        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` the output class of transformers with these
+        `sequences`, the requested scores and logits, and the cache. A filled cache is continued and grows in place.
+        After the end of a row of a batch, scores and logits are 0 for the padding token and -inf for all others, so
+        `compute_transition_scores` gives 0 there; transformers gives the scores of padding.
 
     Raises:
-        PoolError: The pool or the memory file of the configuration cannot be opened, or is of another model.
+        PoolError: The pool or the memory file of the configuration cannot be opened, or belongs to another model.
         PromptError: A prediction is neither text nor token ids, or is text without a tokenizer.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """

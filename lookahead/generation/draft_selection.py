@@ -19,14 +19,14 @@ from lookahead.proposers.heads import Heads
 
 PLAIN = "no draft"
 NAMES = "no draft model"
-_MARGIN = 1.02  # speedup over decoding without it that a draft model must reach, for the memory it takes
+_MARGIN = 1.02  # minimum speedup over decoding without a draft model, to justify its memory
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The measurements: plain decoding, the sources that need no draft model, then these with each; and the best.
+    """The measurements of plain decoding, of the default proposers, and of these with each draft; and the best.
 
-    Besides, by kind, what heads would cost that are not trained yet, or why the model takes none.
+    `heads` holds by kind the cost of untrained heads, or why the model does not support them.
     """
 
     candidates: dict[str, Score]
@@ -36,7 +36,7 @@ class Pick:
 
     @property
     def without(self) -> Score:
-        """The faster one of plain decoding and the sources that need no draft model."""
+        """The faster of plain decoding and the default proposers."""
         return max(self.candidates[PLAIN], self.candidates[NAMES], key=lambda each: each.stats.tokens_per_s)
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,17 +68,17 @@ def pick_draft(
     prompts: Sequence[str] = PROMPTS,
     **generate_kwargs: Any,
 ) -> Pick:
-    """Measure draft models and heads beside the sources that need none, and choose the best.
+    """Compare draft models and heads with the default proposers, and choose the best.
 
     Args:
         model: The target model.
         tokenizer: Its tokenizer.
-        drafts: The draft models and the heads by name; none, to learn what heads would cost.
+        drafts: The draft models and heads by name; empty to measure only the cost of heads.
         prompts: The prompts to measure with.
-        generate_kwargs: As of `compare`.
+        generate_kwargs: As in `compare`.
 
     Raises:
-        HeadsError: Heads are damaged, or those of another model.
+        HeadsError: Heads are damaged, or belong to another model.
         UnsupportedModelError: The target has an encoder.
     """
     if model.config.is_encoder_decoder:

@@ -1,4 +1,4 @@
-"""`enable`: every call of `generate` of one model is decoded speculatively while it is on."""
+"""`enable`: decode every `generate` call of one model speculatively."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lookahead.hf.calls import own_loop
 from lookahead.hf.facts import uncompiled, validate_model
 from lookahead.proposers.ngram import OutputStore
 
-_guard = RLock()  # held while switches are turned
+_guard = RLock()  # held while a switch is turned on or off
 
 
 def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:
-    """Decode every `generate` of this model speculatively, `pipeline` and third-party code included.
+    """Decode every `generate` call of this model speculatively, including `pipeline` and third-party code.
 
-    The outputs stay those of `model.generate`. A streamer and stop strings are served too; a call that has no
-    exact speculative form, such as beam search, goes to transformers as before, with one warning. `generate` takes one
-    more argument, `lookahead_prediction`: what the output will largely be, as of `lookahead.decode`.
+    The outputs do not change. Streamers and stop strings are supported; a call that cannot be decoded speculatively and
+    exactly goes to transformers with one warning. `generate` takes one more argument, `lookahead_prediction`: the
+    expected output, as in `lookahead.decode`.
 
     Example:
         >>> with lookahead.enable(model):  # doctest: +SKIP
@@ -36,14 +36,14 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
 
     Args:
         model: One model; others of its class are not touched.
-        config: How to draft; the defaults when None. Of several that are on, the newest counts.
+        config: How to draft; the defaults when None. Of several active switches the newest applies.
 
     Returns:
         The switch, already on: a context manager, with `disable()` for use without one.
 
     Raises:
         ConfigError: The model or the configuration has the wrong type.
-        UnsupportedModelError: It is no causal LM, or has no weights.
+        UnsupportedModelError: The model is not a causal LM, or has no weights.
     """
     model = uncompiled(model)
     validate_model(model)
@@ -60,7 +60,7 @@ class Enabled(AbstractContextManager["Enabled"]):
         with _guard:
             serving: Any = model.__dict__.get("generate")
             if isinstance(serving, Generate) and serving.model is not model:
-                del owner.generate  # a shallow copy took that of its original along
+                del owner.generate  # a shallow copy kept the original's
                 serving = None
             if not isinstance(serving, Generate):
                 serving = owner.generate = Generate(model)
@@ -68,7 +68,7 @@ class Enabled(AbstractContextManager["Enabled"]):
             serving.switches.append(self)
 
     def disable(self) -> None:
-        """Turn the switch off; with the last one the model is as it was. A second call does nothing."""
+        """Turn the switch off; the last one restores the model. A second call does nothing."""
         serving = self._serving
         with _guard:
             if self not in serving.switches:
@@ -99,15 +99,15 @@ class Generate:
         self.switches: list[Enabled] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model is another model, for which `enable` was not called.
+        # `enable` was not called on a copy of the model.
         return partial, (self.original,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `model.generate` does."""
-        # A custom method takes it itself, as `lookahead.decode` does; transformers refuses what it does not know.
+        # A custom method such as `lookahead.decode` takes the argument; transformers refuses unknown ones.
         prediction = kwargs.pop("lookahead_prediction", None) if kwargs.get("custom_generate") is None else None
         switches = self.switches[:]  # another thread may turn one off meanwhile
-        # The inputs and the configuration may come by position. An assistant's drafts need its own loop.
+        # The inputs and the configuration may be positional. An assistant's drafts need transformers' loop.
         given = args[1] if len(args) == 2 else kwargs.get("generation_config")
         is_own = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model"))
         if not switches or is_own or len(args) > 2 or getattr(given, "is_assistant", False):
@@ -115,7 +115,7 @@ class Generate:
         streamer: _CountingStreamer | None = None
         try:
             if kwargs.get("adapter_names") is not None:
-                # PEFT does not remove its hooks when an error passes through them.
+                # PEFT does not remove its hooks after an error.
                 raise UnsupportedModelError("adapter_names gives every row its own")
             if resolved(self.model, given, kwargs, "token_healing"):
                 raise UnsupportedModelError("token_healing is not served")
@@ -139,7 +139,7 @@ class Generate:
 
 
 class _CountingStreamer(BaseStreamer):
-    """Shows a streamer what it is shown, and counts: the prompt, and then every token."""
+    """Forwards to a streamer and counts the calls: the prompt, then every token."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer, self.shown = streamer, 0
@@ -150,7 +150,7 @@ class _CountingStreamer(BaseStreamer):
         self.shown += 1
 
     def end(self) -> None:
-        """Tell that no more tokens follow."""
+        """Signal the end of the tokens."""
         self._streamer.end()
 
 
@@ -162,10 +162,10 @@ def _decode_or_hand_over(
     inputs_tensor: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """`decode`; a call that it refuses goes to the loop of transformers, with a warning.
+    """Run `decode`; a call that it refuses goes to the loop of transformers, with a warning.
 
-    That loop gets the inputs that `generate` prepared, so that no encoder reads its input twice. A streamer is shown
-    the prompt once. Once it was shown a token the error is raised: what was shown cannot be taken back.
+    The loop gets the inputs that `generate` prepared, so an encoder reads its input once. A streamer gets the prompt
+    once. After it got a token the error is raised, since the output cannot be retracted.
     """
     try:
         return decode(model, input_ids, inputs_tensor=inputs_tensor, lookahead_streamer=streamer, **ours, **kwargs)

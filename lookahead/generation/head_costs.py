@@ -1,4 +1,4 @@
-"""What heads cost a step, measured before any are trained, and the tokens a pass that they must add to pay."""
+"""The cost of heads per step, measured before training, and the tokens per pass they must add to pay."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from lookahead.proposers.heads import round_heads
 
 KINDS = {"eagle3": "EAGLE-3", "medusa": "Medusa"}
 MEDUSA_LEVELS = 4  # heads that `lookahead train medusa` makes
-_CONTEXT = 64  # tokens that the heads have read
-_NEW_TOKENS = 2  # that they read in a step
+_CONTEXT = 64  # tokens in the context of the heads
+_NEW_TOKENS = 2  # tokens the heads read in a step
 _ROUNDS = 9
-_SURE = 1e4  # a logit so far above all others that its token has all probability
+_SURE = 1e4  # a logit that gives its token all the probability
 _STD = 0.02  # of random weights
 
 Timer = Callable[[Callable[[], object]], float]
-"""The seconds of one call of some work."""
+"""Returns the seconds of one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadCost:
-    """What heads take in a step of one row.
+    """The cost of heads in a step of one row.
 
-    A level is the guess of one token further: another pass of EAGLE's layer over 8 guesses and its projection to the
-    vocabulary, or another of the heads side by side.
+    A level guesses one token further: another pass of EAGLE's layer over 8 guesses and its projection to the
+    vocabulary, or another independent head.
 
     Attributes:
         first_s: Seconds of reading the newest tokens, and of the first level.
         level_s: Seconds of each further level.
-        levels: Most levels.
+        levels: Maximum number of levels.
     """
 
     first_s: float
@@ -62,13 +62,13 @@ class HeadCost:
     levels: int
 
     def seconds(self, levels: int) -> float:
-        """Seconds of so many levels, at least 1."""
+        """Seconds of `levels` levels, at least 1."""
         return self.first_s + (levels - 1) * self.level_s
 
     def tokens_to_pay(self, levels: int, tokens_per_s: float) -> float:
-        """Tokens a pass that so many levels must add, to be as fast as decoding without heads is.
+        """Tokens per pass that `levels` levels must add to be as fast as decoding without heads.
 
-        A pass that takes longer by the seconds of the heads must emit the tokens that this time gives without them.
+        These are the tokens decoded without heads in the seconds that the heads take.
         """
         return self.seconds(levels) * tokens_per_s
 
@@ -85,16 +85,16 @@ class HeadCost:
 def untrained_cost(
     kind: str, model: PreTrainedModel, *, draft_vocab: int = DRAFT_VOCAB, timer: Timer | None = None
 ) -> HeadCost:
-    """The cost of heads that were not trained: one layer, or one of Medusa's heads, with random weights.
+    """The cost of untrained heads: one EAGLE layer, or one Medusa head, with random weights.
 
     Args:
         kind: One of `KINDS`.
         model: The target.
-        draft_vocab: Most tokens that an EAGLE-3 head can propose.
-        timer: As of `head_cost`.
+        draft_vocab: Maximum vocabulary of an EAGLE-3 head.
+        timer: As in `head_cost`.
 
     Raises:
-        HeadsError: The model takes no such heads.
+        HeadsError: The model does not support these heads.
     """
     if model.config.is_encoder_decoder:
         raise HeadsError(f"{type(model).__name__} has an encoder, and shows no hidden states to heads")
@@ -104,9 +104,9 @@ def untrained_cost(
 
 
 def random_heads(kind: str, model: PreTrainedModel, draft_vocab: int = DRAFT_VOCAB) -> TrainedHeads:
-    """An EAGLE-3 head for a model, or one of Medusa's heads, with random weights in the model's dtype.
+    """An EAGLE-3 head or one Medusa head for a model, with random weights in the model's dtype.
 
-    No random number of the process is drawn; HeadsError if the model takes no such heads.
+    Global random states are untouched; HeadsError if the model does not support these heads.
     """
     vocab, hidden = (weight := lm_head(model).weight).shape
     make: Maker = partial(MedusaHeads, hidden, vocab, heads=1)
@@ -126,17 +126,17 @@ def random_heads(kind: str, model: PreTrainedModel, draft_vocab: int = DRAFT_VOC
 def head_cost(
     heads: Network, model: PreTrainedModel, *, levels: int | None = None, timer: Timer | None = None
 ) -> HeadCost:
-    """The cost of heads as they draft for one row of a model; a median of 9 rounds.
+    """The cost of drafting with heads for one row of a model; a median of 9 rounds.
 
     Args:
-        heads: The heads, rounded as they are when they draft.
+        heads: The heads, rounded as for drafting.
         model: The target.
-        levels: How many heads side by side there are to be, all like those given; None: those given.
-        timer: Takes the time; None: the wall's, with the device waited for.
+        levels: Number of independent heads to assume, all like the given ones; None means the given ones.
+        timer: Measures seconds; None means wall time, with the device synchronized.
     """
     weight = lm_head(model).weight
     timer = timer or partial(timed, device=weight.device)
-    # Nothing was timed before: the first drafter ends behind one level.
+    # The first drafter has no timings yet, so it ends after one level.
     drafters = [make_drafter(heads, model, fresh_rates(heads), _be_sure, times=t) for t in (PassTimes(), None)]
     tokens = torch.zeros(_CONTEXT, dtype=torch.int64, device=weight.device)
     states = weight.new_ones(_CONTEXT, weight.shape[1] * len(drafters[0].hidden_layers))
@@ -160,6 +160,6 @@ def head_cost(
 
 
 def _be_sure(scores: Tensor) -> Tensor:
-    """Logits of a guess without doubt, so that no level is too unlikely to go on from."""
+    """Make the logits of one guess certain, so that no level is too unlikely to continue."""
     scores[:, 0] = _SURE
     return scores

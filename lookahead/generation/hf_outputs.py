@@ -28,15 +28,15 @@ class TextStream(Iterator[str]):
     tokens may change (`lookahead.generation.text_pieces`).
 
     Attributes:
-        token_ids: The new tokens so far, an end-of-sequence token included.
-        finish_reason: Why the output ended, as in `GenerationResult`; None before.
+        token_ids: The new tokens so far, including an end-of-sequence token.
+        finish_reason: Why the output ended, as in `GenerationResult`; None until then.
     """
 
     def __init__(
         self,
         engine: Engine | PlainLoop,  # of one row
         tokenizer: PreTrainedTokenizerBase,
-        past: object = None,  # a cache that gets the new keys and values, unless the output is closed before its end
+        past: object = None,  # a cache that gets the new keys and values, unless the output is closed early
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -51,7 +51,7 @@ class TextStream(Iterator[str]):
         self._pieces.close()
 
     def serving(self) -> AbstractContextManager[None]:
-        """Keep the model in service for a whole block, for a loop over the pieces that will not pause."""
+        """Keep the model in service for a block, for a loop over the pieces without pauses."""
         return self._engine.serving()
 
     @property
@@ -61,7 +61,7 @@ class TextStream(Iterator[str]):
 
     @property
     def kept(self) -> RowCopy | None:
-        """What the engine's cache held at the end, if a cache was passed in."""
+        """The final content of the engine's cache, if a cache was passed in."""
         return getattr(self._engine, "kept", {}).get(0)
 
     def _run(self, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
@@ -82,7 +82,7 @@ class TextStream(Iterator[str]):
 def collect(
     engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None
 ) -> tuple[list[list[int]], list[FinishReason]]:
-    """Run an engine to its end; new tokens and reason of every row. A streamer gets them a column at a time."""
+    """Run an engine to its end and return the new tokens and reason of every row; a streamer gets columns."""
     outputs: list[list[int]] = [[] for _ in engine.stats]
     reasons: list[FinishReason] = ["length" for _ in engine.stats]
     running = set(range(len(outputs)))
@@ -101,7 +101,7 @@ def collect(
                     streamer.put(torch.tensor(column, device="cpu"))
                 shown = whole
     except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration):  # of a processor or criterion, passing through a generator
+        if isinstance(error.__cause__, StopIteration):  # raised by a processor or criterion inside a generator
             raise error.__cause__ from None
         raise
     if streamer is not None:
@@ -110,13 +110,13 @@ def collect(
 
 
 def scores_by_step(rows: Sequence[Sequence[Tensor]], pad: int) -> tuple[Tensor, ...]:
-    """The scores `[vocab]` of every token of each row, as `[batch, vocab]` a step.
+    """The scores `[vocab]` of every token of each row, as `[batch, vocab]` per step.
 
-    Behind the end of a row they are certain of the padding token, whose log-probability is 0: a sum over all steps is
-    that over the row's own tokens.
+    After the end of a row the padding token has log-probability 0, so a sum over all steps is the sum over the row's
+    tokens.
     """
     ended = torch.full_like(rows[0][0], -torch.inf)
-    ended[pad : pad + 1] = 0.0  # it may be outside of the vocabulary
+    ended[pad : pad + 1] = 0.0  # it may be outside the vocabulary
     steps = max(map(len, rows))
     return tuple(torch.stack([row[step] if step < len(row) else ended for row in rows]) for step in range(steps))
 
@@ -124,16 +124,16 @@ def scores_by_step(rows: Sequence[Sequence[Tensor]], pad: int) -> tuple[Tensor, 
 def copy_prefix_from(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64], *, drops: bool = False) -> None:
     """Copy the keys and values of a transformers cache, left-padded by int64 `[batch]`, into an empty tree cache.
 
-    `drops` takes those of each layer out of the cache as soon as they are copied, so that none but one are held twice.
+    `drops` removes each layer from `past` once it is copied, so at most one layer is held twice.
     """
     width = past.get_seq_length()
 
     def states(row: int, pad: int) -> Iterator[RowStates | None]:
         for layer in cast(Any, past.layers):
-            if getattr(layer, "keys", None) is None:  # it reads those of another layer
+            if getattr(layer, "keys", None) is None:  # it reads another layer's
                 yield None
                 continue
-            held = layer.keys.shape[2]  # a sliding window holds fewer than all
+            held = layer.keys.shape[2]  # fewer than `width` with a sliding window
             begin = max(0, pad - (width - held))
             yield layer.keys[row, :, begin:], layer.values[row, :, begin:]
             if drops and row == len(padding) - 1:
@@ -149,7 +149,7 @@ def copy_prefix_from(past: DynamicCache, cache: TreeCache, padding: NDArray[np.i
 def return_cache(engine: Engine | PlainLoop, past: object) -> None:
     """Append the new keys and values of a finished engine to the transformers cache that was passed in.
 
-    It then holds all tokens but the last of the longest row. The loop of transformers fills it by itself.
+    It then holds all tokens but the last of the longest row. transformers' loop fills its cache itself.
     """
     past = past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past
     if not (isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache)):
@@ -159,9 +159,9 @@ def return_cache(engine: Engine | PlainLoop, past: object) -> None:
 
 
 def append_states(past: DynamicCache | StaticCache, rows: Sequence[RowCopy], padding: Sequence[int]) -> None:
-    """Append keys and values of rows to a cache that holds their beginning, if any; its states are those of the rows.
+    """Append keys and values of rows to a cache that may hold their beginning, and replace its states.
 
-    It then holds as many tokens as the longest row, the `padding` before each counted; what is padded is zeros.
+    It then holds the tokens of the longest row including its `padding`; padding is zeros.
     """
     begin = int(past.get_seq_length())
     width = max(pad + next(iter(row.kv.values()))[0].shape[1] for pad, row in zip(padding, rows, strict=True))

@@ -1,4 +1,4 @@
-"""The plan of a request: what a call of `model.generate` is resolved to, and what serves it."""
+"""The plan of a request: the resolved call of `model.generate` and the way it is decoded."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ Loop = Engine | PlainLoop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
-    """What a call of `model.generate` is resolved to.
+    """A resolved call of `model.generate`.
 
     Attributes:
-        call: What transformers made of the arguments.
+        call: The call as resolved by transformers.
         config: How to draft.
         tokenizer: The model's tokenizer, for proposers that compare it with their own.
-        context: Tokens that the model may read of a row, which ends there; None for all.
-        memory: What `memory="request"` keeps between the calls of one request; None for one call.
+        context: Maximum tokens of a row, which ends there; None for no limit.
+        memory: The store of `memory="request"`, shared by the calls of one request; None for one call.
         lengths: int64 `[batch]`, tokens of the prompts without padding.
         stopping: Ends the rows.
-        shape: What is verified in one pass; "none" for the loop of transformers.
-        reading: Reads the prompts where they are more than tokens; None for tokens alone.
-        reason: Why that loop serves, to be told; empty where it is told by the shape alone.
-        is_refused: Whether it is an error to ask for drafts all the same, by a configuration that names proposers.
-        is_foreign: Whether layers of others' code compute a part of the model.
-        predictions: What the output of every prompt will largely be; empty for none.
-        generator: Draws the tokens of rows that are sampled; None for torch's own, whose draws are in the order of
-            calls, so that such rows are decoded by themselves.
+        shape: The shape of drafts in one pass; "none" for the loop of transformers.
+        reading: Reads prompts that are more than tokens; None for token ids.
+        reason: Why transformers decodes the call, for a warning; empty if there is nothing to report.
+        is_refused: Whether `reason` is an error, since the given configuration names proposers.
+        is_foreign: Whether third-party layers compute a part of the model.
+        predictions: The expected output of every prompt; empty for none.
+        generator: Draws the tokens of sampled rows; None for torch's global generator, whose draws depend on the order
+            of calls, so these rows are decoded alone.
     """
 
     call: ResolvedCall
@@ -98,7 +98,7 @@ class RequestPlan:
 
     @property
     def can_join(self) -> bool:
-        """Whether its prompt can be a row beside others. One that asks for a single token, and drafts nothing, can."""
+        """Whether its prompt can share a batch, as a request for a single token can, which drafts nothing."""
         if (self.is_sampled and self.generator is None) or self.reason or self.reading is not None:
             return False
         given = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
@@ -133,7 +133,7 @@ class RequestPlan:
         return rows
 
     def encoded(self) -> Encoded | None:
-        """What the encoder has read, with the cache that `generate` made if that can be cropped; None without one."""
+        """The encoded inputs, with the cache of `generate` if it can be cropped; None without an encoder."""
         model, options, inputs = self.call.model, self.call.model_kwargs, self.call.inputs_tensor
         if not model.config.is_encoder_decoder:
             return None
@@ -143,11 +143,11 @@ class RequestPlan:
         outputs = options["encoder_outputs"]
         tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
         if mask is not None and len(mask) != len(tokens):
-            mask = None  # Whisper leaves audios that ended in a mask that its decoder never sees
+            mask = None  # Whisper's mask, which its decoder never sees, includes audios that ended
         is_shared = reads_text(model) and vocabulary_size(model, encoder_of(model)) == decoder_vocabulary(model)
         if inputs is not None and inputs.ndim == 2 and is_shared:
-            inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # for several sampled outputs of each
-            # Where the outputs of the encoder are given without its inputs, `generate` fills these with -100.
+            inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # several sampled outputs of each
+            # If encoder outputs are given without inputs, `generate` fills the inputs with -100.
             seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()
             tokens = [ids[kept].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
         heard = None
@@ -156,10 +156,10 @@ class RequestPlan:
         return Encoded(outputs, mask, past, self.keeps_cache, tokens, heard)
 
     def begin(self) -> Loop:
-        """What decodes the request; a warning tells why transformers does.
+        """The loop that decodes the request; a warning says why if it is the loop of transformers.
 
         Raises:
-            UnsupportedModelError: Nothing can be drafted, and the call asks for that by its configuration.
+            UnsupportedModelError: Nothing can be drafted, though the given configuration asks for drafts.
         """
         call = self.call
         if call.generation_config.get_generation_mode() in BEAM_MODES:
@@ -199,7 +199,7 @@ class RequestPlan:
 
 
 def generator_for(model: PreTrainedModel, seed: int | None) -> torch.Generator:
-    """Random numbers of one row, those of `torch.manual_seed`; of any seed for None."""
+    """The random generator of one row, seeded as by `torch.manual_seed`; None means any seed."""
     generator = torch.Generator(input_device(model))
     generator.seed() if seed is None else generator.manual_seed(seed)
     return generator
@@ -212,17 +212,17 @@ def plan_request(
     context: int | None = None,
     memory: OutputStore | None = None,
 ) -> RequestPlan:
-    """Check a call of `model.generate`, and decide what serves it.
+    """Check a call of `model.generate` and decide how to decode it.
 
     Args:
-        call: What transformers made of the arguments.
+        call: The call as resolved by transformers.
         config: How to draft; the defaults when None.
         tokenizer: The model's tokenizer.
-        context: Tokens that the model may read of a row; None for all.
-        memory: As of `RequestPlan`.
+        context: Maximum tokens of a row; None for no limit.
+        memory: As in `RequestPlan`.
 
     Raises:
-        PromptError: A prompt has no tokens, or the model no positions for it.
+        PromptError: A prompt has no tokens, or is longer than the model's context.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     model, generation_config, options = call.model, call.generation_config, call.model_kwargs
@@ -240,8 +240,8 @@ def plan_request(
     validation.validate_call(model, generation_config, options)
     past = cache_in(options)
     held = getattr(past, "self_attention_cache", past)
-    # Transformers attends to the empty slots of a static cache under a mask, and without a cache, or with a prompt that
-    # is read in parts, it multiplies other numbers of rows together: the bits are not those of one token at a time.
+    # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
+    # have other row counts. Either way the bits differ from decoding one token at a time.
     if isinstance(held, StaticCache) or validation.reads_otherwise(generation_config):
         config = replace(config, exactness="fast")
     lengths = validation.prompt_lengths(model, call.input_ids, options)
@@ -274,7 +274,7 @@ def plan_request(
     if (others or found.behind_own) and generation_config.use_cache is False:
         reason = f"{', '.join(others) or 'its prompt'} is read anew for every token"
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
-        # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
+        # transformers continues a stopped row until all rows are stopped: its length depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if shape == "none" or reason:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
@@ -292,7 +292,7 @@ def plan_request(
 
 
 def _found(call: ResolvedCall, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool) -> support.Support:
-    """What the model of a call can verify, with the cache and the padding of the call."""
+    """The support of the model for drafts, given the cache and the padding of the call."""
     model, past, is_cached = call.model, cache_in(call.model_kwargs), call.generation_config.use_cache is not False
     is_padded, hears = bool(lengths.min() < call.input_ids.shape[1]), not reads_text(model)
     if hears and (hears := model.config.is_encoder_decoder):
@@ -329,12 +329,12 @@ def shape_of(
     rows: int = 1,
     is_padded: bool = False,
 ) -> tuple[Shape | Literal["none"], str]:
-    """What is verified in one pass, and why the model cannot verify what is asked for, or an empty string.
+    """The shape of drafts in one pass, and why the model cannot verify the configured drafts, or an empty string.
 
     Args:
         model: The model.
-        found: What it can verify.
-        config: What is asked for.
+        found: The model's support.
+        config: How to draft.
         rows: Prompts that are decoded together.
         is_padded: Whether their lengths differ.
     """
@@ -349,7 +349,7 @@ def shape_of(
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
         if (is_padded and not probes.heeds_padding(model)) or (rows > 1 and not calls_registered_attention(model)):
             shape, why = "chains", "the rows of such a batch keep one length"
-        # The nodes of a chain attend to the slots that they would see alone: fewer outputs differ by rounding.
+        # The nodes of a chain attend to the same slots as alone: fewer outputs differ by rounding.
         elif is_half and is_auto and (rows > 1 or is_padded or not self_check.keeps_solo_bits(model)):
             shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
     elif found.by_node and rows == 1 and not is_padded and is_auto and self_check.keeps_solo_bits(model):
@@ -368,9 +368,9 @@ def shape_of(
 
 
 def joins_alone(model: PreTrainedModel, config: LookaheadConfig) -> bool:
-    """Whether inputs of an encoder-decoder model are to join one at a time, each with the tokens that it has alone.
+    """Whether inputs of an encoder-decoder model join one at a time and keep the tokens of decoding alone.
 
-    On a GPU several inputs are read in little more time than one.
+    On a GPU, reading several inputs takes little more time than one.
     """
     shape, _ = shape_of(model, support.support_of(model, shortest=1, max_length=1), config)
     return shape == "trees" and calls_registered_attention(model) and input_device(model).type == "cpu"

@@ -28,14 +28,14 @@ from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, stateful_name
 
-_PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than another pass
-_PASSES = 8  # of a step in which no row ends: to put the model into service takes as long as a tenth of a pass
-_SIMILAR = 0.75  # length of an encoder's input relative to another one, with which it is padded to one length
+_PASS = {"cpu": 64, "cuda": 512}  # padding tokens that cost no more than another pass
+_PASSES = 8  # passes of a step in which no row ends; entering `serving` takes a tenth of a pass
+_SIMILAR = 0.75  # minimum ratio of the lengths of encoder inputs that are padded to one length
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and its options; its `row`, a `Row`, is None if it is decoded apart."""
+    """A prompt and its options; its `row`, a `Row`, is None if it is decoded outside the shared rows."""
 
     index: int
     ids: list[int]
@@ -49,13 +49,13 @@ class Completion:
     """The result of one prompt.
 
     Attributes:
-        index: The number of the prompt, counted from 0.
-        text: Its new text, special tokens left out.
-        token_ids: Its new tokens, an end-of-sequence token included.
-        stats: The counters of its decoding; seconds are wall time, shared with other rows.
-        error: Why there is no text, where the prompt could not be served; other prompts are not affected.
-        finish_reason: Why the output ended, `"stop"`, `"length"` or `"criteria"` as in `GenerationResult`; None where
-            there is an error.
+        index: The number of the prompt, from 0.
+        text: Its new text, without special tokens.
+        token_ids: Its new tokens, including an end-of-sequence token.
+        stats: Its counters; seconds are wall time, shared with other rows.
+        error: Why the prompt could not be served; None if it was. Other prompts are not affected.
+        finish_reason: Why the output ended, `"stop"`, `"length"` or `"criteria"` as in `GenerationResult`; None after
+            an error.
     """
 
     index: int
@@ -67,12 +67,11 @@ class Completion:
 
 
 class Scheduler:
-    """Decodes the prompts of a reader in `rows` rows; they may be added while others are being decoded.
+    """Decodes the prompts of a reader in `rows` rows; prompts may be added while others are decoded.
 
-    `rows`, `cache_tokens`, `prefix_bytes` and `seed` are those of `stream_many`; `on_prefill` may be set to that of
-    `generate`. A prompt is decoded apart from these rows where nothing else is exact: if tokens are sampled without a
-    seed, with a user's own
-    processors, criteria or sources of drafts, and with models that score no trees.
+    `rows`, `cache_tokens`, `prefix_bytes` and `seed` are as in `stream_many`; `on_prefill` may be set as in `generate`.
+    A prompt is decoded outside these rows where batching is not exact: with sampling without a seed, a user's own
+    processors, criteria or proposers, and with models that cannot score trees.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Scheduler:
             )
         has_encoder, kind = self._model.config.is_encoder_decoder, input_device(self._model).type
         own = reader.has_own or not all(isinstance(each, str) for each in config.proposers)
-        # A draw, a beam, stop strings, a limit of time or a prompt for the decoder belong to their call.
+        # Draws, beams, stop strings, time limits and decoder prompts belong to one call.
         self._shares_batches = (
             has_encoder
             and not (own or criteria or reader.option("do_sample") or reader.option("max_time"))
@@ -107,14 +106,14 @@ class Scheduler:
             and config.acceptance == "exact"
             and support_of(self._model, shortest=1, max_length=1).shape != "none"
         )
-        # A user's objects are made for the rows of one call.
+        # A user's objects belong to the rows of one call.
         self._is_apart = own or prefills_at_once(self._model)
-        # Where the model itself must read a prompt, its plan has read it.
+        # If the model itself must read a prompt, `RequestPlan` has already read it.
         found = support_of(self._model, shortest=1, max_length=1)
         self._is_apart |= not has_encoder and found.behind_own
         self._is_foreign = found.is_foreign
         if has_encoder and not (self._shares_batches and joins_alone(self._model, config)):
-            self._is_apart = True  # the encoder would read the prompt only to resolve options
+            self._is_apart = True  # `put` would run the encoder only to resolve options
         self.rows = rows_of(self._model) if rows is None else rows
         check_whole("rows", self.rows, 1, MAX_ROWS)
         self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
@@ -134,7 +133,7 @@ class Scheduler:
 
     @property
     def is_free(self) -> bool:
-        """Whether there is a row for another prompt."""
+        """Whether a row is free for another prompt."""
         return not self._failed and len(self._waiting) + len(self._running) < self.rows
 
     @property
@@ -144,11 +143,11 @@ class Scheduler:
 
     @property
     def written(self) -> list[int]:
-        """New tokens of every prompt that is being decoded in a row."""
+        """New tokens so far of every prompt in a row."""
         return [request.row.emitted for request in self._running.values() if request.row is not None]
 
     def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None, prediction: Any = None) -> None:
-        """Add a prompt as `generate` takes it; its `index` is unique among the prompts that are not done."""
+        """Add a prompt in a form of `generate`; its `index` is unique among unfinished prompts."""
         try:
             ids = self._reader.read(prompt, index)
             expected = self._reader.read_prediction(prediction, index)
@@ -159,7 +158,7 @@ class Scheduler:
         self._waiting.append(Request(index, ids, max_new_tokens, expected, row))
 
     def _row_of(self, index: int, plan: RequestPlan) -> Row | None:
-        """A row for a prompt, if it can be decoded beside others."""
+        """A row for a prompt; None if it cannot share a batch."""
         if self._seed is not None and plan.is_sampled:
             plan = replace(plan, generator=generator_for(self._model, self._seed_of(index)))
         validate_call(plan.call.model, plan.call.generation_config, plan.call.model_kwargs)
@@ -178,7 +177,7 @@ class Scheduler:
         return seed if seed < 1 << 64 else seed - (1 << 64)
 
     def step(self) -> list[Completion]:
-        """Admit the prompts that fit; if there are none, advance the rows until one ends, or by a few passes."""
+        """Admit the prompts that fit; if none does, advance the rows until one ends, at most `_PASSES` passes."""
         if self._failed:
             failed, self._failed = self._failed, []
             return failed
@@ -210,7 +209,7 @@ class Scheduler:
         return [self._completion(last.row, last, row.stats, row) for last, row in ended]
 
     def _admit(self, engine: Engine, rows: Sequence[Row]) -> list[StepOutput]:
-        """Let rows join; a prompt that begins as an earlier text reads only the rest, if such texts are kept."""
+        """Admit rows; if earlier texts are kept, a prompt that starts with one of them reads only the rest."""
         if not self._prefix_bytes:
             return engine.admit(rows)
         (row,), store = rows, prefixes_of(self._model, self._prefix_bytes)
@@ -225,7 +224,7 @@ class Scheduler:
         return engine.admit(rows, read=read)
 
     def _completion(self, index: int, last: StepOutput, stats: DecodingStats, row: Row | None) -> Completion:
-        """The result of a prompt that ended with a step; without a row that step gave all its tokens."""
+        """The result of a prompt that ended with a step; without a row, this step holds all its tokens."""
         del self._running[index]
         if last.error is not None:
             return Completion(index, stats=stats, error=last.error)
@@ -234,7 +233,7 @@ class Scheduler:
         return Completion(index, text, ids, stats, finish_reason=last.finish_reason)
 
     def _alike(self) -> list[Request]:
-        """Take the first waiting prompt, which has no row, and those of about its length that may share its batch."""
+        """Take the first waiting prompt, which has no row, and prompts of similar length that may share its batch."""
         first = self._waiting[0]
         most = int(self._cache_tokens * _SIMILAR / len(first.ids)) if self._shares_batches else 1
 
@@ -247,7 +246,7 @@ class Scheduler:
         return group
 
     def _decode_group(self, group: Sequence[Request]) -> Iterator[list[Completion]]:
-        """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
+        """Decode prompts as a batch; if one fails, the unfinished ones are decoded again, each alone."""
         self._running |= {request.index: request for request in group}
         try:
             if self._seed is not None:
@@ -256,7 +255,7 @@ class Scheduler:
             engine = self._reader.plan(ids, group[0].max_new_tokens, predictions).begin()
             engine.report_prefill(self.on_prefill)
             rows = engine.batch if isinstance(engine, Engine) else [None] * len(group)
-            for step_outputs in engine.run():  # of which later rows are further sequences of a prompt
+            for step_outputs in engine.run():  # later rows are further sequences of a prompt
                 ended = [(each, each.row) for each in step_outputs if each.finished and each.row < len(group)]
                 yield [self._completion(group[i].index, last, engine.stats[i], rows[i]) for last, i in ended]
         except (PromptError, LogitsError) as error:
@@ -270,7 +269,7 @@ class Scheduler:
                 self._running.pop(request.index, None)
 
     def _joining(self) -> list[Row]:
-        """Take the next prompts, in order, that there are free rows and slots for."""
+        """Take the next prompts in order while rows and slots are free."""
         joining: list[Row] = []
         needs = list(map(self._tokens_of, self._running.values()))
         while self._waiting and len(needs) < self.rows:
@@ -289,11 +288,11 @@ class Scheduler:
         return int(request.row.stopping.max_length) + self._config.node_budget + 1
 
     def _tokens_of(self, request: Request) -> int:
-        """Tokens whose keys and values a request may need, those of an encoder's input included."""
+        """Tokens whose keys and values a request may need, including an encoder's input."""
         return self._slots_of(request) + (len(request.ids) if self._model.config.is_encoder_decoder else 0)
 
     def _make_room(self, first: Row, longest: int) -> None:
-        """Grow the cache for those that run, of at most `longest` tokens."""
+        """Grow the cache for the running requests, each of at most `longest` tokens."""
         if self._engine is None:
             model, config, tokenizer = self._model, self._config, self._tokenizer
             self._engine = assemble(
@@ -311,7 +310,7 @@ class Scheduler:
         make_room(self._engine.cache, needs, self._cache_tokens, self.rows, longest)
 
     def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Group rows whose prompts are read in one pass: those of similar length, so that little padding is read."""
+        """Group rows of similar prompt length, which are read in one pass with little padding."""
         if self._prefix_bytes or (self._engine is not None and self._engine.reads_alone):
             return [[row] for row in rows]
         passes: list[list[Row]] = []
