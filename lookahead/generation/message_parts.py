@@ -13,7 +13,7 @@ from lookahead.errors import PromptError
 def text_messages(
     messages: Sequence[Any], index: int, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> Sequence[Any]:
-    """Messages with the text of their parts in place of the parts, unless the chat template reads parts alone.
+    """Messages with text in place of their parts, unless the chat template reads only parts.
 
     Args:
         messages: Chat messages, whose content may be `[{"type": "text", "text": ...}, ...]`.
@@ -22,7 +22,7 @@ def text_messages(
         template_kwargs: Further arguments of its chat template.
 
     Raises:
-        PromptError: A part is no text.
+        PromptError: A part is not text.
     """
     contents = [each.get("content") if isinstance(each, Mapping) else None for each in messages]
     texts = [
@@ -36,9 +36,9 @@ def text_messages(
     joined = [each if text is None else {**each, "content": text} for each, text in zip(messages, texts, strict=True)]
     try:
         shown = str(tokenizer.apply_chat_template(joined, tokenize=False, **template_kwargs))
-    except Exception:  # a template may raise anything, and will again where it takes no parts either
+    except Exception:  # a template may raise anything, and raises again if it does not take parts
         return messages
-    # A template that reads parts walks over the characters of a text, and shows none.
+    # A template that reads parts iterates over the characters of a text and outputs none.
     return joined if all(text.strip() in shown for text in texts if text is not None) else messages
 
 

@@ -1,4 +1,4 @@
-"""Which path serves the prompts of a model, and why not a faster one."""
+"""Reports the path that serves the prompts of a model, and why a faster one does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lookahead.hf.facts import validate_model
 
 
 def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None) -> BackendReport:
-    """Which path serves a prompt of a model, and why not a faster one.
+    """Report the path that serves a prompt of a model, and why a faster one does not.
 
     The first call for a model probes it, as its first `generate` does.
 

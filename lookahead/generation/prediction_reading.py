@@ -1,4 +1,4 @@
-"""Predictions: what outputs will largely be, as token ids."""
+"""Predictions, the expected outputs, as token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Prediction: TypeAlias = "str | Sequence[int] | Tensor | NDArray[np.integer[Any]]
 """Text, or token ids `[tokens]`."""
 
 Predictions: TypeAlias = "Prediction | Sequence[Prediction] | Sequence[Prediction | Sequence[Prediction] | None] | None"
-"""Of one prompt: one or several. Of several prompts: an entry for each, None for none."""
+"""For one prompt: one prediction or several. For several prompts: an entry for each, None for none."""
 
 
 def read_predictions(
@@ -27,10 +27,10 @@ def read_predictions(
     """The token ids of the predictions of every prompt, int32 `[tokens]` each; empty ones are left out.
 
     Args:
-        model: The model that will write the outputs.
-        tokenizer: Encodes text, without special tokens, as the model writes it; None if all are token ids.
+        model: The model that generates.
+        tokenizer: Encodes text without special tokens; None if all predictions are token ids.
         given: `Predictions`.
-        prompts: How many prompts there are.
+        prompts: Number of prompts.
 
     Raises:
         PromptError: There is not one entry for each prompt, or an entry is neither text nor token ids.
@@ -68,7 +68,7 @@ def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, give
             given.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"{name} must be text, got half of a surrogate pair as character {error.start}") from None
-        # The outputs of a translator may have a vocabulary of their own. Tokenizers of causal models know no target.
+        # The outputs of a translation model may have their own vocabulary. Tokenizers of causal models have no target.
         name_of_text = "text_target" if model.config.is_encoder_decoder else "text"
         given = tokenizer(**{name_of_text: given}, add_special_tokens=False, verbose=False)["input_ids"]
     if isinstance(given, Tensor):
@@ -93,6 +93,6 @@ def _is_id(value: object) -> bool:
 
 
 def _got(value: object) -> str:
-    """The type of a value, and of its first element where it is a list."""
+    """The type of a value, and of its first element if it is a list."""
     kind = type(value).__name__
     return f"{kind} of {type(value[0]).__name__}" if isinstance(value, list | tuple) and value else kind

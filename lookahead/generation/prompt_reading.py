@@ -1,9 +1,9 @@
-"""Prompts with further inputs, such as images or sound: the model reads them itself, and drafts follow behind.
+"""Prompts with further inputs, such as images or audio: the model reads them itself, and drafts follow.
 
-`model.generate` gives such inputs to the first pass alone; all later ones take tokens, a cache and positions. So the
-first pass is the model's own, and what its later passes take is asked of the model and not known of any architecture:
-it prepares the inputs of the next two tokens. What it would take besides those must change nothing, positions must
-grow by one a token, and at the first call for a model passes of ours are compared with its own.
+`model.generate` gives these inputs only to the first pass; all later passes take tokens, a cache and positions. So the
+model runs the first pass, and nothing about later passes is assumed for an architecture: the model prepares the inputs
+of the next two tokens. Any other input among them must change nothing, positions must grow by one per token, and the
+first call for a model compares passes of a backend with the model's own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lookahead.hf.model_inputs import ModelInputs
 from lookahead.hf.model_state import outside_passes, state_of
 
 _OF_STEP = SERVED | {"input_ids"}
-# Tokens that a configuration names for a text; others stand for what is no text.
+# Names of text tokens in a configuration; the other token ids there are placeholders.
 _OF_TEXT = frozenset(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"))
 
 
 class _Prompt(NamedTuple):
-    """A prompt as the model has read it."""
+    """A prompt that the model has read."""
 
     past: DynamicCache
     logits: Tensor  # `[batch, 1, vocab]`
@@ -53,7 +53,7 @@ class PromptReading:
     Args:
         call: The call.
         lengths: int64 `[batch]`, tokens of the prompts without padding.
-        keeps_cache: Whether the cache of the call is to hold them too.
+        keeps_cache: Whether the cache of the call must hold the prompts too.
     """
 
     def __init__(self, call: ResolvedCall, lengths: NDArray[np.int64], *, keeps_cache: bool) -> None:
@@ -64,7 +64,7 @@ class PromptReading:
 
     @cached_property
     def _prompt(self) -> _Prompt:
-        """The cache of the prompts, and the logits behind them."""
+        """The cache of the prompts and the logits after them."""
         started, call, past = time.perf_counter(), self._call, self._given
         if past is None:
             past = DynamicCache(config=self._model.config.get_text_config(decoder=True))
@@ -76,9 +76,9 @@ class PromptReading:
         return _Prompt(past, logits)
 
     def fill(self, cache: TreeCache, *, drops: bool) -> Tensor:
-        """Copy the prompts into an empty cache; the logits behind them, `[batch, 1, vocab]`.
+        """Copy the prompts into an empty cache; returns the logits after them, `[batch, 1, vocab]`.
 
-        With `drops` they are given up as they are copied, unless the caller of `model.generate` gets their cache.
+        `drops` frees the prompts' cache while copying, unless the caller of `model.generate` gets it.
         """
         past, logits = self._prompt
         padding = self._call.input_ids.shape[1] - self._lengths
@@ -87,47 +87,47 @@ class PromptReading:
 
     @cached_property
     def _steps(self) -> list[dict[str, Any]]:
-        """What the model takes for the two tokens behind the prompts, if both are likely."""
+        """The model's inputs for one and for two tokens after the prompts, each the most likely one."""
         past, logits = self._prompt
         token = logits[:, -1].argmax(-1, keepdim=True).to(self._call.input_ids)
         return [inputs_of_step(self._call, past, token.repeat(1, n)) for n in (1, 2)]
 
     @cached_property
     def positions(self) -> Tensor | None:
-        """Those of the next tokens, int64 `[batch]`, or `[components, batch]`; None if the model takes none."""
+        """Positions of the next tokens, int64 `[batch]` or `[components, batch]`; None if the model takes none."""
         positions: Tensor | None = self._steps[0].get("position_ids")
         return None if positions is None else positions[..., 0].expand(*positions.shape[:-2], len(self._lengths))
 
     def unsupported_reason(self, shape: Shape, ropes: Sequence[tuple[str, int]], new: int) -> str:
-        """Read the prompts, unless it is known already that drafts cannot follow; why they cannot, or an empty string.
+        """Read the prompts and return why drafts cannot follow, or an empty string; skips reading if that is known.
 
-        The first call for a model and inputs of these names compares passes of ours with its own.
+        The first call for a model and these input names compares passes of a backend with the model's own.
 
         Args:
-            shape: What is to be verified.
-            ropes: Embeddings of positions that change beyond some length: kind, limit.
+            shape: The shape of drafts in one pass.
+            ropes: Position embeddings that change beyond a length: kind, limit.
             new: Tokens that may follow.
         """
         names = ", ".join(sorted(name for name, each in self._call.model_kwargs.items() if each is not None))
         name = f"{shape} behind {names}, a batch: {len(self._lengths) > 1}, padded: {bool(np.ptp(self._lengths))}"
         try:
             held = deepcopy(self._given.layers) if self._given is not None else []
-        except RuntimeError:  # torch copies no tensor that gradients go through
+        except RuntimeError:  # torch does not copy tensors that are part of a graph
             return "its cache keeps what gradients are computed of"
         try:
             reason = state_of(self._model).probed(name, self._model, partial(self._find_difference, shape))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason = "there was too little memory to compare its passes with ours"  # the next call tries again
+            reason = "there was too little memory to compare its passes with ours"  # the next call retries
         _ = self._prompt if not reason else None
         reason = reason or self._unlike_text() or self._outgrown(ropes, new)
         if reason and self._given is not None:
-            self._given.layers = held  # transformers is to read the prompts
+            self._given.layers = held  # transformers reads the prompts again
         return reason
 
     def _unlike_text(self) -> str:
-        """Why the prompts cannot be gone on from as from text, or an empty string."""
+        """Why the prompts cannot be continued like text, or an empty string."""
         layers: Any = self._prompt.past.layers
         width = self._call.input_ids.shape[1]
         if any(getattr(layer, "keys", None) is not None and layer.get_seq_length() != width for layer in layers):
@@ -140,7 +140,7 @@ class PromptReading:
         return "the components of its positions differ" if first.ndim > 2 and (first[-3:] != first[-1]).any() else ""
 
     def _outgrown(self, ropes: Sequence[tuple[str, int]], new: int) -> str:
-        """Which limit the positions of the next tokens may reach, or an empty string."""
+        """The limit that positions of the next tokens may exceed, or an empty string."""
         if self.positions is None:
             return ""
         lowest, highest = int(self.positions.min()), int(self.positions.max()) + new
@@ -151,25 +151,25 @@ class PromptReading:
         return f"they may need positions beyond its {most}" if most is not None and highest > most else ""
 
     def _find_difference(self, shape: Shape) -> str:
-        _ = self._prompt  # an error of the model here is one of the inputs
+        _ = self._prompt  # an error of the model here is caused by the inputs
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return self._unlike_text() or self._difference(shape)
-        except Exception as error:  # a model may raise anything behind inputs that are not its own
+        except Exception as error:  # a model may raise anything for foreign inputs
             if is_out_of_memory(error):
                 raise
             state_of(self._model).note_problem(f"{type(self._model).__name__} drafts nothing", with_place(error))
             return "its passes behind them fail"
 
     def _difference(self, shape: Shape) -> str:
-        """How the model's passes over one token differ from those of ours, or an empty string."""
+        """How the model's passes over one token differ from the backend's, or an empty string."""
         for name, each in self._steps[0].items():
             if name not in _OF_STEP and each is not None and self._reads(name):
                 return f"the model input {name!r} is of later tokens too"
         return "" if self._agrees(shape) else "its passes behind them are other than ours"
 
     def _own_logits(self, inputs: Mapping[str, Any], past: Any) -> Tensor:
-        """The logits of a pass of the model's own over one token, `[batch, vocab]`; the cache grows."""
+        """The logits of the model's own pass over one token, `[batch, vocab]`; the cache grows."""
         model: Any = self._model
         logits: Tensor = model(**{**inputs, CACHE: past, "return_dict": True}).logits
         return logits[:, -1]
@@ -185,7 +185,7 @@ class PromptReading:
         return not all(torch.equal(self._own_logits(each, deepcopy(past)), expected) for each in others)
 
     def _agrees(self, shape: Shape) -> bool:
-        """Whether two nodes of a tree of ours have the logits of the model's own passes over one token each."""
+        """Whether two nodes of a tree have the logits of the model's own passes over one token each."""
         model, past = self._model, deepcopy(self._prompt.past)
         roots = self._prompt.logits[:, -1].argmax(-1, keepdim=True).to(self._call.input_ids)
         own = [self._own_logits(inputs_of_step(self._call, past, roots), past)]
@@ -199,7 +199,7 @@ class PromptReading:
         make_inputs = partial(PromptInputs, reading=self, drops=False)
         backend = backend_for(model, rows=rows, capacity=capacity, shape=shape, packs=False, make_inputs=make_inputs)
         with backend.serving():
-            backend.read([np.zeros(n, np.int32) for n in self._lengths])  # the model itself has read them
+            backend.read([np.zeros(n, np.int32) for n in self._lengths])  # the model has read them
             for row in range(rows):
                 backend.commit(row, np.zeros(1, np.int32))
             logits = backend.score(trees)
@@ -210,7 +210,7 @@ class PromptReading:
 
 
 def placeholders_of(model: PreTrainedModel, input_ids: Tensor) -> list[int]:
-    """The tokens that stand for other than text: named by the configuration, such as `image_token_id`, or unknown."""
+    """Placeholder tokens of other inputs: named in the configuration, as `image_token_id`, or out of vocabulary."""
     config, vocabulary = model.config, decoder_vocabulary(model)
     unknown: list[int] = input_ids[(input_ids < 0) | (input_ids >= vocabulary)].unique().tolist()
     text_config = config.get_text_config(decoder=True)
@@ -224,19 +224,19 @@ def placeholders_of(model: PreTrainedModel, input_ids: Tensor) -> list[int]:
 
 
 class PromptInputs(ModelInputs):
-    """The inputs of a model behind prompts that it has read itself.
+    """The inputs of a model after prompts that it has read itself.
 
     Args:
         model: The model.
         cache: The cache of its passes.
         reading: The prompts.
-        drops: Whether nothing else reads them.
+        drops: Whether the prompts' cache may be freed.
     """
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache, reading: PromptReading, *, drops: bool = True) -> None:
         super().__init__(model, cache)
         self._reading, self._drops = reading, drops
-        self._components: Tensor | None = None  # int64 `[components, rows, 1]`, less the last of them
+        self._components: Tensor | None = None  # int64 `[components, rows, 1]`, relative to the last component
 
     def read(self) -> Tensor:
         """As for `ModelInputs`."""

@@ -40,19 +40,19 @@ Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
 
 Truncation: TypeAlias = Literal["left", "right"]
 _KINDS = "a string, chat messages or token ids"
-# What a mapping may hold besides the tokens that an output goes on from.
+# Entries of a mapping that are not further inputs of the model.
 _APART = frozenset(("input_ids", "attention_mask", "labels"))
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer renders chats; one with named templates alone does not."""
+    """Whether a tokenizer renders chats; one without a default template does not."""
     template: Any = tokenizer.chat_template
     return bool(template) and (isinstance(template, str) or "default" in template)
 
 
 def _are_usual(positions: Any, mask: Any) -> bool:
-    """Whether positions, `[..., tokens]`, count the tokens that a mask of that shape leaves, from 0 on."""
+    """Whether positions `[..., tokens]` count the unmasked tokens from 0; the mask has the same shape."""
     seen = np.ones(positions.shape, bool) if mask is None else np.asarray(mask, bool)
     return bool((np.asarray(positions) == seen.cumsum(-1) - 1)[seen].all())
 
@@ -63,7 +63,7 @@ def is_chat(prompt: object) -> bool:
 
 
 def as_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> str | list[Message]:
-    """A text as a user's message where the tokenizer has a chat template, else as it is."""
+    """A text as a user message if the tokenizer has a chat template, else unchanged."""
     if has_chat_template(tokenizer):
         messages: list[Message] = [{"role": "user", "content": text}]
         return messages if system is None else [{"role": "system", "content": system}, *messages]
@@ -73,13 +73,13 @@ def as_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = 
 
 
 def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token to pad with; masks hide it, so any will do."""
+    """The token to pad with; any works, since it is masked."""
     pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     return pad
 
 
 def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -> tuple[Tensor, Tensor]:
-    """Prompts, int64 `[batch, tokens]`, and their mask; a decoder's are padded left, an encoder's on the right."""
+    """Prompts, int64 `[batch, tokens]`, and their mask, padded on the left for decoders, on the right for encoders."""
     ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
     fill = partial(pad_sequence, batch_first=True, padding_side="right" if on_the_right else "left")
     return fill(ids, padding_value=pad), fill([torch.ones_like(each) for each in ids])
@@ -88,9 +88,9 @@ def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -
 class PromptReader:
     """Reads the prompts of a call and plans their decoding, with the arguments of `lookahead.generate`.
 
-    A prompt has at most `limit` tokens, and `room` if it leaves room for its output; None for no limit. Of the options
-    of `model.generate`, `has_own` tells whether they hold processors or criteria of a user's own. `further` are the
-    inputs of the model that came with the tokens, such as images; those `[batch, tokens]` are lists without padding.
+    A prompt has at most `limit` tokens, or `room` to leave space for its output; None for no limit. `has_own` is
+    whether the options of `model.generate` hold a user's own processors or criteria. `further` are inputs of the model
+    that came with the tokens, such as images; inputs `[batch, tokens]` are lists without padding.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class PromptReader:
     def plan(
         self, encoded: Sequence[list[int]], max_new_tokens: int | None = None, predictions: Any = None
     ) -> RequestPlan:
-        """Pad prompts, and plan their request; `model.generate` resolves its options.
+        """Pad prompts and plan their request; `model.generate` resolves its options.
 
-        They ask for no more new tokens than there is room for behind the shortest prompt.
+        New tokens are limited to the room after the shortest prompt.
 
         Args:
             encoded: Token ids of the prompts.
-            max_new_tokens: Takes the place of the option of that name; None for the option.
-            predictions: What their outputs will largely be, `lookahead.generation.prediction_reading.Predictions`.
+            max_new_tokens: Replaces the option of that name; None keeps the option.
+            predictions: The expected outputs, `lookahead.generation.prediction_reading.Predictions`.
         """
         given = self.model, self.tokenizer, predictions, len(encoded)
         expected = () if predictions is None else read_predictions(*given)
@@ -174,11 +174,11 @@ class PromptReader:
         return replace(plan_request(call, self.config, self.tokenizer, context), predictions=expected)
 
     def read_prediction(self, given: Any, index: int) -> tuple[IntArray, ...]:
-        """What the output of one prompt will largely be, as token ids; `index` is the number of the prompt."""
+        """The expected output of one prompt as token ids; `index` is the number of the prompt."""
         return read_prediction(self.model, self.tokenizer, given, f"prediction {index}")
 
     def separate(self, prompts: object) -> Iterable[Any]:
-        """One prompt or several, each of them to be read; several may come from a stream."""
+        """Split the argument into prompts for `read`; several may come from a stream."""
         if isinstance(prompts, str) or is_chat(prompts) or _are_ids(prompts):
             return [prompts]
         if isinstance(prompts, Tensor | np.ndarray):
@@ -195,7 +195,7 @@ class PromptReader:
         return prompts
 
     def _further_of(self, given: Mapping[str, Any], mask: Any) -> dict[str, Any]:
-        """What a mapping holds for the model besides tokens and their mask."""
+        """Inputs of the model in a mapping other than tokens and their mask."""
         if self.model.config.is_encoder_decoder:
             return {}
         taken, shape = inputs_of(self.model), np.shape(given["input_ids"])
@@ -211,7 +211,7 @@ class PromptReader:
             if is_place and not is_of_tokens:
                 raise PromptError(f"position_ids must have the shape of input_ids, {shape}, got {tuple(array.shape)}")
             is_usual = _are_usual(array, mask) if is_place else is_of_tokens and not array.any()
-            if is_usual:  # so that all tokens are of the usual type, or follow each other
+            if is_usual:  # the default token types or positions
                 continue
             further[name] = self._rows(value, mask) if is_of_tokens else torch.as_tensor(array)
         if further and mask is None and len(shape) > 1 and shape[0] > 1:
@@ -221,7 +221,7 @@ class PromptReader:
         return further
 
     def _padded_further(self, device: torch.device) -> dict[str, Tensor]:
-        """The further inputs, those of every token padded as the tokens are."""
+        """The further inputs; per-token inputs are padded like the tokens."""
         given = {
             name: pad_prompts(each, 0, on_the_right=False)[0] if isinstance(each, list) else each
             for name, each in self.further.items()
@@ -229,10 +229,10 @@ class PromptReader:
         return {name: each.to(device) for name, each in given.items()}
 
     def _rows(self, ids: Any, mask: Any) -> list[list[int]]:
-        """Ids `[tokens]` or `[batch, tokens]` without what a mask of that shape hides."""
+        """Ids `[tokens]` or `[batch, tokens]` without the masked ones; the mask has the same shape."""
         rows, pad = _nested(ids), self.tokenizer.pad_token_id
         if mask is not None:
-            # Booleans and floats mask as whole numbers do.
+            # Masks may be booleans or floats.
             hidden = _nested((mask != 0) * 1 if isinstance(mask, Tensor | np.ndarray) else mask)
             if [len(row) for row in hidden] != [len(row) for row in rows]:
                 raise PromptError("attention_mask must have the shape of input_ids")
@@ -240,11 +240,11 @@ class PromptReader:
         if len(rows) < 2 or pad is None or pad == self.tokenizer.eos_token_id:
             return rows
         kept = [[i for i, token in enumerate(row) if token != pad] for row in rows]
-        # As `model.generate` takes it where there is no mask.
+        # As `model.generate` does without a mask.
         return [row[at[0] : at[-1] + 1] if at else [] for row, at in zip(rows, kept, strict=True)]
 
     def read(self, prompt: Any, index: int) -> list[int]:
-        """The token ids of one prompt, text, chat messages or ids; `index` is its number, for error messages."""
+        """The token ids of one prompt: text, chat messages or ids. `index` is its number, for error messages."""
         if is_chat(prompt):
             prompt = text_messages(prompt, index, self.tokenizer, self._chat_kwargs)
         if isinstance(prompt, str):
@@ -255,7 +255,7 @@ class PromptReader:
         if not ids:
             shown = f": {prompt!r}" if isinstance(prompt, str) else ""
             raise PromptError(f"prompt {index} has no tokens{shown}; a prompt needs at least one")
-        if not self.further:  # which may stand for tokens outside of the vocabulary
+        if not self.further:  # their placeholders may be outside the vocabulary
             validation.check_token_ids(np.array(ids), index, self._vocabulary)
         if self._truncate is not None and self.room is not None and len(ids) > self.room:
             return self._shorten_chat(prompt, index) if is_chat(prompt) else self._shorten(prompt, ids)
@@ -282,7 +282,7 @@ class PromptReader:
         return [int(token) for token in rows[0]]
 
     def render(self, messages: Sequence[Message], index: int = 0) -> list[int]:
-        """The token ids of chat messages by the tokenizer's template. An assistant's message at the end goes on."""
+        """The token ids of chat messages by the tokenizer's template. A final assistant message is continued."""
         if not has_chat_template(self.tokenizer) and "chat_template" not in self._chat_kwargs:
             raise PromptError(
                 f"prompt {index} is chat messages, and the tokenizer has no chat template; pass a string, or set "
@@ -312,7 +312,7 @@ class PromptReader:
         return ids
 
     def fit_chat(self, messages: Sequence[Message], index: int = 0) -> list[Message]:
-        """Messages without the oldest turns that there is no room for; system messages and the last one stay."""
+        """Drop the oldest turns until the messages fit; system messages and the last message stay."""
         kept = list(messages)
         while self.room is not None and len(self.render(kept, index)) > self.room:
             turn = next((i for i, message in enumerate(kept[:-1]) if message["role"] != "system"), None)
@@ -324,7 +324,7 @@ class PromptReader:
         return kept
 
     def _shorten_chat(self, messages: Sequence[Message], index: int) -> list[int]:
-        """Leave out the oldest turns of a chat, then the beginning or the end of its last message."""
+        """Drop the oldest turns of a chat, then the beginning or the end of its last message."""
         assert self.room is not None
         *before, last = self.fit_chat(messages, index)
         content = last.get("content")
@@ -343,7 +343,7 @@ class PromptReader:
         return ids
 
     def _shorten(self, prompt: object, ids: list[int]) -> list[int]:
-        """Leave out the beginning or the end of a prompt, special tokens around a text excepted."""
+        """Cut the beginning or the end of a prompt, but keep special tokens around a text."""
         assert self.room is not None
         bare = self._encode(prompt, special=False) if isinstance(prompt, str) else ids
         begin = next((i for i in range(len(ids) - len(bare) + 1) if ids[i : i + len(bare)] == bare), None)
@@ -354,7 +354,7 @@ class PromptReader:
         return [*ids[:begin], *self._cut(bare, room), *ids[end:]][: self.room]
 
     def _cut(self, ids: list[int], keep: int) -> list[int]:
-        """The last or the first ids, as `truncate` says."""
+        """The last or the first ids, depending on `truncate`."""
         return ids[len(ids) - keep :] if self._truncate == "left" else ids[:keep]
 
 
@@ -390,7 +390,7 @@ def _nested(values: Any) -> list[list[int]]:
 
 
 def _got(value: object) -> str:
-    """What was passed instead of a prompt, and how to make one of it."""
+    """The type of a value that is not a prompt, and how to make it one."""
     if value is None:
         return "None"
     hint = "; decode it first" if isinstance(value, bytes) else "; read the file" if isinstance(value, PathLike) else ""

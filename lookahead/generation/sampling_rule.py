@@ -1,4 +1,4 @@
-"""The numbers among the options of a call, and the rule by which they say that tokens are sampled."""
+"""Checks of numeric options, and the rule that decides whether tokens are sampled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from lookahead.config import check_whole
 from lookahead.errors import ConfigError
 
-# The least value of options that are whole numbers, and the range of those that are any number.
+# The minimum of integer options, and the maximum of float options.
 _WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0, "num_beams": 1}
 _NUMBERS = {"temperature": inf, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0, "repetition_penalty": inf}
-_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # options that have no meaning but for draws
+_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # options that only affect sampling
 
 
 def checked_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are given, for None stands for the default; ConfigError if a number is out of its range."""
+    """The options that are not None; ConfigError if a number is out of its range."""
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name in _WHOLE:
@@ -31,9 +31,9 @@ def checked_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_sampling(generation_config: object, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `model.generate` that say whether tokens are sampled, where `do_sample` does not.
+    """Options of `model.generate` with `do_sample` set if it is not given.
 
-    They are if a temperature, `top_p`, `top_k` or `min_p` is given. A temperature of 0 takes the likeliest tokens.
+    Tokens are sampled if a temperature, `top_p`, `top_k` or `min_p` is given. A temperature of 0 is greedy.
     """
     given = checked_numbers(options)
     # With `penalty_alpha` `top_k` is an option of contrastive search.

@@ -17,7 +17,7 @@ Messages: TypeAlias = "list[Mapping[str, Any]]"
 
 
 def read_session(file: str | os.PathLike[str]) -> Messages:
-    """The messages of a session; SessionError if the file is none, or cannot be read."""
+    """The messages of a session; SessionError if the file holds none, or cannot be read."""
     path = _path_of(file)
     with _one_error(path):
         messages = read_json(path)
@@ -30,7 +30,7 @@ def read_session(file: str | os.PathLike[str]) -> Messages:
 
 
 class SessionFile:
-    """A session that is read once, and written as a whole, under its lock, after every change.
+    """A session that is read once and written as a whole, under its lock, after every change.
 
     Args:
         file: The path; `~` is the home folder.
@@ -39,17 +39,17 @@ class SessionFile:
     def __init__(self, file: str | os.PathLike[str]) -> None:
         self.path = _path_of(file)
         self._is_followed = False
-        self._seen: Messages | None = None  # what it held when it was last read or written
+        self._seen: Messages | None = None  # content when last read or written
 
     def read(self) -> Messages | None:
-        """The messages; None if there is no file yet. `write` then refuses to replace what another process wrote."""
-        with _one_error(self.path), locked(self.path):  # which fails where the file could not be written either
+        """The messages; None if there is no file yet. `write` then refuses to overwrite other processes' changes."""
+        with _one_error(self.path), locked(self.path):  # the lock fails early if the file cannot be written
             self._seen = self._messages()
         self._is_followed = True
         return self._seen
 
     def write(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Write the messages; SessionError, and the file stays as it is, if it is no session or was changed."""
+        """Write the messages; SessionError, with the file untouched, if it is not a session or was changed."""
         with _one_error(self.path), locked(self.path):
             held = self._messages()
             if self._is_followed and held != self._seen:
@@ -62,7 +62,7 @@ class SessionFile:
 
 
 def _path_of(file: str | os.PathLike[str]) -> Path:
-    return Path(os.path.expanduser(file))  # that of pathlib raises for a user who does not exist
+    return Path(os.path.expanduser(file))  # pathlib's raises for an unknown user
 
 
 def _is_message(message: Any) -> bool:
@@ -73,7 +73,7 @@ def _is_message(message: Any) -> bool:
 
 @contextmanager
 def _one_error(path: Path) -> Iterator[None]:
-    """A SessionError for what the file system and the parser raise."""
+    """Turn errors of the file system and the parser into SessionError."""
     try:
         yield
     except SessionError:

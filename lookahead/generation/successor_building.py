@@ -1,4 +1,4 @@
-"""Memory files of a model: written back after decoding, and made of texts or of the vocabulary by prefill alone."""
+"""Memory files of a model: saved after decoding, or built from texts or the vocabulary by prefill alone."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from lookahead.proposers.pool_files import TokenSource, changing, pool_errors
 from lookahead.proposers.store_files import EMPTY, header_of, merge_into, open_store_file
 from lookahead.verification.exact import read_scores
 
-_PASS_TOKENS = 512  # of a pass over a text; each begins without what came before
+_PASS_TOKENS = 512  # tokens of a pass over a text, without earlier context
 _ROOT: IntArray = np.zeros(1, np.int32)
-_PASS_ROWS = 256  # of a pass over the vocabulary
+_PASS_ROWS = 256  # rows of a pass over the vocabulary
 
 
 def open_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> None:
-    """Open a memory file before the first call with `LookaheadConfig(memory=path)` does; a missing file is empty."""
+    """Open a memory file ahead of the first call with `LookaheadConfig(memory=path)`; a missing file is empty."""
     learned = state_of(model).learned
     with learned.lock:
         open_store_file(os.fspath(path), model, learned.of(ProposerState, ProposerState).files)
 
 
 def save_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> bool:
-    """Merge what a model taught the calls with `LookaheadConfig(memory=path)` into that file.
+    """Merge the memory of the calls with `LookaheadConfig(memory=path)` into that file.
 
-    What other processes wrote meanwhile is kept, up to the bound of the file: 262,144 contexts (10 MiB) unless it was
-    built with another. Contexts not learned for the longest time are dropped beyond. The file is locked meanwhile, and
-    replaced as a whole.
+    Contexts written by other processes are kept, up to the limit of the file: 262,144 contexts (10 MiB) unless it was
+    built with another. Beyond it, the least recently learned contexts are dropped. The file is locked, and replaced as
+    a whole.
 
     Args:
         model: The model.
-        path: The file, made if there is none.
+        path: The file, created if missing.
 
     Returns:
         Whether there was anything to write.
 
     Raises:
-        PoolError: No call of this model used the file, or it cannot be read or written. It is as it was.
+        PoolError: No call of this model used the file, or it cannot be read or written; it is unchanged.
     """
     name, learned = os.fspath(path), state_of(model).learned
     with learned.lock:
@@ -72,7 +72,7 @@ def save_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> bool:
 
 
 def learn(table: SuccessorTable, model: PreTrainedModel, ids: IntArray) -> None:
-    """Store the likeliest successors of every context in a text, int32 `[tokens]`, by passes of the model over it."""
+    """Store the most likely successors of every context in a text, int32 `[tokens]`, by passes of the model over it."""
     forward: Any = model
     for begin in range(0, ids.size, _PASS_TOKENS):
         tokens = ids[begin : begin + _PASS_TOKENS]
@@ -88,7 +88,7 @@ def learn(table: SuccessorTable, model: PreTrainedModel, ids: IntArray) -> None:
 def learn_vocabulary(
     table: SuccessorTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int
 ) -> Iterator[int]:
-    """Store the likeliest successors of every token up to a size, each behind a full stop; yields how many so far."""
+    """Store the most likely successors of tokens 0 to `size`, each after a full stop; yields the number so far."""
     forward, before = cast(Any, model), cast(Any, tokenizer(".", return_tensors="pt"))["input_ids"]
     past, name = DynamicCache(config=model.config), cache_input(model)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def learn_vocabulary(
     for first in range(0, size, _PASS_ROWS):
         tokens = np.arange(first, min(first + _PASS_ROWS, size), dtype=np.int32)[:, None]
         cache = copy.deepcopy(past)
-        cache.reorder_cache(cast(Any, torch.zeros(len(tokens)).long()))  # which layers with states know too
+        cache.reorder_cache(cast(Any, torch.zeros(len(tokens)).long()))  # layers with states support it too
         with torch.no_grad():
             inputs = torch.from_numpy(tokens).long().to(input_device(model))
             scores = read_scores(forward(input_ids=inputs, use_cache=True, **{name: cache}).logits, with_top=True)
@@ -109,15 +109,15 @@ def learn_vocabulary(
 def build_memory(
     path: str, source: TokenSource, model: PreTrainedModel, *, max_contexts: int | None = None
 ) -> SuccessorHeader:
-    """Make a memory of documents, or add them to one. The model reads them and generates nothing.
+    """Build a memory from documents, or add them to one. The model reads them and generates nothing.
 
-    Without inputs it reads its vocabulary, token by token. With `max_contexts=None` contexts are added to the file that
-    exists, up to its bound. On an error an existing file is left as it was.
+    Without inputs it reads its vocabulary, token by token. With `max_contexts=None` contexts are added to an existing
+    file, up to its limit. On an error an existing file is unchanged.
 
     Raises:
         PoolError: No document could be used, the model is decoded without drafts, or the file cannot be read or
             written, or belongs to another model.
-        UnsupportedModelError: The model is no causal LM.
+        UnsupportedModelError: The model is not a causal LM.
     """
     validate_causal_lm(model, "read texts for a memory")
     adds = max_contexts is None

@@ -1,4 +1,4 @@
-"""Arguments of the Python API and of `model.generate`, checked before anything runs."""
+"""Validation of the arguments of the Python API and of `model.generate`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lookahead.proposers.pool_files import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.utils.kept_values import truth
 
-# Arguments of `model.generate` that the API does not take if they are set, or at all.
+# Arguments of `model.generate` that the API refuses if they are set.
 _NOT_TAKEN = {
     "streamer": "use stream, or model.generate under lookahead.enable",
     "custom_generate": "use model.generate",
@@ -46,19 +46,19 @@ _NOT_TAKEN = {
 }
 _PROMPTS = ("input_ids", "attention_mask", "inputs", "inputs_embeds", "messages")
 _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_config": "config"}
-_LEAST_SHARE = 0.8  # of the rows of an embedding that a tokenizer names; the rest is padding of the table
+_LEAST_SHARE = 0.8  # minimum share of embedding rows with a token; the rest is padding
 
 SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
-"""Inputs of a model that passes have, or have no use for as they have a cache and positions of their own."""
+"""Inputs of a model that passes set themselves, or do not need since they have their own cache and positions."""
 _SERVED_BEHIND_ENCODER = frozenset(
     {
         *("encoder_outputs", "attention_mask", "decoder_attention_mask", CACHE, "use_cache"),
         *("global_attention_mask", "inputs_embeds", "logits_to_keep"),  # the encoder has read them already
     }
 )
-# What transformers extends by its newest column, so that zeros stay zeros.
+# transformers extends these by repeating the last column, so zeros stay zeros.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-# What asks for another mode than greedy search or sampling.
+# Options that select a mode other than greedy search or sampling.
 _MODE_OPTIONS = (
     *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha", "dola_layers"),
     *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
@@ -69,7 +69,7 @@ _NO_BEAMS = ("num_beams", 1), ("num_beam_groups", 1)
 
 
 def check_pair(model: Any, tokenizer: object) -> None:
-    """Refuse what is no model or no tokenizer by ConfigError; warn once of the tokenizer of another model."""
+    """Raise ConfigError if the model or the tokenizer is none; warn once if they do not seem to match."""
     if isinstance(model, PreTrainedTokenizerBase) and isinstance(tokenizer, nn.Module):
         raise ConfigError("model and tokenizer are swapped: pass the model first, then its tokenizer")
     check_model(model)
@@ -91,7 +91,7 @@ def check_pair(model: Any, tokenizer: object) -> None:
         configs = (model.config.get_text_config(), getattr(model, "generation_config", None))
         own, tokens = getattr(tokenizer, name, None), [getattr(config, name, None) for config in configs]
         given: set[Any] = {token for each in tokens for token in (each if isinstance(each, list | tuple) else [each])}
-        given = {token for token in given if token is not None and 0 <= token < known}  # others no one set
+        given = {token for token in given if token is not None and 0 <= token < known}  # other ids are defaults
         if own is not None and given and own not in given:
             differences.append(f"{name} {own} against {', '.join(map(str, sorted(given)))}")
     if differences:
@@ -114,12 +114,12 @@ def check_options(
         model: The model.
         tokenizer: Its tokenizer.
         config: How to draft; None for the defaults.
-        generation_config: As of `model.generate`.
+        generation_config: As for `model.generate`.
         options: Other options of `model.generate`.
         seed: None, or a whole number from -2^63 to 2^64 - 1.
 
     Raises:
-        ConfigError: An option is out of its range, or nothing would read it.
+        ConfigError: An option is out of its range, or unknown.
         PoolError: The pool of the configuration cannot be read, or was made with another tokenizer.
         UnsupportedModelError: The model cannot be used.
     """
@@ -153,7 +153,7 @@ def check_options(
         raise ConfigError("temperature must be more than 0 to sample, got 0; do_sample=False takes the likeliest token")
     known = vars(GenerationConfig())
     for name in options:
-        # An option that is none, where another one was meant; transformers refuses the others.
+        # Unknown options that look like a typo; transformers refuses the others.
         if name not in known and not hasattr(model.generation_config, name):
             meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
             if meant is not None:
@@ -163,7 +163,7 @@ def check_options(
 def resolved(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any], name: str
 ) -> Any:
-    """An option of a call as `model.generate` resolves it: its argument, its configuration's, or the model's own."""
+    """An option as `model.generate` resolves it: the argument, the given configuration's, or the model's."""
     if name in options:
         return options[name]
     given = getattr(generation_config, name, None)
@@ -176,9 +176,9 @@ def serve_stop_strings(
     generation_config: GenerationConfig | None,
     generate_kwargs: dict[str, Any],
 ) -> tuple[GenerationConfig | None, dict[str, Any]]:
-    """The configuration and arguments for `model.generate` with stop strings as the stopping criterion they mean.
+    """The configuration and arguments for `model.generate` with stop strings turned into a stopping criterion.
 
-    It cannot do that itself, since it hands no tokenizer to a custom method.
+    `generate` cannot do that, since it passes no tokenizer to a custom method.
     """
     stop_strings = resolved(model, generation_config, generate_kwargs, "stop_strings")
     if stop_strings is None or tokenizer is None:
@@ -190,18 +190,18 @@ def serve_stop_strings(
         generation_config.stop_strings = None
     kept = {name: value for name, value in generate_kwargs.items() if name != "stop_strings"}
     if model.generation_config.stop_strings is not None:
-        kept["stop_strings"] = None  # else the model's own would take their place
+        kept["stop_strings"] = None  # else the model's own would apply
     return generation_config, {**kept, "stopping_criteria": criteria}
 
 
 def check_config(name: str, config: object) -> None:
-    """Refuse what is no configuration of ours; None stands for the defaults."""
+    """Raise ConfigError unless the argument is a LookaheadConfig or None."""
     if config is not None and not isinstance(config, LookaheadConfig):
         raise ConfigError(f"{name} must be a LookaheadConfig, got a {type(config).__name__}")
 
 
 def check_seed(seed: object) -> None:
-    """Refuse what `torch.manual_seed` does not take."""
+    """Raise ConfigError for a seed that `torch.manual_seed` does not take."""
     is_whole = isinstance(seed, Integral) and not isinstance(seed, bool)
     if seed is not None and not (is_whole and -(1 << 63) <= cast(int, seed) < 1 << 64):
         raise ConfigError(f"seed must be a whole number from -2^63 to 2^64 - 1, got {seed!r}")
@@ -213,7 +213,7 @@ def validate_call(
     model_kwargs: Mapping[str, Any],
     modes: Sequence[GenerationMode] = _LOOPS,
 ) -> None:
-    """Refuse by UnsupportedModelError what cannot be served of a call of `model.generate`, resolved by it."""
+    """Raise UnsupportedModelError if a resolved call of `model.generate` cannot be served."""
     validate_model(model)
     mode, past, has_encoder = config.get_generation_mode(), cache_in(model_kwargs), model.config.is_encoder_decoder
     cache = EncoderDecoderCache if has_encoder else DynamicCache
@@ -235,7 +235,7 @@ def validate_call(
         if getattr(config, name):
             raise _left_out(f"{name}=True is not served")
     for name in other_inputs(model, model_kwargs):
-        # Beams, and a decoder behind an encoder, take tokens alone.
+        # Beam search and encoder-decoder models take only tokens.
         if has_encoder or mode not in _LOOPS or name == "inputs_embeds":
             raise _left_out(f"the model input {name!r} is not served")
     if isinstance(past, EncoderDecoderCache):
@@ -248,7 +248,7 @@ def validate_call(
 
 
 def other_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> list[str]:
-    """The names of inputs of a call, other than tokens and what every pass has, that may change its output."""
+    """Names of inputs of a call that may change its output, other than tokens and the inputs of every pass."""
     served = _SERVED_BEHIND_ENCODER if model.config.is_encoder_decoder else SERVED
     names = []
     for name, value in model_kwargs.items():
@@ -261,12 +261,12 @@ def other_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> lis
 
 
 def _left_out(what: str, hint: str = "") -> UnsupportedModelError:
-    """The error for what transformers serves, and we do not."""
+    """The error for a feature that only transformers supports."""
     return UnsupportedModelError(f"{what}; leave out custom_generate for it{hint}")
 
 
 def reads_otherwise(config: GenerationConfig) -> bool:
-    """Whether `generate` reads each token with others that a cache holds already, or a prompt in parts."""
+    """Whether `generate` reads the whole text again for each token, or a prompt in parts."""
     return config.use_cache is False or config.prefill_chunk_size is not None
 
 
@@ -285,7 +285,7 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
             with torch.no_grad():
                 given = causal_lm(input_ids=ids, **{name: torch.zeros_like(ids)}).logits
                 return not torch.equal(given, causal_lm(input_ids=ids).logits)
-        except Exception as error:  # it takes more than text, and is left to transformers
+        except Exception as error:  # it needs more than text; left to transformers
             state_of(model).note_problem(f"{type(model).__name__} is not served with {name}", with_place(error))
             return True
 
@@ -295,7 +295,7 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
 def validate_past(
     model: PreTrainedModel, past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None
 ) -> None:
-    """Refuse a filled cache that cannot be continued from.
+    """Refuse a filled cache that cannot be continued.
 
     Args:
         model: The model.
@@ -305,7 +305,7 @@ def validate_past(
         attention_mask: `[batch, tokens]`, or None.
 
     Raises:
-        UnsupportedModelError: The cache is no DynamicCache, holds other rows or a narrower type, or the text or the
+        UnsupportedModelError: The cache is not a DynamicCache, has other rows or a narrower dtype, or the text or the
             mask is not longer than it.
     """
     if not isinstance(past, DynamicCache) or not all(map(is_filled, past.layers)):
@@ -319,18 +319,18 @@ def validate_past(
         )
     for layer in cast(Any, past.layers):
         keys = getattr(layer, "keys", None)
-        if keys is None:  # it reads those of another layer
+        if keys is None:  # it reads another layer's
             continue
         if len(keys) != len(input_ids):
             raise UnsupportedModelError(f"{CACHE} holds {len(keys)} rows, got input_ids of {len(input_ids)}")
-        # transformers appends in the wider type; under autocast the type of keys is not that of the model
+        # transformers appends in the wider dtype; under autocast the dtype of keys is not the model's
         is_wide = torch.promote_types(keys.dtype, model.dtype) == keys.dtype
         if not is_wide and not torch.is_autocast_enabled(keys.device.type):
             raise UnsupportedModelError(f"{CACHE} holds {keys.dtype}, which is narrower than the model's {model.dtype}")
 
 
 def has_usual_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> bool:
-    """Whether positions, `[…, batch or 1, tokens]`, are those of text; those of padding may be any."""
+    """Whether positions, `[…, batch or 1, tokens]`, are the positions of text; any are allowed for padding."""
     if position_ids is None:
         return True
     usual = np.arange(longest) - (longest - lengths)[:, None]
@@ -339,7 +339,7 @@ def has_usual_positions(position_ids: Tensor | None, lengths: NDArray[np.int64],
 
 
 def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> None:
-    """Refuse the prompt of such a number if it holds tokens, int64 `[n]`, that the model does not know."""
+    """Refuse prompt number `prompt` if its tokens, int64 `[n]`, are not all in the vocabulary."""
     if ids.min() < 0 or ids.max() >= vocab_size:
         stranger = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise PromptError(
@@ -351,10 +351,10 @@ def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> Non
 def prompt_lengths(
     model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any], beams: int = 1
 ) -> NDArray[np.int64]:
-    """Number of tokens of each prompt without its left padding, int64 `[batch]`; each stands there for every beam.
+    """Tokens of each prompt without left padding, int64 `[batch]`; `input_ids` repeat each prompt once per beam.
 
-    Refuses what is not in the vocabulary, unless other inputs may take its place, and what outgrows the model's table
-    of positions: on a GPU the model would end the process.
+    Refuses tokens outside the vocabulary, unless other inputs may replace them, and prompts longer than the model's
+    position table: on a GPU they would crash the process.
     """
     has_encoder, vocab_size = model.config.is_encoder_decoder, decoder_vocabulary(model)
     given = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
