@@ -1,4 +1,4 @@
-"""One kind of budget bounds the time lost: to drafting as a whole, and to each source with a cost of its own."""
+"""Budgets that bound the time lost to drafting as a whole and to each source with its own cost."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-REFILL = 0.01  # share of the time that drafting may lose in the long run
-SOURCE_REFILL = 0.005  # share of the tokens that one source may lose in the long run
-START = 2.0  # what may be lost before anything was gained; in plain steps, or in tokens of a row for one source
-CAP = 8.0  # gain that a budget holds at most
+REFILL = 0.01  # share of time that drafting may lose in the long run
+SOURCE_REFILL = 0.005  # share of tokens that one source may lose in the long run
+START = 2.0  # initial balance; in plain steps, or in tokens per row for one source
+CAP = 8.0  # maximum balance
 OVERDRAFT = 2.0  # plain steps that long matches may lose beyond an empty budget
 LONG_MATCH = 1.25  # expected speedup of a draft that is likely a long match
 _LEAST_CLIP = 0.5  # tokens; a higher price of one step counts as at most twice the usual one
-_MAX_DEBT = 32.0  # tokens; bounds the time until a source is shown another row
-_LATER_START = 1.0, 4.0  # plain steps that a later output may lose, by the gains before it
+_MAX_DEBT = 32.0  # tokens; bounds the time until a source gets another row
+_LATER_START = 1.0, 4.0  # minimum and maximum balance at the start of a later output
 _PROBE_EVERY = 128  # drafted steps between two plain ones
-_FIRST_PROBE, _PROBE_GROWTH = 2, 4  # drafted steps before the first of them, and the factor up to _PROBE_EVERY
-_OUTLIER = 1.3  # a step counts as at most so many times the usual time of its size
+_FIRST_PROBE, _PROBE_GROWTH = 2, 4  # drafted steps before the first plain one, and the growth factor up to _PROBE_EVERY
+_OUTLIER = 1.3  # a step counts as at most this multiple of the usual time for its size
 _MIN_COUNT = 3  # observations after which an average clips outliers
 _PASS_RATE = 0.2  # EMA rate of the times of passes
 
@@ -27,10 +27,10 @@ class Ema:
     """An exponential moving average; the plain mean of the first 1 / rate observations."""
 
     rate: float
-    clip: float = math.inf  # a new observation counts as at most so many times the average, or as `least`
+    clip: float = math.inf  # an observation counts as at most this multiple of the average, or as `least`
     least: float = 0.0
     value: float = 0.0
-    count: int = 0  # observations; at first those that the initial value stands for
+    count: int = 0  # observations, including those that the initial value represents
 
     def add(self, observation: float) -> float:
         """Add an observation; returns its clipped value."""
@@ -43,15 +43,16 @@ class Ema:
 
 @dataclass(slots=True)
 class PassTimes:
-    """Seconds measured for one number of rows; 0 where nothing was measured yet."""
+    """Measured seconds for one number of rows; 0 if nothing was measured yet."""
 
-    draft: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # one pass of what drafts, over new nodes
+    draft: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # one pass of the drafting model over new nodes
     target: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # from the end of drafting to the end of the step
 
     def pays(self, tokens: float, gain: float, spent: float) -> bool:
         """Whether a further pass, expected to add `gain` to `tokens`, raises the tokens per second.
 
-        The first draft stays small, as no step of the target was timed yet. `spent` are the seconds of drafting.
+        False until a step of the target is timed, which keeps the first draft small. `spent` are the seconds of
+        drafting.
         """
         return self.target.value > 0.0 and gain * (self.target.value + spent) > tokens * self.draft.value
 
@@ -62,52 +63,52 @@ def _price() -> Ema:
 
 @dataclass(slots=True)
 class Budget:
-    """Bounds what one source of drafts may lose, whatever it costs and offers. Drafting as a whole is a source too.
+    """Bounds the loss by one source of drafts, for any costs and drafts. Drafting as a whole is a source too.
 
-    The unit is plain steps for drafting as a whole, and tokens of a row for any other source.
+    The unit is plain steps for drafting as a whole, and tokens per row for any other source.
 
-    - A step pays in the tokens that the source added, and pays out the tokens that its time would have given without
-      it. A share `refill` of all work is paid in. The balance begins with 2 and is at most 8.
-    - The source is asked while the balance holds the usual price of that, or `enough`. With less it is tried again as
-      soon as the refill since it was last asked covers the price.
-    - It is proven while the balance is at least 2: it has saved what it cost. While it is not, its steps are charged to
-      its own budget alone, and drafting as a whole gets them as they would have been without it.
-    - The first step of a row is charged the usual price, since a draft model reads the prompt then. The time of reading
-      is owed instead: while more is owed than the balance holds, the source is not shown another row. The very first
-      reading is free, since it includes warm-up. What is earned beyond the most that the balance holds repays the debt.
+    - A step pays in the tokens that the source added, and pays out the tokens that decoding without it would have
+      emitted in its time. A share `refill` of all work is paid in. The balance starts at 2 and is at most 8.
+    - The source is called while the balance covers the usual price of a call, or `enough`. Below, it is called again
+      once the refill since its last call covers the price.
+    - It is proven while the balance is at least 2: it has saved its cost. While it is not, its steps are charged only
+      to its own budget, and drafting as a whole is charged the steps without it.
+    - The first step of a row is charged the usual price, since a draft model also reads the prompt then. The time of
+      reading becomes a debt: while it exceeds the balance, the source gets no further row. The very first reading is
+      free, since it includes warm-up. Earnings beyond the maximum balance repay the debt.
 
-    So a source loses at most the share, the 2 of the beginning and one price beyond what it gained. A step that was
-    held up by other work counts as at most twice the usual price.
+    So beyond its gains a source loses at most the share, the initial 2 and one price. A step delayed by other work
+    counts as at most twice the usual price.
 
     Source: Tanenbaum and Wetherall 2011, "Computer Networks", §5.4.2 (token buckets).
     """
 
     refill: float = SOURCE_REFILL
-    enough: float = START  # balance at which the source is asked whatever it costs
-    price: Ema = field(default_factory=_price)  # of asking once
+    enough: float = START  # balance at which the source is called at any price
+    price: Ema = field(default_factory=_price)  # of one call
     balance: float = START
-    idle: float = 0.0  # work since the source was last asked
+    idle: float = 0.0  # work since the last call of the source
     reading: Ema = field(default_factory=_price)  # of the first step of a row
     owed: float = 0.0
 
     @property
     def affords(self) -> bool:
-        """Whether the source is asked."""
+        """Whether the source is called."""
         price = self.price.value
         return price <= self.refill * max(1.0, self.idle) or self.balance >= min(self.enough, price)
 
     @property
     def begins(self) -> bool:
-        """Whether the source is shown a new row."""
+        """Whether the source gets a new row."""
         return self.balance >= self.owed
 
     @property
     def is_proven(self) -> bool:
-        """Whether the source has saved what it cost."""
+        """Whether the source has saved its cost."""
         return self.balance >= START
 
     def settle(self, gain: float, work: float, *, is_asked: bool) -> None:
-        """Count a step: pay in its gain (a loss is negative), and the share of its work."""
+        """Count a step: pay in its gain (negative for a loss) and the share of its work."""
         self.idle = 0.0 if is_asked else self.idle + work
         balance = self.balance + gain + self.refill * work
         self.balance = min(CAP, balance)
@@ -120,11 +121,11 @@ class Budget:
         """Count a step by its time and its tokens.
 
         Args:
-            spent_s: Seconds of the step that the source took; None if it was not asked.
-            alone: Tokens of a row that this source alone offered.
-            tokens: Tokens of a row that the step emitted, `alone` included.
+            spent_s: Seconds of the step that the source took; None if it was not called.
+            alone: Emitted tokens per row that only this source offered.
+            tokens: Tokens per row that the step emitted, including `alone`.
             step_s: Seconds of the whole step, more than `spent_s`.
-            is_first: It is the first step with the source since it was shown a row.
+            is_first: Whether this is the source's first step after it got a row.
         """
         gain = 0.0
         if spent_s is not None:
@@ -150,47 +151,47 @@ class _BatchState:
 
 
 class DraftingBudget:
-    """Turns drafting on and off by the time it was measured to save, separately for batch sizes 1, 2, 3-4, … rows.
+    """Turns drafting on and off by its measured savings, separately for batch sizes 1, 2, 3-4, … rows.
 
-    - A `Budget` in plain steps: a step with proposals pays in what it saved against plain decoding of its tokens, or
-      pays out what it lost; 1% of all time is paid in. Every later output begins with 1 to 4. A draft is verified while
-      the budget holds what it may lose; a long match may overdraw it by 2. So the time lost stays below 1% and a few
-      plain steps per output, for any costs and any drafts.
-    - No draft is larger than what the budget holds, with that overdraft, pays for if none of it is accepted.
-    - Proposers are asked while the budget holds the cost of that, or 1. With less they are asked as often as takes 1%
-      of the time, which is always with every large model, so that no long match is missed.
-    - While all steps draft, one in 128 is plain, so that the plain speed stays known.
+    - A `Budget` in plain steps: a step with proposals pays in its savings over plain decoding of its tokens, or pays
+      out its loss; 1% of all time is paid in. Every later output starts with 1 to 4. A draft is verified while the
+      budget covers its possible loss; a long match may overdraw it by 2. So the time lost stays below 1% plus a few
+      plain steps per output, for any costs and drafts.
+    - The budget with its overdraft covers the cost of every draft, even if none of it is accepted.
+    - Proposers are called while the budget covers the cost of a call, or 1. Below, calls take 1% of the time; with a
+      large model that is every step, so no long match is missed.
+    - While all steps draft, one in 128 is plain, to keep measuring the plain speed.
     """
 
     def __init__(self) -> None:
         self._states: defaultdict[int, _BatchState] = defaultdict(_BatchState)  # by `(rows - 1).bit_length()`
 
     def begin_output(self) -> None:
-        """Begin a new output: it may lose a little, and part of what was gained before."""
+        """Begin a new output: clamp the balance, so that it may lose only part of earlier gains."""
         for state in self._states.values():
             least, most = _LATER_START
             state.budget.balance = max(least, min(most, state.budget.balance))
 
     def proposes(self, rows: int) -> bool:
-        """Whether the proposers are asked before the next step."""
+        """Whether the proposers are called before the next step."""
         state = self._states[(rows - 1).bit_length()]
         return state.since_plain < state.probe_after and state.budget.affords
 
     def proposing_cost(self, rows: int) -> float:
-        """Cost of asking the proposers, in plain steps."""
+        """Cost of calling the proposers, in plain steps."""
         return self._states[(rows - 1).bit_length()].budget.price.value
 
     def verifies(self, rows: int, speedup: float, at_risk: float = 0.0) -> bool:
-        """Whether a draft is verified that loses `at_risk` plain steps where none of it is accepted."""
+        """Whether to verify a draft that loses `at_risk` plain steps if none of it is accepted."""
         needed = -OVERDRAFT if speedup >= LONG_MATCH else min(at_risk, 1.0)
         return self._states[(rows - 1).bit_length()].budget.balance >= needed
 
     def most_at_risk(self, rows: int) -> float:
-        """The plain steps that a single draft may lose: what the budget holds, and its overdraft."""
+        """The plain steps that a single draft may lose: the balance and its overdraft."""
         return self._states[(rows - 1).bit_length()].budget.balance + OVERDRAFT
 
     def record_plain(self, rows: int) -> bool:
-        """Count a step without proposals; returns whether it is a probe: the first one, or the first after drafts."""
+        """Count a step without proposals; returns whether it is a probe: the first step, or the first after drafts."""
         state = self._states[(rows - 1).bit_length()]
         is_probe = state.since_plain > 0
         state.budget.settle(0.0, 1.0, is_asked=False)
@@ -202,15 +203,15 @@ class DraftingBudget:
     def record(
         self, rows: int, *, drafted: bool, tokens: float, forward: float, usual: float, proposing: float
     ) -> None:
-        """Count a step with proposals, a draft verified or not.
+        """Count a step with proposals, whether or not a draft was verified.
 
         Args:
             rows: Rows of the batch.
             drafted: Whether a draft was verified.
             tokens: Plain steps that the emitted tokens would have taken.
             forward: Time of the step without `proposing`, in plain steps.
-            usual: Average time of a step of such trees, in plain steps.
-            proposing: Time of the proposers with their learning, in plain steps.
+            usual: Average time of a step of the same size, in plain steps.
+            proposing: Time of the proposers, including learning, in plain steps.
         """
         state = self._states[(rows - 1).bit_length()]
         proposing = state.budget.price.add(proposing)

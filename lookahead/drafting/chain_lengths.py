@@ -1,4 +1,4 @@
-"""The lengths of the chains of a batch: as much is verified as gives the most tokens per second."""
+"""Chooses the lengths of the chains of a batch for the most tokens per second."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ from lookahead.drafting.budget import DraftingBudget
 from lookahead.utils.jit import njit
 
 _MARGIN = 1.25  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
-_PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too
-_RECENT = 9  # plain steps whose lower quartile is believed
-# Drafted tokens of a step before any were timed: so many, or one of so many requests; later so many times the most that
-# were.
+_PROBES = 3  # initial plain steps for timing; some are delayed by other work of the engine
+_RECENT = 9  # plain steps whose lower quartile is used
+# Maximum drafted tokens of a step before any were timed: a number, or one per this many requests; later a multiple of
+# the most that were timed.
 _FIRST_TOKENS, _ROWS_PER_FIRST_TOKEN, _GROWTH = 8, 8, 4
-_OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
-_TICK = 1e-9  # seconds of a step at least: a clock may not have moved
-_WORST = 3.0  # plain steps that the budget is charged for a step at most, unless more was expected: stalls cost no more
-_FEW = 3.0  # the first measurements of drafted steps count as they are
-_STALE = 16  # steps with drafts after which the time of a plain step is believed less than theirs
-_MEMORY = 0.98  # share of the measurements of drafted steps that each further one leaves
-_DOUBT = 0.99  # the same for each time that no draft pays: a cost once measured too high is tried again
-# First guess of the cost of a drafted token, as a share of a plain step where each request has one. What a step without
-# drafted tokens takes is known better than the cost of many, and so counts as more measurements.
+_OUTLIER = 2.0  # a measurement counts as at most this multiple of the expected one
+_TICK = 1e-9  # minimum seconds of a step: a clock may not advance
+_WORST = 3.0  # maximum charge of a step in plain steps, unless more was expected; limits the cost of stalls
+_FEW = 3.0  # the first measurements of drafted steps are not clipped
+_STALE = 16  # drafted steps after which the time of a plain step is considered outdated
+_MEMORY = 0.98  # decay of earlier measurements at each further drafted step
+_DOUBT = 0.99  # the same each time no draft pays: a cost once measured too high is retried
+# First estimate of the cost of one drafted token per request, as a share of a plain step. The cost at zero drafted
+# tokens is better known than the cost at many, so it counts as more measurements.
 _TOKEN_COST, _GUESSED, _GUESSED_FAR = 0.02, 2.0, 0.1
 
 
 class BatchCost:
-    """Seconds of a step of some number of requests by the number of drafted tokens.
+    """Seconds of a step by the number of drafted tokens, for one number of requests.
 
-    A plain step has a time of its own, as engines have faster kernels for it: the lower quartile of the last 9, since
-    what else an engine does in a step only makes it longer. The time of a step with drafts is a line through those
-    measured, fitted by least squares; older ones count less. The first one is left out: engines compile then. A plain
-    step that took longer than steps with drafts do by now is taken to be as fast as these without their drafted tokens:
-    few plain steps are measured where all others draft.
+    Plain steps are timed separately, since engines have faster kernels for them: by the lower quartile of the last 9,
+    since other work in a step only makes it longer. The time of a step with drafts is a line fitted by least squares;
+    older measurements count less. The first one is skipped: engines compile then. If recent drafted steps contradict an
+    old plain time, the plain time becomes the line at zero drafted tokens: plain steps are rare while most steps draft.
 
-    What a drafted token takes is guessed at first, and may be tens of times as much where the processor is at its
-    limit. So the first steps with drafts verify few tokens, and each later one at most four times the most that were
-    timed.
+    The cost of a drafted token is estimated at first, and may be tens of times higher if the processor is saturated. So
+    the first steps with drafts verify few tokens, and each later one at most four times the most that were timed.
     """
 
     __slots__ = ("_is_warm", "_recent", "_since_plain", "is_untimed", "largest", "plain", "sums", "tries")
@@ -47,15 +45,15 @@ class BatchCost:
     def __init__(self) -> None:
         self.plain = 0.0  # seconds of a plain step; 0 if none is timed
         self._recent = deque[float](maxlen=_RECENT)
-        self.tries = 0  # plain steps taken only to be timed
-        self.is_untimed = False  # the last draft, or no plain step was timed that it could be compared with
-        self.largest = 0  # drafted tokens of a step that was timed, at most
+        self.tries = 0  # plain steps taken only for timing
+        self.is_untimed = False  # the last draft was not timed, or no plain step to compare it with
+        self.largest = 0  # maximum drafted tokens of a timed step
         self._since_plain = 0
         self._is_warm = False
         self.sums = [0.0] * 5  # weight, tokens, seconds, tokens², tokens × seconds
 
     def observe(self, rows: int, drafted: int, seconds: float) -> float:
-        """Learn the time of a step; returns the time of a step with drafts that was expected."""
+        """Learn the time of a step; returns the expected time of a step with these drafted tokens."""
         if drafted == 0:
             self._since_plain = 0
             self._recent.append(seconds)
@@ -79,15 +77,15 @@ class BatchCost:
         return expected
 
     def max_tokens(self, rows: int) -> int:
-        """Drafted tokens that the next step verifies at most."""
-        timed = self.largest if self.sums[0] >= 1.0 else 0  # a cost that is tried again is tried with few
+        """Maximum drafted tokens of the next step."""
+        timed = self.largest if self.sums[0] >= 1.0 else 0  # a retried cost is retried with few tokens
         return max(_FIRST_TOKENS, rows // _ROWS_PER_FIRST_TOKEN, _GROWTH * timed)
 
     def line(self, rows: int) -> tuple[float, float]:
-        """Seconds of a step with drafts without its drafted tokens, and of each of these; a plain step is measured."""
+        """Seconds of a drafted step at zero drafted tokens, and per drafted token; needs a timed plain step."""
         plain, most = self.plain, float(self.largest or self.max_tokens(rows))
         far = plain * (1.0 + _TOKEN_COST * most / rows)
-        # Two measurements that were never made, of none and of `most` drafted tokens, are the first guess.
+        # Two fictitious measurements, of zero and of `most` drafted tokens, represent the first estimate.
         weight, tokens, seconds, squares, products = self.sums
         weight, seconds = weight + _GUESSED + _GUESSED_FAR, seconds + _GUESSED * plain + _GUESSED_FAR * far
         tokens, squares = tokens + _GUESSED_FAR * most, squares + _GUESSED_FAR * most * most
@@ -97,13 +95,12 @@ class BatchCost:
 
 
 class ChainLengths:
-    """Decides how much of the drafted chains of a batch is verified, by measured times of steps.
+    """Decides by measured times of steps how many drafted tokens of each chain of a batch are verified.
 
-    A step verifies the drafted tokens that are likeliest to be reached, in all requests together. How many is the
-    number that gives the most expected tokens per second. A `DraftingBudget` bounds what drafting may lose: while its
-    budget is empty nothing is drafted. The first three steps of each power of two of requests verify nothing, so that
-    plain steps are timed. Where requests come in every step, none is timed: until one with and one without drafts
-    were, a draft that was not timed holds few tokens, and three steps without one follow.
+    A step verifies the drafted tokens most likely to be reached across all requests, as many as give the most expected
+    tokens per second. A `DraftingBudget` bounds the loss: while it is empty nothing is drafted. The first three steps
+    of each power of two of requests verify nothing, to time plain steps. Steps that requests join are not timed: until
+    a step with and one without drafts are timed, drafts hold few tokens and are followed by three plain steps.
 
     It reads no clock.
 
@@ -118,11 +115,11 @@ class ChainLengths:
     """
 
     def __init__(self) -> None:
-        self._costs: defaultdict[int, BatchCost] = defaultdict(BatchCost)  # by the bucket of rows: 1, 2, 3-4, 5-8, …
+        self._costs: defaultdict[int, BatchCost] = defaultdict(BatchCost)  # by buckets of rows: 1, 2, 3-4, 5-8, …
         self._budget = DraftingBudget()
 
     def drafts(self, rows: int) -> bool:
-        """Whether anything is drafted in this step of so many requests."""
+        """Whether this step of `rows` requests drafts."""
         cost = self._cost_of(rows)
         if cost.is_untimed:
             cost.tries, cost.is_untimed = 0, False
@@ -132,9 +129,9 @@ class ChainLengths:
         return not cost.plain or self._budget.proposes(rows)
 
     def choose(self, path_probs: NDArray[np.float64]) -> list[int]:
-        """How many tokens of each chain are verified, by the probability to be accepted up to each.
+        """The number of tokens of each chain to verify, given the probability that each token is reached and accepted.
 
-        `path_probs` is float64 `[rows, longest]`, 0 behind the end of a chain.
+        `path_probs` is float64 `[rows, longest]`, 0 after the end of a chain.
         """
         rows = len(path_probs)
         if not rows:
@@ -155,13 +152,13 @@ class ChainLengths:
 
         Args:
             rows: Requests of the step, at least 1.
-            drafted: Drafted tokens that it verified, of all rows together.
-            emitted: Tokens that it emitted, of all rows together.
+            drafted: Drafted tokens that it verified, in all rows.
+            emitted: Tokens that it emitted, in all rows.
             seconds: Its time without drafting.
-            host_s: Seconds of drafting; None if nothing was drafted for.
+            host_s: Seconds of drafting; None if no proposer was called.
         """
         cost, seconds = self._cost_of(rows), max(seconds, _TICK)
-        host_s = host_s and max(0.0, host_s)  # a clock may have gone back
+        host_s = host_s and max(0.0, host_s)  # a clock may go backwards
         expected = cost.observe(rows, drafted, seconds)
         plain = cost.plain
         if host_s is None or not plain:  # not timed yet
@@ -182,11 +179,10 @@ class ChainLengths:
 
 @njit(error_model="numpy")
 def _fastest(path_probs, plain, first, per_token, most):
-    """The lengths that give the most tokens per second, int64 `[rows]`, the speedup by them, and their seconds.
+    """The lengths with the most tokens per second, int64 `[rows]`, their speedup, and their seconds.
 
-    Together they have at most `most` tokens.
-
-    The lengths are None where none gives more than a plain step; the speedup is 0 if nothing was drafted.
+    Their sum is at most `most`. The lengths are None if none beats a plain step; the speedup is 0 if nothing was
+    drafted.
     """
     rows, ranked = len(path_probs), np.sort(path_probs.copy().reshape(-1))
     if ranked.size == 0 or ranked[-1] == 0.0:

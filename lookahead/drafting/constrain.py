@@ -1,4 +1,4 @@
-"""Drafts under a constraint: nodes that it forbids are cut, and tokens that it forces are drafted."""
+"""Constrained drafts: forbidden nodes are cut, and forced tokens are drafted."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ import numpy as np
 
 from lookahead.drafting.proposal import Proposal
 
-_LIKELY = 0.8  # probability of a likely token, as measured with SmolLM2 writing JSON by schemas
+_LIKELY = 0.8  # probability of a likely token, measured with SmolLM2 and JSON schemas
 
 
 class Constraint(Protocol):
-    """What the tokens of a row must follow, at a place that moves along a tree of continuations."""
+    """A constraint on the tokens of a row, with a state that moves along a tree of continuations."""
 
     def push(self, token: int) -> bool:
-        """Move past a token that does not end the output; False, and no move, where it is forbidden."""
+        """Move past a token that does not end the output; False, without a move, if it is forbidden."""
 
     def pop(self, count: int) -> None:
-        """Move back by so many tokens."""
+        """Move back by `count` tokens."""
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, each of them the only one allowed there; they do not end the output."""
+        """The next tokens while only one is allowed at a time; they do not end the output."""
 
     def likely(self) -> list[int]:
-        """Where several tokens may come next that share their beginning, at most one token made of that beginning."""
+        """At most one token: the common beginning of several allowed next tokens."""
 
 
 def constrain(
     root: int, offers: Sequence[Proposal | None], constraint: Constraint, max_nodes: int, least: float = 0.0
 ) -> tuple[list[Proposal | None], Proposal | None]:
-    """Cut from the proposals of a row what its constraint forbids, and propose what it forces behind their nodes.
+    """Cut forbidden nodes from the proposals of a row, and propose the tokens forced after their nodes.
 
-    A node is cut by a probability of 0; one that is required stays. Nodes that are reached with a probability below
-    `least` are not looked at.
+    A cut node gets the probability 0; a required one stays. Nodes reached with a probability below `least` are not
+    checked.
 
     Args:
         root: The row's last token.
-        offers: The proposals, None where there is nothing; they are not written to.
-        constraint: Where the row is, behind `root`; it is there again at the end.
-        max_nodes: Most nodes that are added, and most that are looked at besides.
-        least: The probability to be reached from which on a node is looked at.
+        offers: The proposals, None for an empty one; they are not modified.
+        constraint: The constraint with its state after `root`, which is restored at the end.
+        max_nodes: Maximum nodes added, and maximum nodes checked.
+        least: Minimum probability of reaching a node to check it.
 
     Returns:
-        The proposals without what was cut, and the proposal of forced and likely tokens, of source 0 and with the nodes
-        before them, of no source; None if there are none.
+        The proposals without the cut nodes, and a proposal of the forced and likely tokens (source 0) with the nodes
+        before them (no source), or None if there are none.
     """
     tree, placed = _Tree(root), list[list[int]]()
     for offer in offers:
@@ -64,11 +64,11 @@ class _Tree:
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.depths = [root], [0], [0]
-        self.chances = [1.0]  # to be chosen once the parent was
+        self.chances = [1.0]  # probability given the parent
         self.children: list[dict[int, int]] = [{}]
 
     def child(self, parent: int, token: int, chance: float) -> int:
-        """The node of a token behind a node, a new one where there is none."""
+        """The child of a node with a token, created if missing."""
         node = self.children[parent].get(token)
         if node is None:
             node = self.children[parent][token] = len(self.tokens)
@@ -90,7 +90,7 @@ class _Tree:
         return nodes
 
     def leading_to(self, forced: set[int]) -> Proposal:
-        """The proposal of some nodes and of those before them."""
+        """The proposal of `forced` nodes and their ancestors."""
         kept = set[int]()
         for node in forced:
             while node not in kept:
@@ -107,7 +107,7 @@ class _Tree:
 
 
 def _walk(tree: _Tree, constraint: Constraint, max_nodes: int, least: float) -> tuple[set[int], set[int]]:
-    """Walk a tree depth first, the likeliest child first, and add forced tokens; the nodes cut and those forced."""
+    """Walk a tree depth first, most likely child first, and add forced tokens; returns the cut and forced nodes."""
     is_cut, is_forced = set[int](), set[int]()
     stack, depth, visits = [(0, 1.0)], 0, 0
     while stack and visits <= max_nodes and len(is_forced) < max_nodes:
@@ -136,7 +136,7 @@ def _walk(tree: _Tree, constraint: Constraint, max_nodes: int, least: float) -> 
 
 
 def _without(offer: Proposal, is_cut: list[bool]) -> Proposal:
-    """A proposal whose cut nodes have the probability 0."""
+    """The proposal with cut nodes set to probability 0."""
     if not any(is_cut):
         return offer
     return offer._replace(probabilities=np.where(is_cut, np.float32(0.0), offer.probabilities))

@@ -1,4 +1,4 @@
-"""The controller: decides before every step whether and how much to draft, by measured costs and savings."""
+"""The controller decides before every step whether and how much to draft, by measured costs and savings."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from lookahead.drafting.tree import TokenTree, count_within, without_sources
 from lookahead.ngram.prune import FREE
 
 _MARGIN = 1.08  # factor on the cost of drafted nodes: the expected gain of a draft must cover its risk
-_P_RUNS_TO_LIMIT = 0.5  # probability that rows run to their limits, where an end-of-sequence token may end them
+_P_RUNS_TO_LIMIT = 0.5  # assumed probability that rows run to their limits although a token may end them
 
 
 class StepPlan(NamedTuple):
-    """The decision before a step; without a controller, all that the options allow."""
+    """The decision before a step; without a controller, the maximum that the options allow."""
 
     rows: int
     context: int = 0  # tokens of the longest row
-    drafts: bool = False  # whether the proposers are asked
-    max_nodes: int = 0  # of a draft, the root not counted
-    costs: FloatArray = FREE  # seconds of a step by the nodes of a row, [max_nodes + 2] or shorter; empty: free
+    drafts: bool = False  # whether the proposers are called
+    max_nodes: int = 0  # of a draft, without the root
+    costs: FloatArray = FREE  # seconds of a step by nodes per row, [max_nodes + 2] or shorter; empty: free
     plain_s: float = 1.0
     value: BatchValue = SINGLE_ROW
     has_branch: bool = False  # whether the lookahead branch is on
-    node_bonus_tokens: float = 0.0  # tokens that a verified node is worth besides, as a source learns from it
-    is_ragged: bool = False  # whether the pass computes no padding: the nodes of a row are then their mean
+    node_bonus_tokens: float = 0.0  # additional worth of a verified node in tokens, since a source learns from it
+    is_ragged: bool = False  # whether the pass computes no padding; nodes per row are then a mean
 
     def nodes_of(self, trees: Sequence[TokenTree]) -> float:
-        """The nodes of a row for which a pass over these trees is paid."""
+        """The nodes per row that a pass over these trees computes."""
         sizes = [len(tree.tokens) for tree in trees]
         return sum(sizes) / len(sizes) if self.is_ragged else max(sizes)
 
@@ -45,21 +45,21 @@ class StepPlan(NamedTuple):
 class StepRecord(NamedTuple):
     """The result of a step."""
 
-    verified: Sequence[tuple[TokenTree, IntArray]]  # of every row the tree, and the accepted nodes, the root first
-    tokens: Sequence[int]  # that each row emitted
-    nodes: float  # of a row for which the pass was paid, its root counted
-    host_s: float  # of drafting and of the proposers' learning
+    verified: Sequence[tuple[TokenTree, IntArray]]  # for every row the tree and the accepted nodes, the root first
+    tokens: Sequence[int]  # emitted by each row
+    nodes: float  # computed per row, the root included
+    host_s: float  # of drafting and the proposers' learning
     step_s: float  # of the whole step
-    is_cold: bool = False  # whether its pass did one-time work such as compiling; its time is not counted
+    is_cold: bool = False  # whether its pass did one-time work such as compiling; its time is ignored
 
 
 @dataclass(eq=False)
 class Controller:
     """Decides before every step of an engine whether and how much to draft, and learns from every step.
 
-    The time of a proposer that has not earned it is charged to the budget of that proposer alone: the drafting budget
-    gets the step as it would have been without it. So a proposer that costs too much is turned off alone, and one that
-    earns its time counts even where the others earn nothing. The same holds for a lookahead branch on trial.
+    The time of a proposer that has not earned it is charged only to that proposer's budget: the drafting budget is
+    charged the step without it. So a proposer that costs too much is turned off alone, and one that earns its time
+    counts even if the others earn nothing. The same holds for a lookahead branch on trial.
 
     It reads no clock. The cost model, the budget and the branch learn from every step.
     """
@@ -69,14 +69,14 @@ class Controller:
     branch: LookaheadBranch = field(default_factory=lambda: LookaheadBranch(None))
     proposers: Sequence[Proposer] = ()  # in the order of their sources' bits
     _: KW_ONLY
-    node_budget: int  # of a draft without the lookahead branch, the root not counted
+    node_budget: int  # of a draft without the lookahead branch and the root
     is_padded: bool = False  # trees are padded to a few sizes
     runs_to_limit: bool = False  # nothing ends a row before its limit
     by_rejection: bool = False  # all drawn nodes must be verified, so that a draft cannot be sized
 
     def __post_init__(self) -> None:
         first = 0
-        self._budgeted: dict[int, Any] = {}  # proposers with a budget of their own, by their bits
+        self._budgeted: dict[int, Any] = {}  # proposers with their own budget, by their bits
         for proposer in self.proposers:
             bits = (1 << len(proposer.sources)) - 1 << first
             first += len(proposer.sources)
@@ -89,10 +89,10 @@ class Controller:
     def plan(
         self, left: Sequence[int], context: int, *, is_refilled: bool = False, is_ragged: bool = False
     ) -> StepPlan:
-        """Decide what is drafted before the coming step.
+        """Decide the drafts of the coming step.
 
-        `left` are the tokens that each row may still emit, `context` those of the longest row. With `is_refilled` a
-        waiting request takes the place of a row that ends; with `is_ragged` passes compute no padding.
+        `left` are the tokens that each row may still emit, `context` the tokens of the longest row. With `is_refilled`
+        a waiting request replaces a row that ends; with `is_ragged` passes compute no padding.
         """
         rows, branch = len(left), self.branch
         plain = StepPlan(rows, context)
@@ -114,14 +114,14 @@ class Controller:
             nodes = max(1, int(np.maximum.accumulate(curve[1:]).searchsorted(most_s, "right")) - 1)
         value = SINGLE_ROW
         if rows > 1:
-            # Where rows are refilled, no row waits for the last one.
+            # If rows are refilled, no row waits for the last one.
             p_runs_to_limit = 0.0 if is_refilled else 1.0 if self.runs_to_limit else _P_RUNS_TO_LIMIT
             value = BatchValue.of(left, self.cost.plain(rows, context), p_runs_to_limit)
         plain_s = float(curve[1])
-        # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
+        # Proposing costs in any case; the margin applies only to drafted nodes.
         curve[2:] *= _MARGIN
         curve += self.budget.proposing_cost(rows) * plain_s
-        if is_ragged:  # a row may have nodes that others leave
+        if is_ragged:  # a row may use nodes that others do not need
             nodes = max(nodes, min(nodes * rows, self.node_budget))
         return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching, is_ragged)
 
@@ -141,7 +141,7 @@ class Controller:
             return
         if not plan.drafts:
             is_probe = self.budget.record_plain(rows)
-            # While the budget is empty most steps are not measured: high costs would decay too soon.
+            # While the budget is empty most steps are not measured, since high costs would decay too soon.
             if not (is_probe or self.branch.can_run) and self.cost.knows(rows, plan.context):
                 return
         step_s = step.step_s - host_s
@@ -152,7 +152,7 @@ class Controller:
             apart, apart_s = apart | bits, apart_s + branch_s
         if not plan.drafts:
             return
-        # Drafts that gave no numbers were scored again without their nodes, which is the loss of them all.
+        # Drafts that gave NaN were scored again without their nodes, which loses all of them.
         is_again = nodes > 1 and all(len(tree) == 1 for tree, _ in step.verified)
         if apart and not is_again:
             own_nodes, tokens = without_sources(step.verified, tokens, apart)
@@ -169,7 +169,7 @@ class Controller:
         )
 
     def _charge(self, step: StepRecord) -> tuple[int, float]:
-        """Settle with every proposer that has a budget; the bits and the seconds charged to these budgets alone."""
+        """Settle with every proposer that has a budget; returns the bits and seconds charged only to these budgets."""
         apart, apart_s, rows = 0, 0.0, len(step.tokens)
         for bits, proposer in self._budgeted.items():
             alone = sum(count_within(tree, path, bits) for tree, path in step.verified) / rows
@@ -184,10 +184,10 @@ class Controller:
         return curve[[0] + [self._width(n) for n in range(1, nodes + 1)]] if self.is_padded else curve
 
     def _width(self, nodes: Any) -> Any:
-        """Nodes of the pass over trees of at most so many."""
+        """Nodes of a pass over trees of at most `nodes` nodes."""
         return padded_nodes(nodes, self.node_budget + 1) if self.is_padded else nodes
 
 
 def _at(curve: FloatArray, nodes: float) -> float:
-    """The cost of a step at a number of nodes between those of a curve."""
+    """The cost of a step, interpolated in a curve."""
     return float(np.interp(nodes, np.arange(len(curve)), curve))

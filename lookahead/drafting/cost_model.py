@@ -15,28 +15,28 @@ FloatArray = NDArray[np.float64]
 _POINTS = np.array(
     [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096], np.float64
 )
-_BORDERS = np.sqrt(_POINTS[:-1] * _POINTS[1:])  # a point stands for what is nearer to it than to the next, by ratio
-NODE_COST = 0.04  # first guess: cost of one more node, as a share of a step with one node
+_BORDERS = np.sqrt(_POINTS[:-1] * _POINTS[1:])  # a point covers the values nearest to it by ratio
+NODE_COST = 0.04  # first estimate: cost of one more node, as a share of a step with one node
 _RATE = 0.2  # EMA rate
-_OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
+_OUTLIER = 2.0  # a measurement counts as at most this multiple of the expected one
 _FORGET = 0.002  # rate at which the excess of a point over the plain step decays while the point is not measured
-_SHORT_CONTEXT = 512  # tokens; the first bucket ends here, and each further one at four times as many
+_SHORT_CONTEXT = 512  # tokens; end of the first bucket; each further one is four times as long
 
 Bucket = tuple[int, int]
 
 
 class StepCost:
-    """Seconds of one target step by its rows, its nodes a row, and the length of its context.
+    """Seconds of one target step by its rows, its nodes per row, and the length of its context.
 
     Rows and contexts fall into buckets: 1, 2, 3-4, 5-8, … rows; up to 512, 2048, 8192, … tokens. Within a bucket the
-    cost depends on rows times nodes. At some points the ratio to a first guess is learned, a straight line that adds 4%
-    of a one-token step per token, or what `assume` says; other points are interpolated. A new bucket starts as a copy
-    of the nearest one.
+    cost depends on rows times nodes. The first estimate is a straight line that adds 4% of a one-token step per token,
+    or the share set by `assume`. The ratio to it is learned at fixed points and interpolated between them. A new bucket
+    starts as a copy of the nearest one.
 
     - A plain step scales the whole bucket, so costs from a file keep their shape and adapt to this machine. A larger
       step moves its point.
     - A point above the plain step decays towards it while it is not measured, so that a cost once measured too high is
-      tried again.
+      retried.
 
     Example:
         >>> cost = StepCost()
@@ -54,22 +54,25 @@ class StepCost:
         self._is_warm = False
 
     def assume(self, node_cost: float) -> None:
-        """Set the first guess of the cost of one more node, as a share of a step of one node; measured costs stay."""
+        """Set the first estimate of the cost of one more node, as a share of a one-node step; measured costs stay."""
         self._node_cost = node_cost
 
     def warms_up(self, nodes: float) -> bool:
-        """Whether a step of so many nodes is the first with a draft; it includes compilation and is not counted."""
+        """Whether a step of `nodes` nodes is the first with a draft, which includes compilation and is ignored."""
         warms_up = nodes > 1 and not self._is_warm
         self._is_warm |= warms_up
         return warms_up
 
     def observe(self, nodes: float, seconds: float, *, rows: int = 1, context: int = 0) -> None:
-        """Learn from a step without the host work on its draft: the nodes of its largest tree, and its longest row."""
+        """Learn from a step, its host work on drafts excluded.
+
+        `nodes` are the nodes of its largest tree, `context` the tokens of its longest row.
+        """
         bucket = bucket_of(rows, context)
         table = self._tables.setdefault(bucket, self._near(bucket).copy())
         if bucket not in self._measured:
             self._measured.add(bucket)
-            # Keep the shape of what was measured elsewhere, and take the scale from one step.
+            # Keep the shape measured elsewhere, and take the scale from one step.
             table *= seconds / float(self._seconds(table, rows * nodes))
         nearest, plain = _BORDERS.searchsorted((rows * nodes, rows))
         guess = self._guess(_POINTS)
@@ -77,8 +80,8 @@ class StepCost:
         change = seconds / float(self._seconds(table, rows * nodes))
         expected = seconds / change / self._guess(rows * nodes)
         if table.any():
-            # The first measurement of a point replaces the interpolated value. So does one below half of it: what was
-            # known was a step held up by other work.
+            # The first measurement of a point replaces the interpolated value. So does one below half of it: the old
+            # value was a step delayed by other work.
             rate = _RATE if ratios[nearest] > 0.0 and change * _OUTLIER > 1.0 else 1.0
             change = 1.0 + rate * (min(change, _OUTLIER) - 1.0)
         if nearest == plain:
@@ -91,30 +94,30 @@ class StepCost:
         table[:] = ratios * guess
 
     def knows(self, rows: int, context: int = 0) -> bool:
-        """Whether any step of such rows and such a context was measured."""
+        """Whether a step was measured in the bucket of these rows and this context."""
         return bucket_of(rows, context) in self._tables
 
     def curve(self, rows: int, nodes: int, context: int = 0) -> FloatArray:
         """Cost of a step whose trees have 0, 1, …, `nodes` nodes, roots counted: float64 `[nodes + 1]`.
 
-        In seconds once a step was measured, before that in steps of one token. It need not be monotonic: a step of 16
-        nodes can take less time than one of 12.
+        In seconds once a step was measured, before that in steps of one token. Not always monotonic: a step of 16 nodes
+        can take less time than one of 12.
         """
         return self._seconds(self._near(bucket_of(rows, context)), np.maximum(1, rows * np.arange(nodes + 1)))
 
     def plain(self, rows: int, context: int = 0) -> FloatArray:
-        """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, as `curve`; non-decreasing."""
+        """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, in units of `curve`; non-decreasing."""
         known = sorted({1 << power for power in range(rows.bit_length())} | {rows})  # one of every bucket
         costs = [self.curve(some, 1, context)[1] for some in known]
         return np.maximum.accumulate(np.interp(np.arange(rows + 1), [0, *known], [0.0, *costs]))
 
     def measured(self, rows: int, context: int = 0) -> int:
-        """Nodes a row up to which costs were measured; those of larger steps are extrapolated."""
+        """Maximum nodes per row with measured costs; larger steps are extrapolated."""
         last = max(np.flatnonzero(self._near(bucket_of(rows, context))), default=0)
         return max(1, int(_BORDERS[last] if last < len(_BORDERS) else _POINTS[last]) // rows)
 
     def calibrate(self, nodes: Sequence[int], seconds: Sequence[float], *, rows: int, context: int) -> None:
-        """Set the costs of a bucket from a sweep: the seconds of steps of so many nodes a row."""
+        """Set the costs of a bucket from a sweep: `seconds` of steps of `nodes` nodes per row."""
         if len(nodes) != len(seconds) or not nodes or min(nodes) < 1 or not min(seconds) > 0:
             raise ConfigError(f"a sweep needs positive nodes and seconds, got {list(nodes)} and {list(seconds)}")
         tokens = rows * np.array(nodes, np.float64)
@@ -129,7 +132,7 @@ class StepCost:
         return [{"bucket": list(bucket), "seconds": table.tolist()} for bucket, table in self._tables.items()]
 
     def update(self, known: Sequence[Mapping[str, Any]]) -> None:
-        """Load the output of `to_dict`, else ConfigError; what was measured in this process is kept."""
+        """Load the output of `to_dict`, keeping measurements of this process; ConfigError if it is invalid."""
         try:
             tables = {
                 (int(each["bucket"][0]), int(each["bucket"][1])): np.array(each["seconds"], np.float64)
@@ -148,7 +151,7 @@ class StepCost:
             self._tables[bucket] = table
 
     def _near(self, bucket: Bucket) -> FloatArray:
-        """The table of the measured bucket nearest to another, first by rows, then by context; zeros if none was."""
+        """The table of the nearest measured bucket, first by rows, then by context; zeros if there is none."""
         distance = {other: (abs(other[0] - bucket[0]), abs(other[1] - bucket[1])) for other in self._tables}
         nearest = min(distance, key=lambda other: distance[other], default=None)
         return self._tables[nearest] if nearest is not None else np.zeros(len(_POINTS))
@@ -158,7 +161,7 @@ class StepCost:
         return 1.0 + self._node_cost * (tokens - 1.0)
 
     def _seconds(self, table: FloatArray, tokens: NDArray[Any] | float) -> FloatArray:
-        """Cost of steps of so many tokens: the first guess times the ratio, interpolated between measured points."""
+        """Cost of steps of `tokens` tokens: the first estimate times the ratio interpolated between measured points."""
         known = table > 0.0
         points = _POINTS[known]
         ratio = np.interp(tokens, points, table[known] / self._guess(points)) if known.any() else 1.0
@@ -166,7 +169,7 @@ class StepCost:
 
 
 def padded_nodes(nodes: int, most: int) -> int:
-    """Nodes a row of a fixed-shape pass that holds so many: the next power of two, at most `most`."""
+    """Nodes per row of a fixed-shape pass for `nodes` nodes: the next power of two, at most `most`."""
     return max(nodes, min(1 << (nodes - 1).bit_length(), most))
 
 

@@ -1,4 +1,4 @@
-"""The interface of proposers: what every source of drafts implements."""
+"""The interface of proposers, the sources of drafts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Draws:
     """How the nodes of a proposal were drawn, for rejection sampling.
 
     Attributes:
-        distributions: `[m, vocab]`; the distributions drawn from, each with sum 1.
-        origins: int32 `[k]`; the distribution that node i was drawn from. The children of a node are drawn from one
-            distribution, without replacement, in their order. Their number must not depend on the tokens drawn, and
-            none may be left out.
+        distributions: `[m, vocab]`; the distributions, each with sum 1.
+        origins: int32 `[k]`; the distribution that node i was drawn from. The children of a node are drawn in order
+            from one distribution, without replacement. Their number must not depend on the drawn tokens, and none may
+            be dropped.
     """
 
     distributions: Tensor
@@ -41,9 +41,9 @@ class Proposal(NamedTuple):
         probabilities: float32 `[k]`; the proposer's estimate of the probability that the target chooses node i
             once it chose its parent; `probabilities[0]` is 1.
         sources: int32 `[k]`; bit s is set if source s of the proposer offered the node. None if it has one source.
-        required: How many of the first nodes must be in the draft for any probabilities (the Jacobi window); a node
-            deeper than the rest of the output is left out all the same.
-        draws: How its nodes were drawn, if they were; then all of them must be required.
+        required: Number of leading nodes that the draft must hold at any probability (the Jacobi window); nodes beyond
+            the end of the output are still dropped.
+        draws: How its nodes were drawn, or None; drawn nodes must all be required.
     """
 
     tokens: IntArray
@@ -56,11 +56,11 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Top:
-    """The target's likeliest tokens after every node of a draft, before any logits processor.
+    """The target's most likely tokens after every node of a draft, before any logits processor.
 
     Attributes:
-        tree: The draft; after the prefill the last token of the prompt alone.
-        tokens: int32 `[nodes, 8]`; the likeliest tokens after each node, the likeliest first.
+        tree: The draft; after the prefill only the last token of the prompt.
+        tokens: int32 `[nodes, 8]`; the tokens after each node, most likely first.
         probabilities: float32 `[nodes, 8]`; their probabilities.
     """
 
@@ -71,19 +71,19 @@ class Top:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What became of one row's draft in one step.
+    """The result of one row's draft in one step.
 
     Attributes:
-        tokens: int32 `[n]`; the tokens the step emitted, in order: those accepted, then the bonus token
-            (none where a stop cut the step short). Never empty.
+        tokens: int32 `[n]`; the emitted tokens in order: accepted ones, then the bonus token (none if a stop cut the
+            step short). Never empty.
         path: int32 `[a]`; the accepted nodes of the draft from the root, `path[0] == 0`.
-        argmax: int32 `[nodes]`; the target's likeliest next token after every node of the draft, before any
-            logits processor. It may be empty when no proposer of the engine asked for it (`needs_argmax`).
-        top: More of what it thinks likely; None when no proposer of the engine asked for it (`needs_top`).
-        hidden: For every layer a proposer of the engine asked for (`hidden_layers`) the target's hidden states at
-            every node of the draft, `[nodes, size]`, where the target computed them.
-        prompt_hidden: The same at the tokens of the prompt that the prefill read, `[tokens, size]`: all of them, or
-            the last ones where the call went on from a filled cache. Empty but in a row's first feedback.
+        argmax: int32 `[nodes]`; the target's most likely next token after every node of the draft, before any logits
+            processor. It may be empty if no proposer of the engine sets `needs_argmax`.
+        top: More of the target's likely tokens; None if no proposer of the engine sets `needs_top`.
+        hidden: For every layer in a proposer's `hidden_layers`, the target's hidden states at every node of the draft,
+            `[nodes, size]`, if the target computed them.
+        prompt_hidden: The same at the prompt tokens that the prefill read, `[tokens, size]`: all, or the last ones if
+            the call continued a filled cache. Empty except in a row's first feedback.
     """
 
     tokens: IntArray
@@ -102,17 +102,17 @@ class Call:
         model: The target. Its weights may be read (embeddings, LM head); only the engine runs it.
         tokenizer: The target's, if the caller passed one, as `lookahead.generate` does; else None.
         rows: Rows of the batch; a row is identified by its index.
-        vocab_size: Token ids that can be proposed are those below.
-        max_length: Most tokens a row will hold, prompt and padding included.
-        max_nodes: Most nodes of a draft, the root not counted.
-        is_chain: The target verifies chains only: of a proposal its likeliest chain is used.
+        vocab_size: Proposed token ids must be below this.
+        max_length: Maximum tokens of a row, including prompt and padding.
+        max_nodes: Maximum nodes of a draft, without the root.
+        is_chain: The target verifies only chains: the most likely chain of a proposal is used.
         is_timed: Drafts are sized by measured time (`draft="auto"`), so a proposer may measure time as well.
         by_rejection: Drafts are accepted by rejection sampling: every proposal must have `draws`.
-        warp: The part of sampling that is the same at every position, temperature and truncation, of scores
-            `[n, vocab]`. None for greedy decoding.
-        inputs: For an encoder-decoder target what its encoder reads, int32 `[tokens]` for every row without padding;
-            empty if that is no text of its vocabulary. None for a causal target.
-        encoded: What its encoder has read and gives, a `lookahead.hf.encoded_rows.Encoded`; None for a causal target.
+        warp: The position-independent part of sampling (temperature and truncation), for scores `[n, vocab]`. None for
+            greedy decoding.
+        inputs: The encoder's input of an encoder-decoder target, int32 `[tokens]` for every row without padding; empty
+            if it is not text in the decoder's vocabulary. None for a causal target.
+        encoded: The encoder's input and output, a `lookahead.hf.encoded_rows.Encoded`; None for a causal target.
         predicts: Rows may have predictions, which are passed to `Proposer.expect`.
         is_constrained: Rows may follow a grammar, whose forced tokens are drafted.
     """
@@ -137,17 +137,17 @@ class Proposer(Protocol):
     """A source of drafts for many rows at once.
 
     The engine calls `start` once per row, then `propose` and `observe` in turn, and `finish` when the row is done.
-    Where drafting does not pay, `propose` is not called: `observe` then passes the tokens with an empty `placed`. With
-    `draft="auto"` a row is not shown to a proposer that would not be worth its time, and `finish` is called early for
-    one that reads hidden states and will not be asked for the row again.
+    If drafting does not pay, `propose` is not called, and `observe` gets the tokens with an empty `placed`. With
+    `draft="auto"` a proposer that is not worth its time gets no new rows, and `finish` is called early if it reads
+    hidden states and will not be called for the row again.
 
     Attributes:
         sources: Names of its sources in the stats; one or more, different from those of other proposers.
         needs_argmax: Whether `observe` reads `Feedback.argmax`.
         needs_top: Whether `observe` reads `Feedback.top`.
-        hidden_layers: The hidden states that `observe` reads from `Feedback.hidden`, numbered as by
-            `output_hidden_states` of transformers: 0 is the embeddings, 1 the output of the first layer, and -1 that of
-            the last, which the LM head reads.
+        hidden_layers: The hidden states that `observe` reads from `Feedback.hidden`, numbered as in
+            `output_hidden_states` of transformers: 0 is the embeddings, 1 the output of the first layer, and -1 the
+            output of the last, which the LM head reads.
     """
 
     sources: tuple[str, ...]
@@ -159,20 +159,20 @@ class Proposer(Protocol):
         """Begin a new row; `prompt` (int32 `[tokens]`, at least one) ends with the first root."""
 
     def expect(self, row: int, predictions: Sequence[IntArray]) -> None:
-        """Take in what the output of a row will largely be, int32 `[tokens]` each; called behind `start`, if at all."""
+        """Receive the expected outputs of a row, int32 `[tokens]` each; called after `start` if there are any."""
         return None
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """Propose continuations of the row's last token, at most `max_nodes` nodes besides the root."""
+        """Propose continuations of the row's last token, at most `max_nodes` nodes without the root."""
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Learn from the target's choice.
 
         Args:
             row: The row that `propose` was called for.
-            feedback: What the step did; `feedback.tokens[-1]` is the next root.
-            placed: int32 `[k]`; the node of the draft that each node of the proposal became, 0 if it was left out (and
-                for the root). Empty if nothing was proposed.
+            feedback: The result of the step; `feedback.tokens[-1]` is the next root.
+            placed: int32 `[k]`; the draft node of each node of the proposal, 0 if it was dropped (and for the root).
+                Empty if nothing was proposed.
         """
 
     def finish(self, row: int) -> None:
@@ -187,14 +187,14 @@ class BatchProposer(Proposer, Protocol):
         return self.propose_batch([row], max_nodes)[0]
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
-        """The proposal for each of `rows`; it is called in place of `propose`."""
+        """The proposal for each of `rows`; called instead of `propose`."""
 
 
 ProposerFactory = Callable[[Call], Proposer]
 
 
 def batch_propose_fn(proposer: Proposer) -> Callable[[Sequence[int], int], Sequence[Proposal | None]]:
-    """A function that asks a proposer about several rows: at once if it can, else one after the other."""
+    """A function that calls a proposer for several rows, in one batch if it supports that."""
     if callable(propose_batch := getattr(proposer, "propose_batch", None)):
         return cast(Callable[[Sequence[int], int], Sequence[Proposal | None]], propose_batch)
     return lambda rows, max_nodes: [proposer.propose(row, max_nodes) for row in rows]

@@ -22,16 +22,16 @@ _NONE_REQUIRED = np.zeros(1, np.int32)
 
 
 class Draft(NamedTuple):
-    """One row's tree, and the nodes that proposals became in it.
+    """One row's tree, and the place of each proposal's nodes in it.
 
-    For each proposer, `placed` holds the tree node that each node of its proposal became, 0 if it was left out; it is
-    empty if the proposer offered nothing. The sum of `path_probs` is the expected number of tokens of the step.
+    For each proposer, `placed` holds the tree node of each node of its proposal, 0 if it was dropped; it is empty if
+    the proposer offered nothing. The sum of `path_probs` is the expected number of tokens of the step.
     """
 
     tree: TokenTree
     placed: tuple[IntArray, ...]
-    path_probs: FloatArray = _CERTAIN  # [nodes], the probability to be reached, that is, accepted; 1 for the root
-    required: IntArray = _NONE_REQUIRED  # [nodes], 1 where a node must be in the draft
+    path_probs: FloatArray = _CERTAIN  # [nodes], the probability that the node is accepted; 1 for the root
+    required: IntArray = _NONE_REQUIRED  # [nodes], 1 if a node must be in the draft
 
     def root_only(self) -> Draft:
         """The draft reduced to its root."""
@@ -49,16 +49,17 @@ def merge(
 ) -> Draft:
     """Merge proposals by prefix and select the nodes with the most expected tokens per cost.
 
-    A node that several proposers offer is one node with the highest of their probabilities. Selection and layout are
-    those of `lookahead.ngram.prune.select`: the likeliest path is 0, 1, 2, …, and committing it moves no KV.
+    A node offered by several proposers gets the highest of their probabilities. Selection and layout follow
+    `lookahead.ngram.prune.select`: the most likely path is 0, 1, 2, …, and committing it moves no KV.
 
     Args:
         root: The row's last token, the root of each proposal.
-        proposals: The proposal of each proposer; None where it offered nothing.
+        proposals: The proposal of each proposer; None if it offered nothing.
         limits: Limits of the draft.
-        sources: How many sources each proposer has, at most 31 together; their bits are consecutive in the tree. One
+        sources: Number of sources of each proposer, at most 31 in total; their bits are consecutive in the tree. One
             each when None.
-        costs: float64 `[max_nodes + 2]` or longer, of a step by its nodes, the root counted; empty if nodes are free.
+        costs: float64 `[max_nodes + 2]` or longer, the cost of a step by its nodes, including the root; empty if nodes
+            are free.
 
     Raises:
         ValueError: `sources` and `proposals` differ in length.
@@ -82,23 +83,23 @@ def merge(
 
 
 class BatchValue(NamedTuple):
-    """The value of tokens to a batch: it ends with its longest row, so one is worth the wall time it saves there."""
+    """The value of tokens to a batch, which ends with its longest row: the wall time that they save."""
 
     left: FloatArray  # [rows], tokens that each row may still emit
     plain: FloatArray  # [rows + 1], cost of a plain step of 0, 1, … rows; non-decreasing
 
     @classmethod
     def of(cls, left: Sequence[int], plain: FloatArray, p_runs_to_limit: float) -> BatchValue:
-        """The value where rows run to their limits with probability `p_runs_to_limit`: the last one ends the batch.
+        """The value if rows run to their limits with probability `p_runs_to_limit`; the last row then ends the batch.
 
-        Else they may end at any time, and tokens of all rows are worth the same.
+        Otherwise rows may end at any time, and tokens of all rows are worth the same.
         """
         rows = len(left)
         weights = p_runs_to_limit * plain / plain[-1] + (1.0 - p_runs_to_limit) * np.arange(rows + 1.0) / rows
         return cls(np.array(left, np.float64), weights)
 
     def steps_saved(self, tokens: Sequence[float]) -> float:
-        """Plain steps of all rows by which the batch ends sooner for so many tokens of each row."""
+        """Plain steps of all rows by which the batch ends sooner if each row gains `tokens`."""
         return float(_steps_saved(np.array(tokens, np.float64), self.left, self.plain))
 
 
@@ -106,11 +107,11 @@ SINGLE_ROW = BatchValue(np.full(1, 1e9), np.arange(2, dtype=np.float64))
 
 
 def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, is_ragged: bool = False) -> list[Draft]:
-    """Cut the drafts of a batch, merged without costs, to the sizes that save most per cost.
+    """Cut the drafts of a batch, merged without costs, to the sizes that save the most per cost.
 
-    A padded pass computes as many nodes for every row as the largest tree has: each tree keeps its required nodes and
-    its likeliest ones up to one size. A ragged pass computes the nodes of all trees and no more: the likeliest nodes of
-    all of them are kept. `costs` are by the nodes of a row, in a ragged pass by their mean over the rows.
+    A padded pass computes the size of the largest tree for every row: each tree keeps its required and its most likely
+    nodes up to one size. A ragged pass computes only the nodes of all trees: the most likely nodes across trees are
+    kept. `costs` are by nodes per row, in a ragged pass by their mean over the rows.
     """
     path_probs = np.concatenate([draft.path_probs for draft in drafts])
     required = np.concatenate([draft.required for draft in drafts])
@@ -128,7 +129,7 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, is_rag
 
 @njit(error_model="numpy")
 def _merge(root, offered, offers, limits, costs):
-    """Tokens, parents, depths, sources, what is required, int32 `[5, nodes]`; path probabilities; where nodes went."""
+    """Tokens, parents, depths, sources and required flags, int32 `[5, nodes]`; path probabilities; places of nodes."""
     merged, path_probs, placed = union(root, offered, offers)
     parents = merged[1]
     for node in range(1, len(path_probs)):
@@ -136,7 +137,7 @@ def _merge(root, offered, offers, limits, costs):
         if limits[3]:
             merged[4, node] = 0
     order = select(parents, merged[2], path_probs, merged[4], limits, costs)
-    # Loops compile in a fraction of the time of NumPy's indexing by arrays.
+    # Loops compile in a fraction of the time of NumPy's array indexing.
     places, whole, probs = (
         np.zeros(len(path_probs), np.int32),
         np.empty((5, len(order)), np.int32),
@@ -160,7 +161,7 @@ def _steps_saved(tokens, left, plain):
 
 @njit(error_model="numpy")
 def _seconds_left(left, tokens, share, plain):
-    """Time of plain decoding until every row has emitted all that is left of it after a share of the tokens."""
+    """Time of plain decoding of the rest of every row, after a share of the tokens."""
     rows, seconds = len(left), 0.0
     ends = np.empty(rows)  # steps after which a row ends, sorted
     for row in range(rows):
@@ -169,14 +170,14 @@ def _seconds_left(left, tokens, share, plain):
             ends[at] = ends[at - 1]
             at -= 1
         ends[at] = end
-    for at in range(rows):  # without this row they would be steps of one row fewer
+    for at in range(rows):  # cost of this row over a step without it
         seconds += ends[at] * (plain[rows - at] - plain[rows - at - 1])
     return seconds
 
 
 @njit(error_model="numpy")
 def _fit(path_probs, required, ends, costs, left, plain):
-    """The size to which trees are cut, and the rank of every node in its own tree, int64 `[nodes]`."""
+    """The size of the cut trees, and the rank of every node in its tree, int64 `[nodes]`."""
     ranks = np.zeros(len(path_probs), np.int64)
     gains = np.zeros((len(costs), len(ends)))
     least, most, begin = 1, 1, 0
@@ -202,7 +203,7 @@ def _fit(path_probs, required, ends, costs, left, plain):
 
 @njit(error_model="numpy")
 def _fit_ragged(path_probs, required, ends, costs, left, plain):
-    """The number of nodes that all trees keep together, and the rank of every node among all, int64 `[nodes]`."""
+    """The total number of nodes kept in all trees, and the rank of every node among all, int64 `[nodes]`."""
     rows, row = len(ends), 0
     owners = np.empty(len(path_probs), np.int64)
     values = np.where(required > 0, 2.0, path_probs)

@@ -1,15 +1,15 @@
-"""Sizes that the options are checked by. Numba is not imported, so that the command line starts quickly."""
+"""Sizes for the validation of options. Does not import Numba, so that the command line starts quickly."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 MAX_NODES_LIMIT = 512
-DEFAULT_NODES = 64  # of a draft, the root not counted
+DEFAULT_NODES = 64  # of a draft, without the root
 
 
 class BranchSize(NamedTuple):
-    """Sizes of the lookahead branch: W columns, n-grams of N tokens, at most G of them guessed in a step."""
+    """Sizes of the lookahead branch: W columns, n-grams of N tokens, at most G guesses per step."""
 
     window: int
     ngram_size: int
@@ -17,10 +17,10 @@ class BranchSize(NamedTuple):
 
     @property
     def window_nodes(self) -> int:
-        """Nodes of a tree that the window takes, the root not counted."""
+        """Nodes of the window in a tree, without the root."""
         return self.window * (self.ngram_size - 1) - 1
 
     @property
     def nodes(self) -> int:
-        """Nodes that the window and the guesses take at most."""
+        """Maximum nodes of the window and the guesses."""
         return self.window_nodes + self.guesses * (self.ngram_size - 1)

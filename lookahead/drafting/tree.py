@@ -1,4 +1,4 @@
-"""The token tree that a step verifies."""
+"""The token tree verified in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookahead.utils.jit import njit
 IntArray = NDArray[np.int32]
 
 
-@dataclass(slots=True, eq=False)  # not frozen, since that doubles the time to create one
+@dataclass(slots=True, eq=False)  # not frozen, which would double the time to create one
 class TokenTree:
     """A rooted tree of tokens; the root is the row's last token, whose KV is not in the cache yet.
 
@@ -21,7 +21,7 @@ class TokenTree:
         tokens: int32 `[n]`, n at least 1.
         parents: int32 `[n]`; `parents[i] < i`, and `parents[0]` is 0. Identical (parent, token) pairs are
             one node.
-        depths: int32 `[n]`; edges between the root and the node, also the node's position offset.
+        depths: int32 `[n]`; distance from the root, also the node's position offset.
         sources: int32 `[n]`; bit s is set if source s offered the node; 0 for the root.
 
     Source: Miao et al. 2024, "SpecInfer", §4 (verifying a token tree in one pass).
@@ -37,7 +37,7 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: int) -> TokenTree:
-        """The tree of plain decoding: `token` alone."""
+        """The tree of plain decoding: only `token`."""
         zero = np.zeros(1, np.int32)
         return cls(np.array([token], np.int32), zero, zero, zero)
 
@@ -74,7 +74,7 @@ class TokenTree:
 
 
 def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
-    """Nodes of a path (int32 `[a]`), the root left out, that only the sources of `bits` offered."""
+    """Nodes of a path (int32 `[a]`), without the root, that only the sources of `bits` offered."""
     return int(np.count_nonzero(tree.sources[path[1:]] & ~bits == 0))
 
 
@@ -89,7 +89,7 @@ def without_sources(
 
 @njit()
 def node_depths(parents):
-    """int32 `[n]`: edges between the root and each node."""
+    """int32 `[n]`: distance of each node from the root."""
     depths = np.zeros(len(parents), np.int32)
     for node in range(1, len(parents)):
         depths[node] = depths[parents[node]] + 1
