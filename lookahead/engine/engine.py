@@ -34,18 +34,18 @@ NO_NODES = np.zeros(0, np.int32)
 
 
 class Engine:
-    """Decodes rows together; they advance and finish independently, and others may join as they do.
+    """Decodes rows together; rows advance and finish independently, and others may join meanwhile.
 
     Args:
         backend: Scores the trees of the model.
-        proposers: The sources of drafts; none means plain decoding.
+        proposers: The sources of drafts; empty means plain decoding.
         controller: Decides whether and how much to draft; None drafts all that the options allow.
         config: The options.
-        call: What the proposers were made for.
-        batch: The rows that `run` decodes, those of one call of `model.generate`, as many as the cache has.
-        policy: Which bits the logits of its rows have.
-        keep_cache: Whether `kept` shall hold the KV per layer of every row that ended.
-        isolates: Whether an error of one row ends that row alone; its `StepOutput` then holds the error.
+        call: The call that the proposers were made for.
+        batch: The rows that `run` decodes, all rows of one call of `model.generate` and of the cache.
+        policy: The policy for the bits of the rows' logits.
+        keep_cache: Whether `kept` holds the KV per layer of every finished row.
+        isolates: Whether an error of one row ends only that row; its `StepOutput` then holds the error.
     """
 
     def __init__(
@@ -68,38 +68,38 @@ class Engine:
         self._tp_group = (
             tensor_parallel_group(call.model) if processes_of(call.model) > 1 else None
         )  # only the leading process has proposers and a controller
-        # Proposers and controller may learn together with other engines on other threads. Passes and verification run
-        # without the lock, so that threads that share a model decode side by side.
+        # Proposers and controller may share learned state with engines on other threads. Passes and verification run
+        # without the lock, so threads that share a model decode in parallel.
         self._state = state_of(call.model)
         self._learning = self._state.learned.lock
         self._plan_without_controller = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
         self._questions = [batch_propose_fn(proposer) for proposer in proposers]
         self._max_proposed = config.node_budget // (len(proposers) or 1) if call.by_rejection else config.node_budget
         self._source_counts = [len(proposer.sources) for proposer in proposers]
-        self.sources = [name for proposer in proposers for name in proposer.sources]  # by their bits in a tree
+        self.sources = [name for proposer in proposers for name in proposer.sources]  # in the order of their bits
         self._readers = [each for each in proposers if isinstance(each, ValidatedProposer) and each.hidden_layers]
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
-        self._rounds: list[RejectionRounds] = []  # of every row, for acceptance by rejection
+        self._rounds: list[RejectionRounds] = []  # one per row, for acceptance by rejection
         self._has_forced = bool(proposers) and isinstance(proposers[-1], ForcedTokens)
         self._by_typicality = config.acceptance == "typical" and call.warp is not None
         self._keep_cache, self._isolates = keep_cache, isolates
         self.kept: dict[int, RowCopy] = {}
         self._free_slots = list(range(backend.cache.slots.rows))[::-1]
-        self._rows_since_output_start = -len(self._free_slots)  # rows that joined since an output was begun
+        self._rows_since_output_start = -len(self._free_slots)  # rows that joined since an output began
         self._rows: list[Row] = []
         self.batch = batch
         self.stats = [row.stats for row in batch]
         self.cache = backend.cache
-        self.cache.slots.active = 0  # rows join by `admit`; their KV stays
+        self.cache.slots.active = 0  # rows join in `admit`; their KV stays
         self.reads_alone = backend.reads_alone(policy)
 
     def serving(self) -> AbstractContextManager[None]:
-        """Keep the model in service for a whole block, for a loop over `run` that will not pause."""
+        """Keep the model in service for a block, for a loop over `run` without pauses."""
         return self._backend.serving()
 
     def report(self) -> BackendReport:
-        """Which path serves what of the model, and why not a faster one."""
+        """The paths that serve the parts of the model, and why faster ones do not."""
         return self._backend.report()
 
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
@@ -107,9 +107,9 @@ class Engine:
         self._on_prefill = on_prefill
 
     def run(self) -> Iterator[list[StepOutput]]:
-        """Decode every row of the batch to its end, yielding what each step emitted.
+        """Decode every row of the batch to its end, yielding the outputs of each step.
 
-        Between steps the model is as it was, unless the loop runs inside `serving`.
+        Between steps the model is restored, unless the loop runs inside `serving`.
         """
         with self._backend.serving():
             outputs = self.admit(self.batch)
@@ -122,16 +122,16 @@ class Engine:
     def admit(
         self, rows: Sequence[Row], read: ReadPrompt | None = None, prefixes: Sequence[Prefix] = ()
     ) -> list[StepOutput]:
-        """Let rows join those that are running; the model must be in service, and the cache have room for them.
+        """Add rows to the running ones; the model must be in service and the cache have room.
 
-        Their prompts are read together, those of rows with `prefixes` behind these, unless that of a single row was
-        `read` already. The logits of their ends give every row its first token.
+        Their prompts are read together, after their `prefixes` if given; the prompt of a single row may be `read`
+        already. The logits after the prompts give every row its first token.
         """
         started = time.perf_counter()
         with self._learning:
             for row in rows:
                 row.slot = self._free_slots.pop()
-                text = row.source  # the n-grams of a summary are in what the encoder read
+                text = row.source  # the n-grams of a summary are in the encoder's input
                 for proposer in self._proposers:
                     proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
                     if row.predictions:
@@ -172,10 +172,10 @@ class Engine:
         return outputs
 
     def step(self, *, is_refilled: bool = False, is_timed: bool = True) -> list[StepOutput]:
-        """Advance all rows by one pass, the model in service.
+        """Advance all rows by one pass; the model must be in service.
 
-        With `is_refilled` a row that ends makes room for one. Without `is_timed` the pass is no measure of others, as
-        where it has fewer threads.
+        With `is_refilled` a waiting request replaces a row that ends. Without `is_timed` the time of the pass is
+        ignored, for example because it has fewer threads.
         """
         begin = time.perf_counter()
         with self._learning:
@@ -183,7 +183,7 @@ class Engine:
                 return []
             positions, plan = self._backend.positions, self._plan_without_controller
             left = [row.stopping.max_length - row.length for row in self._rows]
-            if positions is not None:  # behind them no more tokens can be read
+            if positions is not None:  # the model can read no tokens beyond them
                 left = [min(n, 1 + row.positions_left(positions)) for n, row in zip(left, self._rows, strict=True)]
             if self._controller is not None:
                 context = max([row.length for row in self._rows])
@@ -208,7 +208,7 @@ class Engine:
             return self._retire(results)
 
     def _draft(self, left: Sequence[int], plan: StepPlan) -> list[Draft]:
-        """One tree per row, as large as the plan pays for; the last token alone where drafting is off.
+        """One tree per row within the plan; only the last token if drafting is off.
 
         `left` are the tokens that each row may still emit.
         """
@@ -216,11 +216,11 @@ class Engine:
         if not plan.drafts:
             return self._root_only(rows)
         sizes = [plan.max_nodes] * len(rows)
-        if backend.counts_nodes and backend.positions is not None:  # of a model that counts nodes, not depths
+        if backend.counts_nodes and backend.positions is not None:  # the model counts nodes, not depths
             sizes = [min(plan.max_nodes, *(row.positions_left(backend.positions) for row in rows))] * len(rows)
         is_chain, least = self._call.is_chain and not by_rejection, self._config.min_probability
         plan_costs = FREE if by_rejection else plan.costs
-        costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together, below
+        costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together below
         proposals = [ask([row.slot for row in rows], self._max_proposed) for ask in self._questions]
         proposed: list[Sequence[Proposal | None]] = list(zip(*proposals, strict=True))
         if self._has_forced:
@@ -245,15 +245,15 @@ class Engine:
         return [draft.root_only() for draft in drafts]
 
     def _root_only(self, rows: Sequence[Row]) -> list[Draft]:
-        """The last token of every row alone; no proposer is asked."""
+        """A tree of only the last token for every row, without calling proposers."""
         self._rounds = [RejectionRounds((), ()) for _ in rows] if self._call.by_rejection else []
         return [Draft(TokenTree.root(row.last_token), (NO_NODES,) * len(self._proposers)) for row in rows]
 
     def _score(self, drafts: list[Draft], plan: StepPlan) -> tuple[list[Draft], Tensor, Scores, float]:
-        """One pass over all trees: the drafts that were scored, logits, what was read of them, the nodes paid a row.
+        """Run one pass over all trees; returns the scored drafts, their logits and scores, and computed nodes per row.
 
-        Where a drafted token gave no numbers, the newest tokens are scored alone. A masked key still takes part in
-        0 · value, so what is no number there is none anywhere in the row's tree.
+        If a drafted token gives NaN, the newest tokens are scored alone: a masked key still contributes 0 · value, so
+        one NaN spreads through the row's tree.
         """
         if self._tp_group is not None:
             drafts = self._tp_group.agree(drafts)
@@ -264,7 +264,7 @@ class Engine:
         scores, nodes = Scores(NO_NODES), float(logits.shape[1])
         if self._backend.is_ragged:
             nodes = sum(len(draft.tree.tokens) for draft in drafts) / len(drafts)
-        # On a GPU reading is also what waits for the pass, so that its time is known.
+        # On a GPU reading also waits for the pass, which makes its time measurable.
         is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)
         if needs_argmax or needs_top or is_greedy or logits.device.type != "cpu":
             scores = read_scores(logits, with_top=needs_top)
@@ -279,9 +279,9 @@ class Engine:
         return drafts, logits, scores, nodes
 
     def _verify(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[StepOutput]:
-        """Walk the trees of all rows from `first` on, keep the KV of what was accepted, and count it.
+        """Walk the trees of all rows from `first` on, keep the KV of accepted nodes, and count them.
 
-        Where an error is that of one row, it stands in place of the row's result.
+        With `isolates`, the error of a row becomes its result.
         """
         results: list[StepOutput] = []
         if self._backend.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
@@ -305,7 +305,7 @@ class Engine:
         return results
 
     def _walk_aligned(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[StepOutput]:
-        """Walk chains of rows that must stay equally long: on as long as every row accepts and none ends."""
+        """Walk the chains of rows of equal length, up to the first node that a row rejects or ends at."""
         emitted: list[list[int]] = [[] for _ in drafts]
         node, goes_on = 0, True
         while goes_on:
@@ -341,11 +341,11 @@ class Engine:
         prompts.clear()
 
     def _retire(self, results: list[StepOutput], first: int = 0) -> list[StepOutput]:
-        """Take out the rows from `first` on that ended."""
+        """Remove the finished rows from `first` on."""
         for i in reversed(range(len(results))):
             if results[i].finish_reason is not None or results[i].error is not None:
                 self._remove(first + i)
-        # Rows share their draws of random numbers only where they all belong to one batch.
+        # Rows share random draws only if they all belong to one batch.
         least = min([row.emitted for row in self._rows], default=0)
         for row in self._rows if self._isolates else self._rows[:1]:
             if not row.chooser.is_plain_greedy:
@@ -353,14 +353,14 @@ class Engine:
         return results
 
     def end(self, index: int) -> None:
-        """Take out the row of this index before its end, if it runs."""
+        """Remove the row with this index early, if it runs."""
         for i, row in enumerate(self._rows):
             if row.index == index:
                 self._remove(i)
                 return
 
     def _remove(self, i: int) -> None:
-        """Take a row out, the last active row filling the gap, in the backend as in the engine."""
+        """Remove a row; the last active row fills the gap, in the backend and in the engine."""
         row = self._rows[i]
         for proposer in self._proposers:
             proposer.finish(row.slot)

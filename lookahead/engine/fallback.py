@@ -20,15 +20,15 @@ from lookahead.engine.row import StepOutput
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
 
-# Of several that end a row at one token the first counts, as in `StoppingRule.finish_reason`.
+# If several reasons end a row at one token, the first applies, as in `StoppingRule.finish_reason`.
 _STRONGEST_FIRST: tuple[FinishReason, ...] = ("stop", "criteria", "length")
 
 
 class PlainLoop:
     """Has the interface of `Engine`; runs transformers' own loop once and returns all tokens in one step.
 
-    The loop, `sample`, takes `stopping_criteria` and returns ids, int64 `[batch, tokens + new]`. The `lengths`, int64
-    `[batch]`, are those of prompts without padding; of a row the model may read `context` tokens, None for all.
+    The loop, `sample`, takes `stopping_criteria` and returns ids, int64 `[batch, tokens + new]`. `lengths`, int64
+    `[batch]`, are the lengths of prompts without padding; `context` is the maximum tokens of a row, None for no limit.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PlainLoop:
         context: int | None = None,
     ) -> None:
         self._criteria = _RecordingCriteria(criteria)
-        # `model.generate` runs its loops so, and they may be run outside of it.
+        # `model.generate` runs its loops without gradients; this one may run outside it.
         self.sample = partial(torch.no_grad()(sample), stopping_criteria=self._criteria)
         self._width = input_ids.shape[1]
         self._context = context
@@ -69,7 +69,7 @@ class PlainLoop:
             tokens = ids[: (min(end, limit) if self._criteria.pads else limit) - self._width]
             stats.backend, stats.emitted_tokens = "transformers", len(tokens)
             stats.target_forwards = stats.bitwise_forwards = stats.acceptance_histogram[1] = len(tokens) - 1
-            # The prefill of the loop is not timed apart from its steps.
+            # The prefill of the loop is not timed separately.
             stats.decode_s = stats.ttft_s = seconds
             step_outputs.append(StepOutput(row, tokens, reason if end <= limit else "length"))
         yield step_outputs
@@ -78,7 +78,7 @@ class PlainLoop:
 class _RecordingCriteria(StoppingCriteriaList):
     """Stopping criteria that record the end of every row: the number of its ids, and the reason.
 
-    With an end-of-sequence token (`pads`) transformers pads a row from its end on; else the row goes on until all end.
+    With an end-of-sequence token (`pads`) transformers pads a row after its end; else the row continues until all end.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:

@@ -1,4 +1,4 @@
-"""A row of the engine: its ids, the choice of its tokens, its end and its stats; and what a step returns of it."""
+"""A row of the engine, with its ids, sampling, stopping and stats; and the output of a step."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class StepOutput:
     """Tokens one row emitted in one step."""
 
     row: int  # its place in the batch
-    tokens: IntArray  # empty only where there was an error
-    finish_reason: FinishReason | None  # None where the output goes on, or there was an error
-    draft: Draft | None = None  # None where transformers decoded
+    tokens: IntArray  # empty only after an error
+    finish_reason: FinishReason | None  # None if the output continues, or after an error
+    draft: Draft | None = None  # None if transformers decoded
     path: IntArray = field(default_factory=lambda: ROOT)  # int32 `[a]`, the accepted nodes, the root first
-    error: Exception | None = None  # that ended the row, which then emitted nothing in this step
+    error: Exception | None = None  # ended the row, which emitted nothing in this step
 
     @property
     def finished(self) -> bool:
@@ -47,7 +47,7 @@ class StepOutput:
 
 
 class Row:
-    """A row of an engine; `ids[:length]` is what `model.generate` would hold, padding included.
+    """A row of an engine; `ids[:length]` are the ids of `model.generate`, padding included.
 
     Args:
         index: Its number in a `StepOutput`: its place in the batch, or the number of its prompt.
@@ -55,7 +55,7 @@ class Row:
         chooser: Chooses its tokens.
         stopping: Ends it.
         padding: The number of padding ids, which come first.
-        place: Its place in the batch that `chooser` and `stopping` were made for.
+        place: Its index in the batch that `chooser` and `stopping` were made for.
         device: The device of the ids that logits processors and stopping criteria get.
     """
 
@@ -74,15 +74,15 @@ class Row:
         self.chooser, self.stopping = chooser, stopping
         self.grammar = chooser.grammar_of(place)
         self.length, self.last_token = len(ids), int(ids[-1])
-        self.ids = np.array(ids, np.int64)  # grows as it emits: the limit may be any number
+        self.ids = np.array(ids, np.int64)  # grows on demand: the limit may be any number
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
-        self.slot = self.emitted = 0  # its number among the rows of its engine, and tokens
-        self.inputs: IntArray = np.zeros(0, np.int32)  # what an encoder has read for it
-        self.placeholders: NDArray[np.int64] = np.zeros(0, np.int64)  # tokens of its prompt that stand for other inputs
-        self.predictions: Sequence[IntArray] = ()  # what its output will largely be
-        self.encoded: Any = None  # an `Encoded` of that, until the row joins others
-        self.prefilled = 0.0  # when its prompt was read, by `time.perf_counter`
-        self.policy = BitPolicy.ROUNDED  # which bits its passes have
+        self.slot = self.emitted = 0  # its slot in the engine, and new tokens
+        self.inputs: IntArray = np.zeros(0, np.int32)  # tokens that an encoder has read for it
+        self.placeholders: NDArray[np.int64] = np.zeros(0, np.int64)  # placeholder tokens of its prompt
+        self.predictions: Sequence[IntArray] = ()  # its expected output
+        self.encoded: Any = None  # the `Encoded` of `inputs`, until the row joins others
+        self.prefilled = 0.0  # `time.perf_counter` at the end of its prefill
+        self.policy = BitPolicy.ROUNDED  # the bits of its passes
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def source(self) -> IntArray:
-        """What drafts are made of: what an encoder has read, and its text without placeholders, int32 `[tokens]`."""
+        """The source of its drafts: the encoder's input and its text without placeholders, int32 `[tokens]`."""
         text = self.text
         if len(self.placeholders):
             text = text[~np.isin(text, self.placeholders)]
@@ -100,16 +100,16 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it holds, padding left out."""
+        """Number of its tokens without padding."""
         return self.length - self.padding
 
     def read_by_encoder(self, inputs: IntArray, encoded: Any = None) -> None:
-        """Take in what an encoder has read, tokens int32 `[tokens]`; `encoded` if the row is to join others with it."""
+        """Set the encoder's input, int32 `[tokens]`, and its `encoded` output if the row joins others."""
         self.inputs, self.encoded = inputs, encoded
         self.stats.prompt_tokens += len(inputs)
 
     def positions_left(self, positions: int) -> int:
-        """Positions that a model of so many has behind the newest token; PromptError if none for that."""
+        """Positions left after the newest token, of `positions` in the model; PromptError if the token has none."""
         if self.tokens > positions:
             raise PromptError(
                 f"row {self.index} has {self.tokens} tokens and the model positions for {positions}; "
@@ -118,9 +118,9 @@ class Row:
         return positions - self.tokens
 
     def constrain(self, offers: Sequence[Proposal | None], max_nodes: int, least: float) -> list[Proposal | None]:
-        """What proposers offer under its grammar; the last one's place is taken by the tokens that it forces.
+        """Apply its grammar to the proposals; the forced tokens replace the last one.
 
-        At most `max_nodes` are forced. Nodes that are reached with a probability below `least` are not looked at.
+        At most `max_nodes` are forced. Nodes reached with a probability below `least` are not checked.
         """
         if self.grammar is None:
             return list(offers)
@@ -131,15 +131,15 @@ class Row:
     def verify(
         self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None, *, is_typical: bool = False
     ) -> StepOutput:
-        """Walk a tree; the ids grow by the tokens emitted.
+        """Walk a tree and append the emitted tokens to the ids.
 
         Args:
-            draft: What was scored.
+            draft: The scored draft.
             logits: `[nodes or more, vocab]`.
-            argmax: int32 `[nodes or more]`; read where the chooser is plain greedy.
-            pick: Chooses the token after a node by the chances of all tokens, `[vocab]`; None for the choice of
+            argmax: int32 `[nodes or more]`; read if the chooser is plain greedy.
+            pick: Chooses the token after a node from the probabilities, `[vocab]`; None for the choice of
                 `model.generate`.
-            is_typical: Whether what the target finds likely enough is accepted, which is lossy.
+            is_typical: Whether typical acceptance applies, which is lossy.
         """
         nodes = len(draft.tree.tokens)
         room = self.length + nodes
@@ -181,14 +181,14 @@ class Row:
         return self.finish_reason is not None
 
     def _chances_after(self, tree: TokenTree, logits: Tensor, path: list[int]) -> Tensor:
-        """What the target would draw from after a path of nodes, of `[nodes, vocab]` logits."""
+        """The target's distribution after a path of nodes, from `[nodes, vocab]` logits."""
         behind = len(path) - 1
         self.ids[self.length : self.length + behind] = tree.tokens[path[1:]]
         place = {"row": self.place, "step": self.emitted + behind}
         return self.chooser.chances(self._seen(behind), logits[path[-1]], **place, is_tentative=True)
 
     def _seen(self, more: int = 0) -> Tensor:
-        """The ids so far, and some more, as processors and criteria see them, int64 `[1, tokens]`."""
+        """The ids so far and `more` further ones, as processors and criteria get them, int64 `[1, tokens]`."""
         return torch.from_numpy(self.ids[: self.length + more])[None].to(self.device)
 
     def count(self, draft: Draft, result: StepOutput, sources: Sequence[str]) -> None:
