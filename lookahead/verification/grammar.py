@@ -1,4 +1,4 @@
-"""Grammars that outputs follow: JSON by a schema, regular expressions, and context-free grammars, by llguidance."""
+"""Grammars for outputs: JSON schemas, regular expressions and context-free grammars, with llguidance."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from lookahead.drafting.proposal import Proposal
 from lookahead.errors import ConfigError, LogitsError, first_line
 from lookahead.verification.per_row import PerRow
 
-# As `json.dumps` writes it. A model that may write white space anywhere can go on with it up to its limit.
+# The format of `json.dumps`. With flexible white space a model can emit white space until its limit.
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_LEAST = 0.02  # nodes less likely to be reached are seldom verified, and cost as much to look at
-_known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # what llguidance made of tokenizers
+_LEAST = 0.02  # nodes less likely to be reached are rarely verified, but cost as much to check
+_known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # the `LLTokenizer`s of tokenizers
 
 
 class Grammar(PerRow):
-    """Makes outputs follow a grammar: a logits processor that lets a row choose only among tokens that continue it.
+    """A logits processor that makes outputs follow a grammar: it allows only tokens that continue it.
 
-    An end-of-sequence token is allowed exactly where the grammar can end, and nothing else where it must. Tokens that
-    the grammar forces are drafted. In transformers' own loop it gives the same tokens without drafts.
+    An end-of-sequence token is allowed exactly where the grammar can end, and is the only allowed token where the
+    grammar must end. Forced tokens are drafted. transformers' own loop gives the same tokens without drafts.
 
     Args:
         tokenizer: The model's tokenizer, a fast one of bytes or with bytes as a fallback.
         json_schema: A JSON schema, as a dict, as text, or as a pydantic model class. JSON is written as by
-            `json.dumps`, with one space behind commas and colons, unless the schema has other options of llguidance
+            `json.dumps`, with one space after commas and colons, unless the schema has other options of llguidance
             under `"x-guidance"`, such as `{"whitespace_flexible": True}`.
         regex: A regular expression that the whole output matches, without lookaround and references, as in Rust.
-        grammar: A context-free grammar in the dialect of Lark that llguidance reads; it begins with the rule `start`.
-        eos_token_id: The end-of-sequence tokens, as of `model.generate`; None for that of the tokenizer.
+        grammar: A context-free grammar in llguidance's dialect of Lark, with the start rule `start`.
+        eos_token_id: The end-of-sequence tokens, as for `model.generate`; None for the tokenizer's.
 
     Example:
         `model.generate(**inputs, logits_processor=[lookahead.Grammar(tokenizer, regex="yes|no")])`
 
     Raises:
-        ConfigError: There is not exactly one grammar, it is not valid, llguidance is not installed, or does not
-            know the kind of the tokenizer.
+        ConfigError: There is not exactly one grammar, it is invalid, llguidance is not installed, or it does not
+            support the tokenizer.
 
     Source: M. Moskal et al. 2025, llguidance, https://github.com/guidance-ai/llguidance.
     """
@@ -73,26 +73,26 @@ class Grammar(PerRow):
 
 
 class GrammarProcessor(LogitsProcessor):
-    """The grammar of one row: called with its ids `[1, tokens]` and scores `[1, vocab]`, once for every new token.
+    """The grammar of one row, called with its ids `[1, tokens]` and scores `[1, vocab]` once for every new token.
 
     Args:
-        matcher: An `LLMatcher` at the start of the grammar, of this object alone.
-        tokens: The `LLTokenizer` of that.
+        matcher: An `LLMatcher` at the start of the grammar, owned by this object.
+        tokens: The `LLTokenizer` of the matcher.
         ends: End-of-sequence tokens.
     """
 
     def __init__(self, matcher: Any, tokens: Any, ends: Sequence[int]) -> None:
         self._matcher, self._tokens, self._ends = matcher, tokens, frozenset(ends)
-        self._length = 0  # ids that it has seen, the prompt included
+        self._length = 0  # ids seen so far, the prompt included
         self._has_ended = False
-        self._error: LogitsError | None = None  # behind which it cannot go on
+        self._error: LogitsError | None = None  # raised again by all later calls
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
         """Forbid all tokens that the grammar does not allow here.
 
         Raises:
-            LogitsError: The grammar does not allow the token before, no token is left that it allows, or it became
-                too large for the limits of llguidance.
+            LogitsError: The grammar does not allow the previous token, allows no remaining token, or exceeded a limit
+                of llguidance.
         """
         self._follow(input_ids[0])
         vocabulary = scores.shape[-1]
@@ -112,9 +112,9 @@ class GrammarProcessor(LogitsProcessor):
     def constrain(
         self, ids: Tensor, offers: Sequence[Proposal | None], max_nodes: int, least: float
     ) -> tuple[list[Proposal | None], Proposal | None]:
-        """`lookahead.drafting.constrain.constrain` behind the ids of the row, int64 `[tokens]`.
+        """Apply `lookahead.drafting.constrain.constrain` after the ids of the row, int64 `[tokens]`.
 
-        Where the grammar cannot go on, nothing is drafted by it; the choice of the next token raises the error.
+        If the grammar cannot continue, it drafts nothing; choosing the next token raises the error.
         """
         try:
             self._follow(ids)
@@ -127,7 +127,7 @@ class GrammarProcessor(LogitsProcessor):
         )
 
     def _follow(self, ids: Tensor) -> None:
-        """Take in the tokens that are new since the last call; those of the first call are the prompt."""
+        """Consume the tokens that are new since the last call; the first call's tokens are the prompt."""
         if self._error is not None:
             raise self._error
         new = ids[self._length :].tolist() if self._length else []
@@ -139,14 +139,14 @@ class GrammarProcessor(LogitsProcessor):
             if _consume(self._matcher, self._tokens, token):
                 continue
             if token < self._tokens.vocab_size and self._tokens.is_special_token(token):
-                self._has_ended = True  # padding: the row was ended by something else
+                self._has_ended = True  # padding: the row ended for another reason
             else:
                 self._raise_error()
                 self._error = LogitsError(f"the grammar does not allow token {token}, which was chosen all the same")
                 raise self._error
 
     def _raise_error(self) -> None:
-        """Raise what went wrong in the library, which is silent about it."""
+        """Raise the error of the library, which does not raise it itself."""
         if self._matcher.is_error():
             reason = first_line(Exception(self._matcher.get_error()))
             self._error = LogitsError(f"the grammar cannot be followed: {reason}")
@@ -154,13 +154,13 @@ class GrammarProcessor(LogitsProcessor):
 
 
 class _Place(Constraint):
-    """A place in the grammar that moves along a tree of drafts."""
+    """The state of a grammar that moves along a draft tree."""
 
     def __init__(self, matcher: Any, tokens: Any, ends: frozenset[int]) -> None:
         self._matcher, self._tokens, self._ends = matcher, tokens, ends
 
     def push(self, token: int) -> bool:
-        # The choice of an end is seen in the scores before it: as a node it would give nothing.
+        # An end is chosen from the scores before it: its node would add nothing.
         return token not in self._ends and _consume(self._matcher, self._tokens, token)
 
     def pop(self, count: int) -> None:
@@ -171,13 +171,13 @@ class _Place(Constraint):
         return cast(list[int], self._matcher.compute_ff_tokens())
 
     def likely(self) -> list[int]:
-        # A quote may be merged with what it begins, but seldom is. White space mostly is.
+        # A tokenizer rarely merges a quote with the following text, but mostly merges white space.
         beginning = self._matcher.compute_ff_bytes()
         return cast(list[int], self._tokens.tokenize_bytes(beginning)[:1]) if beginning.strip() else []
 
 
 def _consume(matcher: Any, tokens: Any, token: int) -> bool:
-    """Take a token in if it is allowed. An `LLMatcher` asked about one beyond its vocabulary would fail for good."""
+    """Consume a token if it is allowed. A token beyond the vocabulary would put an `LLMatcher` in an error state."""
     is_allowed = token < tokens.vocab_size and bool(matcher.validate_tokens([token]))
     return is_allowed and bool(matcher.consume_token(token))
 
@@ -195,7 +195,7 @@ def _library() -> Any:
 
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, given: int | Sequence[int] | None) -> list[int]:
-    """The end-of-sequence tokens; without one an output could not end where its grammar must."""
+    """The end-of-sequence tokens; without one an output could not end where its grammar does."""
     ends: Any = tokenizer.eos_token_id if given is None else given
     ends = ends.tolist() if isinstance(ends, Tensor) else ends
     ends = [ends] if isinstance(ends, int) else list(ends or ())
@@ -208,7 +208,7 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, given: int | Sequence[int] |
 
 
 def _grammar_text(matcher: Any, kind: str, given: Any) -> str:
-    """A grammar as llguidance reads it."""
+    """A grammar in llguidance's form."""
     if kind == "json_schema":
         schema = given.model_json_schema() if hasattr(given, "model_json_schema") else given
         if isinstance(schema, str):
@@ -228,7 +228,7 @@ def _grammar_text(matcher: Any, kind: str, given: Any) -> str:
 
 
 def _tokens_of(library: Any, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Any:
-    """What llguidance makes of a tokenizer, kept for as long as that lives; tokens may be added to it meanwhile."""
+    """The `LLTokenizer` of a tokenizer, cached for its lifetime; tokens may be added to it meanwhile."""
     if not tokenizer.is_fast:
         raise ConfigError(f"grammars need a fast tokenizer, got {type(tokenizer).__name__}")
     known, key = _known.setdefault(tokenizer, {}), (len(tokenizer), *ends)

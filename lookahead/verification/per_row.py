@@ -1,4 +1,4 @@
-"""Logits processors that every row has for itself, so that rows with a state advance at different rates."""
+"""Logits processors per row, so that rows with a state can advance at different rates."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from transformers import LogitsProcessor
 from lookahead.errors import ConfigError, UnsupportedModelError
 
 Processor = Callable[[LongTensor, FloatTensor], FloatTensor]
-"""A logits processor: of ids `[1, tokens]` and scores `[1, vocab]` the processed scores, `[1, vocab]`."""
+"""A logits processor: takes ids `[1, tokens]` and scores `[1, vocab]`, returns scores `[1, vocab]`."""
 
 
 class PerRow(LogitsProcessor):
-    """Gives every row of a call a logits processor of its own, which may keep a state.
+    """Gives every row of a call its own logits processor, which may keep a state.
 
-    The object of a row is called with that row alone, once for every token that the row emits, in order. So rows need
-    not advance together, and drafts stay on in batches and in `stream_many`. Every call of `generate` and every prompt
-    of `stream_many` gets new objects.
+    A row's object is called only with that row, once for every emitted token, in order. So rows need not advance
+    together, and batches and `stream_many` can draft. Every call of `generate` and every prompt of `stream_many` gets
+    new objects.
 
-    In transformers' own loop it asks the object of each row in turn, also behind the end of a row, until all rows have
-    ended. Ids that go on by one token from those it saw last belong to the same call. It follows no beams: beams are
-    copied from one row to another, and a state cannot be.
+    In transformers' own loop it calls the object of each row in turn, also after the end of a row, until all rows have
+    ended. Ids that extend the last seen ids by one token belong to the same call. Beam search is not supported: beams
+    are copied between rows, and a state cannot be.
 
     Args:
-        factory: Makes the processor of a row, a new object whenever it is called.
+        factory: Makes the processor of a row, a new object at every call.
 
     Example:
         `model.generate(**inputs, logits_processor=[lookahead.PerRow(MyProcessor)], custom_generate=lookahead.decode)`
 
     Raises:
-        ConfigError: The factory cannot be called. When a call begins, also: it gives one object twice, or one that
-            cannot be called.
+        ConfigError: The factory is not callable. At the start of a call also: it returns an object twice, or one that
+            is not callable.
     """
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         if not callable(factory):
             raise ConfigError(f"per_row must be a function that makes a logits processor, got {factory!r:.60}")
         self._factory = factory
-        self._made: list[Processor] = []  # the latest, kept so that their identities stay theirs
+        self._made: list[Processor] = []  # the latest, kept alive so that identities stay unique
         self._seen: Tensor | None = None  # ids of the latest call of transformers' own loop
         self._prompt_width = 0
 
@@ -62,7 +62,7 @@ class PerRow(LogitsProcessor):
         return made
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
-        """Process the scores `[rows, vocab]` of all rows, as transformers' own loop asks for them."""
+        """Process the scores `[rows, vocab]` of all rows in transformers' own loop."""
         if not self._goes_on(input_ids):
             self._prompt_width = input_ids.shape[1]
             self.objects(len(input_ids))
@@ -74,7 +74,7 @@ class PerRow(LogitsProcessor):
         return cast(FloatTensor, torch.cat(cast(list[Tensor], rows)))
 
     def _goes_on(self, ids: Tensor) -> bool:
-        """Whether ids are those seen last and one more token of each row; UnsupportedModelError if rows changed."""
+        """Whether ids extend the last seen ids by one token per row; UnsupportedModelError if rows changed."""
         seen = self._seen
         if seen is None or len(ids) != len(self._made) or ids.shape != (len(seen), seen.shape[1] + 1):
             return False
@@ -86,5 +86,5 @@ class PerRow(LogitsProcessor):
 
 
 def is_per_row(processor: object) -> bool:
-    """Whether a processor is a `PerRow`, asked as this package has it."""
+    """Whether a processor is a `PerRow` with this package's `__call__`."""
     return isinstance(processor, PerRow) and type(processor).__call__ is PerRow.__call__

@@ -1,9 +1,9 @@
-"""Speculative sampling: accept draws from a draft's distribution so that outputs follow the target's.
+"""Speculative sampling: accepts draws from a draft's distribution so that outputs follow the target's.
 
 Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", §2.3 (one draw: accept with
     min(1, p/q), else draw from norm(max(0, p - q))); Chen et al. 2023, "Accelerating Large Language Model Decoding with
-    Speculative Sampling"; Miao et al. 2024, "SpecInfer", §4.3 (several draws, one round after the other); Jeon et al.
-    2024, "Recursive Speculative Decoding", §3.2 (draws without replacement).
+    Speculative Sampling"; Miao et al. 2024, "SpecInfer", §4.3 (several draws, in rounds); Jeon et al. 2024, "Recursive
+    Speculative Decoding", §3.2 (draws without replacement).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def draw(weights: Tensor) -> int:
 
 
 def draw_several(weights: Tensor, count: int) -> Tensor:
-    """Draw by every row of `[n, vocab]` weights without replacement: int64 `[n, count]`, -1 where no weight is left."""
+    """Draw from every row of `[n, vocab]` weights without replacement: int64 `[n, count]`, -1 if no weight is left."""
     # Exponential clocks arrive in the order of successive draws.
     times = weights / torch.empty_like(weights).exponential_()
     arrived, order = times.topk(min(count, weights.shape[-1]), sorted=True)
@@ -36,7 +36,7 @@ def draw_several(weights: Tensor, count: int) -> Tensor:
 
 
 class RejectionRounds:
-    """What proposers drew at the nodes of one row's draft, to be tried in that order; `placed` is that of a `Draft`."""
+    """The draws of proposers at the nodes of one row's draft, tried in order; `placed` is as in `Draft`."""
 
     def __init__(self, offers: Sequence[Proposal | None], placed: Sequence[IntArray]) -> None:
         self._rounds: dict[int, list[tuple[Tensor, list[int]]]] = {}
@@ -46,7 +46,7 @@ class RejectionRounds:
             families: dict[int, tuple[Tensor, list[int]]] = {}
             parents, origins = offer.parents.tolist(), offer.draws.origins.tolist()
             for node, (parent, token) in enumerate(zip(parents, offer.tokens.tolist(), strict=True)):
-                if node == 0 or where[node] == 0:  # it and its siblings lie beyond the end of the output
+                if node == 0 or where[node] == 0:  # the node and its siblings lie beyond the end of the output
                     continue
                 if parent not in families:
                     families[parent] = (offer.draws.distributions[origins[node]], [])
@@ -56,9 +56,9 @@ class RejectionRounds:
     def choose(self, node: int, chances: Tensor) -> int:
         """The token after a node of the draft, distributed as the target's probabilities, `chances`, float `[vocab]`.
 
-        It is an accepted child of the node, else a draw from the residual distribution.
+        Returns an accepted child of the node, else a draw from the residual distribution.
         """
-        p = chances.cpu().double()  # every step of the loop would wait for the device
+        p = chances.cpu().double()  # on a device every iteration would synchronize
         for distribution, tokens in self._rounds.get(node, ()):
             q = torch.zeros_like(p)
             q[: len(distribution)] = distribution.cpu()
@@ -73,6 +73,6 @@ class RejectionRounds:
 
 
 def _normalized(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Weights divided by their sum; `otherwise` where rounding left a sum of 0."""
+    """Weights divided by their sum; `otherwise` if rounding left a sum of 0."""
     total = weights.sum()
     return weights / total if float(total) > 0.0 else otherwise

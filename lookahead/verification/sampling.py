@@ -25,7 +25,7 @@ class TokenChooser:
     Greedy decoding takes the argmax of the processed logits. Sampling makes the same draw as
     `torch.multinomial(probs, 1)`: `argmax(probs / noise)` with exponential noise of the shape of `probs`. The noise of
     HuggingFace step t is drawn once for the whole batch, when the first row reaches t. So rows that advance at
-    different rates get the numbers they would get from `model.generate`.
+    different rates get the random numbers of `model.generate`.
 
     Attributes:
         logits: For every row float32 `[vocab]` per emitted token, before any processor; empty unless kept.
@@ -39,7 +39,7 @@ class TokenChooser:
         do_sample: bool,
         batch_size: int,
         keep: bool = False,
-        generator: torch.Generator | None = None,  # of the noise; None for torch's own
+        generator: torch.Generator | None = None,  # of the noise; None for torch's global one
     ) -> None:
         own = {i: each.objects(batch_size) for i, each in enumerate(processors) if is_per_row(each)}
         self._processors = [_for_row(processors, own, row, batch_size) for row in range(batch_size)]
@@ -48,25 +48,25 @@ class TokenChooser:
         self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]
         self.scores: list[list[Tensor]] = [[] for _ in range(batch_size)]
         self._batch_size = batch_size
-        # Whether every choice is the argmax of the raw logits and none is kept.
+        # Whether every choice is the argmax of the raw logits and no scores are kept.
         self.is_plain_greedy = not do_sample and not keep and not processors
         self._noise: deque[Tensor] = deque()
         self._generator = generator
         self._first_step = 0
 
     def grammar_of(self, row: int) -> GrammarProcessor | None:
-        """The grammar of a row, which drafts can follow; None without one."""
+        """The grammar of a row; None without one."""
         return next((each for each in self._processors[row] if isinstance(each, GrammarProcessor)), None)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
-        """Choose the token by its raw logits `[vocab]`; call it once per emitted token, in order.
+        """Choose a token from raw logits `[vocab]`; call it once per emitted token, in order.
 
-        `prefix`, int64 `[1, tokens]`, is what `model.generate` would hold before it, padding included. Before it the
-        row of the batch has emitted `step` tokens.
+        `prefix`, int64 `[1, tokens]`, are the ids of `model.generate` before the token, padding included. The row has
+        emitted `step` tokens before it.
 
         Raises:
-            LogitsError: Logits of the model are NaN, or there are no probabilities to sample by: where processors give
-                NaN, infinity, or minus infinity for all tokens. Greedy decoding takes what `torch.argmax` takes there.
+            LogitsError: Logits of the model are NaN, or processors leave no probabilities to sample from: NaN,
+                infinity, or minus infinity for all tokens. Greedy decoding then takes the result of `torch.argmax`.
         """
         scores = self._process(prefix, logits, row, keep=self._keep)
         if self._do_sample:
@@ -76,15 +76,15 @@ class TokenChooser:
         if token < 0:
             if self._do_sample or logits.isnan().any():
                 raise not_a_number(row, step)
-            token = int(scores.argmax())  # a processor wrote NaN, which transformers takes for the highest score
+            token = int(scores.argmax())  # a processor wrote NaN, which transformers treats as the highest score
         return token
 
     def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False) -> Tensor:
         """The probabilities `[vocab]` that `choose` would draw from.
 
         Args:
-            prefix: As of `choose`.
-            logits: As of `choose`.
+            prefix: As in `choose`.
+            logits: As in `choose`.
             row: The row of the batch.
             step: Tokens that the row has emitted.
             is_tentative: Whether tokens of the prefix may not be emitted; then no scores are kept.
@@ -102,7 +102,7 @@ class TokenChooser:
         ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
         scores: Tensor = self._processors[row](ids, raw)
         if keep:
-            self.logits[row].append(raw[0])  # a processor that writes in place changes them there too
+            self.logits[row].append(raw[0])  # a processor that writes in place changes them too, as in transformers
             self.scores[row].append(scores[0])
         return scores
 
@@ -120,7 +120,7 @@ class TokenChooser:
         return self._noise[step - self._first_step]
 
 
-# Processors that read nothing but scores, so that they apply to drafts too.
+# Processors that read only scores, so they apply to drafts too.
 _WARPERS = (
     *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper),
     *(hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper),
@@ -128,7 +128,7 @@ _WARPERS = (
 
 
 def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
-    """One function for the processors that read nothing but scores, `[n, vocab]`; the others are left out."""
+    """One function for the processors that read only scores, `[n, vocab]`; the others are skipped."""
     warpers = LogitsProcessorList(each for each in processors if type(each) in _WARPERS)  # a subclass may have a state
     return lambda scores: warpers(cast(Any, scores.new_zeros(len(scores), 0, dtype=torch.long)), cast(Any, scores))
 
@@ -138,7 +138,7 @@ def not_a_number(row: int, step: int) -> LogitsError:
     return LogitsError(f"the scores of new token {step + 1} of row {row} are not a number; no token can be chosen")
 
 
-# Processors that treat every row by itself and have no state. A subclass may do otherwise.
+# Processors that treat every row separately and have no state. A subclass may differ.
 _ROW_WISE = frozenset(
     {
         *_WARPERS,
@@ -156,17 +156,17 @@ _ROW_WISE = frozenset(
 def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig, *, is_tentative: bool = False) -> str:
     """The name of the first processor that may have a state or read several rows, or an empty string.
 
-    Such a processor must be called as by `model.generate`: with the whole batch, once a step. If processors are called
-    for tokens that may not be emitted (`is_tentative`), one with a state per row is foreign too.
+    It must be called as by `model.generate`: with the whole batch, once per step. If processors are called for tokens
+    that may not be emitted (`is_tentative`), a processor with a state per row is foreign too.
     """
     for place, processor in enumerate(processors):
         kind = type(processor)
         is_last = not any(type(each) is kind for each in processors[place + 1 :])
         is_ours = kind is hf.SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last
         if is_ours and not is_tentative:
-            continue  # its state is per row and of this call, and every row gets its own copy
+            continue  # its state is per row and per call, and every row gets its own copy
         if kind is hf.WhisperNoSpeechDetection and is_shipped(kind.__call__) and processor.start_of_trans_offset > 1:
-            continue  # it asks the model about all rows, once, and reads no scores
+            continue  # it runs the model on all rows, once, and reads no scores
         if is_per_row(processor) and not is_tentative:
             continue  # every row gets its own object
         if kind is hf.PrefixConstrainedLogitsProcessor:
@@ -176,17 +176,17 @@ def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig,
     return ""
 
 
-# What some of them hold of every prompt of a batch.
+# Attributes that hold a value for every prompt of a batch.
 _OF_PROMPTS = ("prompt_ignore_length", "encoder_input_ids", "generated_ngrams")
 
 
 def _for_row(
     processors: LogitsProcessorList, own_objects: Mapping[int, Sequence[Any]], row: int, batch_size: int
 ) -> LogitsProcessorList:
-    """Processors for one row of a batch, called with that row alone; none of them is foreign.
+    """Processors for one row of a batch, called only with that row; none of them is foreign.
 
-    Rows advance at different rates, so they never form a batch of one length. In place of a `PerRow` stands the object
-    that it made for the row; `own_objects` holds these by the places of their `PerRow`.
+    Rows advance at different rates, so they never form a batch of one length. A `PerRow` is replaced by its object for
+    the row; `own_objects` holds these objects by the index of their `PerRow`.
     """
     mine = LogitsProcessorList()
     for at, processor in enumerate(processors):
@@ -198,9 +198,9 @@ def _for_row(
             continue
         if isinstance(processor, hf.WhisperNoSpeechDetection):
             if row == 0:
-                mine.append(processor)  # at its first token it asks the model about all rows, and keeps the answer
+                mine.append(processor)  # at its first token it runs the model on all rows, and keeps the result
             continue
-        own: Any = copy(processor)  # that of a watermark has a state
+        own: Any = copy(processor)  # a watermark has a state
         for name in _OF_PROMPTS:
             held = getattr(own, name, None)
             if isinstance(held, Tensor | list):

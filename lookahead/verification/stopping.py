@@ -19,13 +19,13 @@ from lookahead.verification.sampling import foreign_processor
 FinishReason = Literal["stop", "length", "criteria"]
 """Why an output ended: an end-of-sequence token or a stop string, a limit on its length, or another criterion."""
 
-# Criteria that treat every row by itself and keep nothing from step to step. A subclass may do otherwise.
+# Criteria that treat every row separately and keep no state. A subclass may differ.
 _ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 _REASONS: dict[type, FinishReason] = {EosTokenCriteria: "stop", StopStringCriteria: "stop", MaxLengthCriteria: "length"}
 
 
 def reason_of(criterion: object) -> FinishReason:
-    """The reason a criterion stands for; a subclass counts as a custom one."""
+    """The finish reason of a criterion; a subclass counts as custom."""
     return _REASONS.get(type(criterion), "criteria")
 
 
@@ -45,17 +45,17 @@ class StoppingRule:
     custom: tuple[tuple[FinishReason, Callable[[Tensor, Sequence[Tensor]], bool]], ...] = ()
 
     def within(self, context: int | None, padding: int = 0) -> StoppingRule:
-        """The rule for a model with a context of so many tokens, None for any; one more follows the last of them."""
+        """The rule for a context of `context` tokens, None for no limit; one token may follow a full context."""
         return self if context is None else replace(self, max_length=min(self.max_length, padding + context + 1))
 
 
 def _is_plain(criterion: object, kinds: Collection[type] = _ROW_WISE) -> bool:
-    """Whether a criterion is of one of these kinds, and asked as transformers has it."""
+    """Whether a criterion is of one of these kinds, with transformers' `__call__`."""
     return type(criterion) in kinds and is_shipped(type(criterion).__call__)
 
 
 def has_own(options: Mapping[str, Any]) -> bool:
-    """Whether options of `model.generate` hold a user's processors, beside those of every row, or criteria."""
+    """Whether options of `model.generate` hold a user's criteria, or processors that are not per row."""
     processors = options.get("logits_processor") or ()
     return bool(options.get("stopping_criteria")) or not all(map(is_per_row, processors))
 
@@ -70,10 +70,10 @@ def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaLis
 def stateful_reason(
     processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, rows: int, is_lossy: bool
 ) -> str:
-    """Why a processor or criterion would see other calls than those of `model.generate`, or an empty string.
+    """Why calls of a processor or criterion would differ from `model.generate`, or an empty string.
 
-    Rows of a batch advance at different rates, and where tokens are sampled, typical acceptance asks processors about
-    tokens that may not be emitted.
+    Rows of a batch advance at different rates, and with sampling, typical acceptance calls processors for tokens that
+    may not be emitted.
 
     Args:
         processors: The processors of the call.

@@ -1,4 +1,4 @@
-"""Typical acceptance, which is lossy: tokens that are likely enough are accepted, chosen by the target or not.
+"""Typical acceptance, which is lossy: likely enough tokens are accepted, even if the target would not choose them.
 
 Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", §2.3.1,
     with the thresholds of its published code.
@@ -31,7 +31,7 @@ def threshold(chances: Tensor) -> float:
 
 
 def longest_typical(tree: TokenTree, chances_after: Callable[[list[int]], Tensor]) -> Walk:
-    """The longest path of typical tokens from the root; the likeliest of equally long ones.
+    """The longest path of typical tokens from the root; the most likely of equally long ones.
 
     `chances_after` gives the target's probabilities `[vocab]` after a path of nodes, the root first.
     """
