@@ -1,4 +1,4 @@
-"""The proposers of a configuration, and what they learn across calls."""
+"""The proposers of a configuration, and their learned state across calls."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MAX_SOURCES = 31  # bits of a node for its sources
 
 @dataclass(slots=True)
 class ProposerState:
-    """What proposers learn of a model and its requests, for later requests."""
+    """Learned state of proposers for a model, kept for later requests."""
 
     ngram: HitRates = field(default_factory=HitRates)
-    predicted: HitRates = field(default_factory=HitRates)  # of calls whose rows have predictions
+    predicted: HitRates = field(default_factory=HitRates)  # for calls with predictions
     jacobi: HitRates = field(default_factory=HitRates)  # of the lookahead branch
     memory: OutputStore = field(default_factory=OutputStore)
-    files: dict[str, StoreFile] = field(default_factory=dict)  # of requests with a memory file, by its path
+    files: dict[str, StoreFile] = field(default_factory=dict)  # by the path of the memory file
     budgets: WeakKeyDictionary[Any, Budget] = field(default_factory=WeakKeyDictionary)  # by users' factories
 
 
@@ -44,15 +44,15 @@ def make_proposers(
     branch: LookaheadBranch,
     request: OutputStore | None = None,
 ) -> list[Proposer]:
-    """The proposers of a configuration: first those with a name, then those of its factories.
+    """The proposers of a configuration: first the named ones, then those of its factories.
 
     Args:
         config: The options.
-        learned: What proposers learned of the model before; they go on learning in it.
-        pool: The corpus, of token ids that the model knows, if there is one.
+        learned: The learned state for the model, which the proposers update.
+        pool: The corpus, in token ids of the model; None without one.
         call: The call that they are made for.
-        branch: What turns the lookahead branch on and off, unless the options do.
-        request: What `memory="request"` keeps between the calls of one request; None for an empty memory.
+        branch: Turns the lookahead branch on and off, unless it always runs.
+        request: The store of `memory="request"`, shared by the calls of one request; None for an empty one.
 
     Raises:
         ProposerError: Two sources have one name, there are more than 31 sources, or a factory made no proposer.
@@ -67,7 +67,7 @@ def make_proposers(
         if config.memory not in ("shared", "request"):
             memory = open_store_file(os.fspath(config.memory), call.model, learned.files)
         least = config.min_probability
-        # Beside a prediction that fares well, a match that says otherwise is worth less than without one.
+        # A match that contradicts a good prediction is less likely than a match without a prediction.
         rates = learned.predicted if predicts else learned.ngram
         sources = [*mixed, PREDICTION] if predicts else mixed
         made.append(NgramProposer(sources, memory, rates, pool, min_probability=least, **bounds))
@@ -77,11 +77,11 @@ def make_proposers(
     for factory in config.proposers:
         if not isinstance(factory, str):
             budget = Budget()
-            with contextlib.suppress(TypeError):  # that of an unhashable factory is not kept for later calls
+            with contextlib.suppress(TypeError):  # the budget of an unhashable factory is not kept for later calls
                 budget = learned.budgets.setdefault(factory, budget)
             made.append(ValidatedProposer(factory, call, budget))
     if made and call.is_constrained:
-        made.append(ForcedTokens())  # the last one, as its place is filled by what is behind the others
+        made.append(ForcedTokens())  # last, since the engine replaces the last proposal with the forced tokens
     names = [name for proposer in made for name in proposer.sources]
     for name in names:
         if names.count(name) > 1:

@@ -41,27 +41,27 @@ from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
-_SHAPE = 8, 4  # children of a node, nodes that a pass scores
+_SHAPE = 8, 4  # children of a node, nodes scored per pass
 _DRAWN_SHAPE = 3, 2
-_COST_ROUNDS = 5  # passes timed of a draft model that is larger than its target
+_COST_ROUNDS = 5  # timed passes of a draft model larger than its target
 
 
 @dataclass(slots=True)
 class DraftModelState:
-    """What was learned of a draft model for one target."""
+    """Learned state of a draft model for one target."""
 
-    rates: dict[str, AcceptanceTable] = field(default_factory=dict)  # by how tokens are chosen: greedy, sampled, drawn
+    rates: dict[str, AcceptanceTable] = field(default_factory=dict)  # by mode: greedy, sampled, drawn
     times: dict[int, PassTimes] = field(default_factory=dict)  # by batch size in powers of two
-    shares_encoder: bool = False  # whether the encoders of both give the same
+    shares_encoder: bool = False  # whether both encoders give the same output
 
 
 class DraftModel:
-    """A smaller model that drafts for a target, to stand in `LookaheadConfig.proposers`.
+    """A smaller model that drafts for a target, used in `LookaheadConfig.proposers`.
 
-    It continues the text with its own KV cache, and grows a tree, best first: every pass scores the candidates that
-    are likeliest to be reached. Under `draft="auto"` it stops where a further pass takes longer than the tokens it
-    gains save. Its probabilities are calibrated while decoding. Several of them in one configuration draft one tree
-    together, as in SpecInfer.
+    It continues the text with its own KV cache and grows a tree best first: every pass scores the candidates most
+    likely to be reached. With `draft="auto"` it stops when a further pass would cost more time than its tokens save.
+    Its probabilities are calibrated while decoding. Several draft models in one configuration draft one tree together,
+    as in SpecInfer.
 
     Example:
         >>> config = LookaheadConfig(proposers=("prompt", DraftModel(small)))  # doctest: +SKIP
@@ -69,22 +69,22 @@ class DraftModel:
 
     Args:
         model: Any HuggingFace causal LM with the tokenizer of the target, on any device and in any dtype. For an
-            encoder-decoder target it may be one too: its own encoder reads the input, once, unless it has the weights
-            of the target's, as a distilled Whisper has.
-        tokenizer: Its tokenizer. Where the target's is known too, the two are compared; where both are the same,
-            the models' tables of tokens may differ in size.
+            encoder-decoder target it may be one too: its encoder reads the input once, unless it has the weights of the
+            target's encoder, as a distilled Whisper does.
+        tokenizer: Its tokenizer, compared with the target's if that is known. If they are equal, the sizes of the
+            embedding tables may differ.
         name: Its name in the stats.
-        depth: Maximum number of passes of the draft model a step, which is the depth of the tree, 1 to 64.
-        children: Candidates after every node, 1 to 16; 1 drafts chains. None decides: 8, and 3 under
+        depth: Maximum passes of the draft model per step, which is the depth of the tree, 1 to 64.
+        children: Candidates after every node, 1 to 16; 1 drafts chains. None means 8, or 3 with
             `acceptance="rejection"`, where every draw is a node of the draft.
-        width: Candidates that one pass scores, 1 to 64. None decides: 4, and 2.
+        width: Candidates scored per pass, 1 to 64. None means 4, or 2 with `acceptance="rejection"`.
 
     Raises:
         ConfigError: An option is out of its range.
 
     Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023,
         "Accelerating Large Language Model Decoding with Speculative Sampling"; Miao et al. 2024, "SpecInfer", §3
-        (several small models, one tree); Li et al. 2024, "EAGLE-2", §4 (growing the likeliest nodes).
+        (several small models, one tree); Li et al. 2024, "EAGLE-2", §4 (growing the most likely nodes).
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DraftModel:
         self.width = width
 
     def __call__(self, call: Call) -> Proposer:
-        """Make the proposer of one call; ProposerError where the model cannot draft for the target."""
+        """Make the proposer of one call; ProposerError if the model cannot draft for the target."""
         if call.inputs is None:
             validate_causal_lm(self.model, "draft for a causal one")
         validate_model(self.model)
@@ -128,16 +128,16 @@ class DraftModel:
         support = support_of(self.model, shortest=1, max_length=call.max_length)
         if support.shape == "none":
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
-        if mixers_of(self.model):  # what it drafted is kept from pass to pass, without states
+        if mixers_of(self.model):  # drafted tokens are kept between passes, without states
             raise ProposerError(f"{name} cannot draft: its layers keep states; choose another draft model")
-        # Rows with trees accept different numbers of tokens, and a decoder of chains keeps one length.
+        # Rows with trees accept different numbers of tokens, and a decoder of chains keeps one length for all rows.
         if support.shape == "chains" and call.rows > 1 and not (has_encoder and call.is_chain):
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")
         state = state_of(call.model).learned.of(self, partial(_begin, self.model, call.model))
         return ModelProposer(self, call, state, vocabulary, support.shape)
 
     def _shared_vocabulary(self, call: Call) -> int:
-        """How many token ids, from 0 on, both models know."""
+        """Number of token ids, from 0 on, that both models know."""
         own = decoder_vocabulary(self.model)
         if self.tokenizer is not None and call.tokenizer is not None:
             if tokenizer_fingerprint(self.tokenizer) != tokenizer_fingerprint(call.tokenizer):
@@ -155,7 +155,7 @@ class DraftModel:
 
 
 def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
-    """Warn of a draft model that is larger than its target, with the times of their passes."""
+    """Warn of a draft model larger than its target, with the times of their passes."""
     own, others = map(weight_count, (draft, target))
     if own > others and not (draft.config.is_encoder_decoder or target.config.is_encoder_decoder):
         with torch.inference_mode():
@@ -175,14 +175,14 @@ class _DraftRow:
 
 
 class ModelProposer(BatchProposer):
-    """The drafts of one call. Rows share the passes of the draft model, whose cache keeps what was accepted.
+    """The proposer of one call. Rows share the passes of the draft model, whose cache keeps accepted tokens.
 
     Args:
         draft: The draft model and its options.
         call: The call.
-        state: What was learned of the draft model for the target.
-        vocabulary: Token ids that both models know are those below.
-        shape: What the draft model reads in one pass, trees or chains.
+        state: The learned state of the draft model for the target.
+        vocabulary: Number of token ids that both models know.
+        shape: The shape that the draft model reads in one pass, trees or chains.
     """
 
     def __init__(self, draft: DraftModel, call: Call, state: DraftModelState, vocabulary: int, shape: Shape) -> None:
@@ -204,16 +204,16 @@ class ModelProposer(BatchProposer):
         self._rates = state.rates.setdefault(mode, AcceptanceTable(LEVELS))
         self._times = state.times
         self._rows: dict[int, _DraftRow] = {}
-        self._slots: list[int] = []  # the rows in the order of the model's passes
+        self._slots: list[int] = []  # rows in the order of the model's passes
         self._backend: Backend | None = None  # of the draft model
-        self._done: float | None = None  # when the drafts of this step were done
+        self._done: float | None = None  # end time of the drafts of this step
 
     def start(self, row: int, prompt: IntArray) -> None:
         self._rows[row] = _DraftRow(prompt.astype(np.int32))
         self._backend = None
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> list[Proposal | None]:
-        """Draft for rows together; those of the call that are not asked for are drafted for as well."""
+        """Draft for rows together; other rows of the call are drafted for as well."""
         backend = self._backend if self._backend is not None else self._open()
         if backend is None:
             return [None] * len(rows)
@@ -221,7 +221,7 @@ class ModelProposer(BatchProposer):
             if not self._can_read(row, backend):
                 self._leave(row)
         offers: dict[int, Proposal] = {}
-        # The target gives the last token in any case: nothing is drafted beyond the one before it.
+        # The target chooses the last token itself, so it is not drafted.
         shortest = min((len(self._rows[row].ids) for row in self._slots), default=0)
         passes = min(self._depth, self._max_length - shortest - 1)
         if self._slots and passes > 0:
@@ -247,7 +247,7 @@ class ModelProposer(BatchProposer):
         del self._rows[row]
 
     def _open(self) -> Backend | None:
-        """Make a cache for all rows there are; what was read of them before is read again."""
+        """Create a cache for all current rows; their tokens are read again."""
         self._slots, inputs = list(self._rows), self._call.inputs
         if self.has_encoder and inputs is not None:
             if (encoded := self._encoded(inputs)) is not None:
@@ -263,7 +263,7 @@ class ModelProposer(BatchProposer):
         return self._backend
 
     def _encoded(self, inputs: Sequence[IntArray]) -> Encoded | None:
-        """What the draft model's decoder attends to, for the rows that its encoder can read; None if that is none."""
+        """The encoded inputs for the rows that the draft model's encoder can read; None if there are none."""
         if not reads_text(self._model):
             if not self._slots:
                 return None
@@ -293,7 +293,7 @@ class ModelProposer(BatchProposer):
                 self._backend.retire(slot)
 
     def _grow(self, backend: Backend, max_nodes: int, passes: int) -> list[Proposal]:
-        """Read what is new of every row, which is the first pass, then grow their trees pass by pass."""
+        """Read the new tokens of every row in a first pass, then grow their trees pass by pass."""
         begin = time.perf_counter()
         states = [self._rows[row] for row in self._slots]
         trees = [DraftTree(int(state.ids[-1])) for state in states]

@@ -16,16 +16,16 @@ from lookahead.ngram.acceptance import AcceptanceTable, children_along
 from lookahead.ngram.prune import best_nodes
 from lookahead.verification.rejection import draw_several
 
-_MIN_PATH_PROB = 0.02  # a candidate that is less likely to be reached is not scored
+_MIN_PATH_PROB = 0.02  # candidates less likely to be reached are not scored
 _DRAW_EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.98])
-LEVELS = len(_DRAW_EDGES) + 1  # of the table of rates: a draw is counted by its draft probability
-# Before any trial: the probability that the first, second, third or a later draw at a place is accepted.
+LEVELS = len(_DRAW_EDGES) + 1  # of the rates table: draws are counted by their draft probability
+# Priors: the probability that the first, second, third or a later draw after a node is accepted.
 _OF_DRAWS = np.array([0.6, 0.15, 0.06, 0.02], np.float32)
 
 
-# `kind` and `draft_prob` are those of `AcceptanceTable`: the level of a draw is the range of its draft probability, any
-# other level is 0; the rank is the place among the candidates after the parent. `probability` is calibrated, and
-# `path_prob` the product along the path. `slot` is the place among the scored nodes, -1 for one that is not scored.
+# `kind` and `draft_prob` are as in `AcceptanceTable`: the level of a draw is the range of its draft probability, any
+# other level is 0; the rank is the index among the candidates after the parent. `probability` is calibrated, and
+# `path_prob` the product along the path. `slot` is the index among the scored nodes, -1 if not scored.
 NODE = np.dtype(
     {
         "names": ["token", "parent", "depth", "slot", "kind", "draft_prob", "probability", "path_prob"],
@@ -35,12 +35,12 @@ NODE = np.dtype(
 
 
 class DraftTree:
-    """The candidates of one row, node 0 the root; those that are scored have candidates of their own."""
+    """The candidates of one row, with node 0 as root; scored candidates have children."""
 
     def __init__(self, root: int) -> None:
         self.nodes = np.array([(root, 0, 0, 0, (0, 0), 1.0, 1.0, 1.0)], NODE)
         self.scored: IntArray = np.zeros(1, np.int32)
-        self.chosen = self.scored  # the last of the scored nodes, whose candidates come next
+        self.chosen = self.scored  # the latest scored nodes, whose candidates come next
 
     def add(self, new: NDArray[np.void]) -> None:
         """Add candidates after scored nodes, `NODE` `[n]`."""
@@ -50,35 +50,35 @@ class DraftTree:
         self.nodes = np.append(self.nodes, new)
 
     def likeliest(self, width: int, least: float = 0.0) -> IntArray:
-        """The likeliest candidates that are not scored, at most `width`, none below `least`; ties go to the earlier."""
+        """The most likely unscored candidates, at most `width`, none below `least`; ties go to the earlier."""
         path_probs = self.nodes["path_prob"]
         open_nodes = np.flatnonzero((self.nodes["slot"] < 0) & (path_probs >= least)).astype(np.int32)
         return open_nodes[np.argsort(-path_probs[open_nodes], kind="stable")[:width]]
 
     def choose(self, width: int) -> None:
-        """Choose the likeliest candidates to be scored next; they count as scored from now on."""
+        """Choose the most likely candidates to score next; they count as scored from now on."""
         self.chosen = self.likeliest(width, _MIN_PATH_PROB)
         self.nodes["slot"][self.chosen] = len(self.scored) + np.arange(len(self.chosen))
         self.scored = np.append(self.scored, self.chosen)
 
     def outlook(self, width: int) -> tuple[float, float]:
-        """Tokens that the tree is expected to give, and how many more one further pass would."""
+        """Expected tokens of the tree, and expected further tokens of one more pass."""
         path_probs = self.nodes["path_prob"]
         expected = float(path_probs.sum()) - 1.0
         per_scored = expected / float(path_probs[self.scored].sum())
         return 1.0 + expected, per_scored * float(path_probs[self.likeliest(width)].sum())
 
     def scored_tree(self) -> TokenTree:
-        """The scored nodes, in the order they were."""
+        """The scored nodes, in scoring order."""
         scored = self.nodes[self.scored]
         parents = self.nodes["slot"][scored["parent"]]
         return TokenTree(scored["token"].copy(), parents, scored["depth"].copy(), np.zeros_like(self.scored))
 
     def learn(self, rates: AcceptanceTable, emitted: IntArray) -> IntArray:
-        """Count which candidates were right; the slots of the root and of the scored nodes behind it that were."""
+        """Count the hits of candidates; returns the slots of the root and of the scored nodes that were right."""
         parents, tokens = self.nodes["parent"].copy(), self.nodes["token"].copy()
         rates.learn(parents, tokens, self.nodes["kind"], self.nodes["draft_prob"], emitted)
-        # The last token is read again, for what comes after it.
+        # The last token is read again, to score its successors.
         nodes, hits = children_along(parents, tokens, emitted[:-1])
         slots = self.nodes["slot"][nodes[hits]]
         return np.append(np.int32(0), slots[slots > 0])
@@ -91,12 +91,12 @@ class DraftTreeBatch:
     trees: Sequence[DraftTree]
     rates: AcceptanceTable  # of `LEVELS` levels
     _: KW_ONLY
-    max_nodes: int  # of a proposal besides its root
-    width: int  # candidates of a row that one pass scores
+    max_nodes: int  # of a proposal, without its root
+    width: int  # candidates of a row scored per pass
     children: int  # candidates after every node
-    vocabulary: int  # token ids that may be proposed are those below
+    vocabulary: int  # proposed token ids must be below this
     warp: Callable[[Tensor], Tensor] | None  # as in `lookahead.drafting.proposal.Call`
-    by_rejection: bool  # candidates are drawn, and all of them are proposed
+    by_rejection: bool  # candidates are drawn, and all are proposed
 
     def __post_init__(self) -> None:
         if self.by_rejection:
@@ -104,16 +104,16 @@ class DraftTreeBatch:
         self._distributions: list[list[Tensor]] = [[] for _ in self.trees]
 
     def choose(self) -> NDArray[np.int64]:
-        """Choose the candidates of every row to be scored next: int64 `[rows]`, how many were scored before."""
+        """Choose the candidates of every row to score next; returns the numbers scored before, int64 `[rows]`."""
         before = np.array([len(tree.scored) for tree in self.trees])
         for tree in self.trees:
-            # The number of draws must not depend on what they turn out to be.
+            # The number of draws must not depend on the drawn tokens.
             left = (self.max_nodes + 1 - len(tree.nodes)) // self.children if self.by_rejection else self.width
             tree.choose(min(self.width, left))
         return before
 
     def add(self, logits: Tensor) -> None:
-        """Take the candidates after the chosen nodes of every row from logits `[rows, most nodes chosen, vocab]`."""
+        """Add the candidates after the chosen nodes of every row, from logits `[rows, most nodes chosen, vocab]`."""
         scores = logits[..., : self.vocabulary].flatten(0, 1).float()
         probabilities = torch.softmax(scores if self.warp is None else self.warp(scores), -1)
         if self.by_rejection:
@@ -121,7 +121,7 @@ class DraftTreeBatch:
             own = probabilities.gather(1, drawn.clamp(min=0)).masked_fill(drawn < 0, 0.0)
         else:
             own, drawn = probabilities.topk(min(self.children, probabilities.shape[-1]))
-        # One copy from the device; float32 counts tokens exactly up to 16 million.
+        # One copy from the device; float32 represents token ids exactly up to 16 million.
         tokens, own = torch.stack((drawn.float(), own)).unflatten(1, logits.shape[:2]).cpu().numpy()
         ranks = np.broadcast_to(np.arange(own.shape[-1], dtype=np.int32), own.shape)
         levels = np.searchsorted(_DRAW_EDGES, own).astype(np.int32) if self.by_rejection else np.zeros_like(ranks)
@@ -137,12 +137,12 @@ class DraftTreeBatch:
                 self._distributions[row] += probabilities.unflatten(0, logits.shape[:2])[row, :n]
 
     def outlook(self) -> tuple[float, float]:
-        """Tokens that a tree is expected to give on average, and how many more one further pass would."""
+        """Expected tokens of a tree and expected further tokens of one more pass, averaged over rows."""
         tokens, gains = zip(*(tree.outlook(self.width) for tree in self.trees), strict=True)
         return sum(tokens) / len(tokens), sum(gains) / len(gains)
 
     def proposals(self) -> list[Proposal]:
-        """The best nodes of every tree; all of it where it was drawn."""
+        """The best nodes of every tree; all nodes if they were drawn."""
         made = []
         for tree, distributions in zip(self.trees, self._distributions, strict=True):
             tokens, parents, probabilities = (tree.nodes[name].copy() for name in ("token", "parent", "probability"))

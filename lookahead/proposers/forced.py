@@ -1,4 +1,4 @@
-"""The source of tokens that a grammar forces."""
+"""The source of tokens forced by a grammar."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 
 
 class ForcedTokens(Proposer):
-    """Stands for forced tokens among the proposers of a call, as the last one.
+    """Represents forced tokens among the proposers of a call, as the last one.
 
-    It proposes nothing itself: `lookahead.drafting.constrain` adds such tokens behind the nodes of all others.
+    It proposes nothing itself: `lookahead.drafting.constrain` adds forced tokens after the nodes of the others.
     """
 
     sources = ("grammar",)

@@ -19,21 +19,21 @@ from lookahead.ngram.acceptance import AcceptanceTable
 
 
 class Heads:
-    """Drafts from heads that were trained for the model, see `lookahead train`.
+    """Drafts from heads trained for the model, see `lookahead train`.
 
-    They are read when a model is first decoded with them, and their hit rates stay for later calls. On a CPU their
-    larger layers are rounded to 8 bits, which changes guesses and no token.
+    They are loaded at the first call for a model, and their hit rates are kept for later calls. On a CPU their larger
+    layers are rounded to 8 bits, which changes guesses but no token.
 
     Example:
         `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
 
     Args:
-        folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, or `"native"`
+        folder: The output of `lookahead train`, a published checkpoint of Medusa or EAGLE in safetensors, or `"native"`
             for the MTP layer of the model's own checkpoint.
-        name: What the source is called in the stats; their kind when None.
+        name: Name of the source in the stats; the kind of heads when None.
 
     Raises:
-        HeadsError: When called: there are none in the folder, or they belong to another model.
+        HeadsError: When called: the folder has no heads, or they belong to another model.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, name: str | None = None) -> None:
@@ -47,7 +47,7 @@ class Heads:
         return make_drafter(network, call.model, rates, call.warp, self._name or kind, own)
 
     def open(self, model: PreTrainedModel) -> tuple[str, Network]:
-        """The kind and the network of the heads, read anew, as they draft for a model; HeadsError as for a call."""
+        """Load the heads for a model; returns their kind and network. HeadsError as for a call."""
         kind, network = open_heads(self._folder, model)
         round_heads(network, model)
         return kind, network
@@ -58,7 +58,7 @@ class Heads:
 
 
 def round_heads(network: Network, model: PreTrainedModel) -> None:
-    """Round the larger layers of heads to 8 bits, in place, where they draft on a CPU."""
+    """Round the larger layers of heads to 8 bits in place, on a CPU."""
     if not isinstance(network, PreTrainedModel) and lm_head(model).weight.device.type == "cpu":
-        # A pass over a few guesses waits for the weights, and rounded ones guess as well.
+        # A pass over few guesses is bound by reading weights, and rounded weights guess as well.
         quantize_linears(network, lambda layer: 8 if layer.weight.numel() >= FEWEST_WEIGHTS else 0)

@@ -15,27 +15,27 @@ from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.search import Search, Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow, WindowTree, ngrams_of_step
 
-_TAIL = 256  # last tokens kept of a row: they are looked up, and new cells are drawn from them
-_POOL_TOKENS = 1 << 17  # of a row's pool; the oldest half is forgotten when it is full
+_TAIL = 256  # last tokens kept of a row, for lookups and for new cells
+_POOL_TOKENS = 1 << 17  # of a row's pool; the oldest half is dropped when it is full
 _LONGEST_KEY = 16
-_LINKS = 64  # more than in a text: the same n-gram is stored often
+_LINKS = 64  # more than for a text: the same n-gram is stored often
 _ROOT = np.zeros(1, np.int32)
 _NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
 class _JacobiRow:
-    """One row's window and pool, its last proposal, and all that it emitted."""
+    """One row's window and pool, its last proposal, and its emitted tokens."""
 
     prompt: IntArray
     emitted: list[IntArray] = field(default_factory=list)
-    observed: int = 0  # of `emitted`, the coming step included once it was drafted for
+    observed: int = 0  # number of observed entries of `emitted`, including the coming step once it is drafted
     has_window: bool = False
     window: JacobiWindow = field(init=False)
     pool: ChainIndex = field(init=False)
     search: Search = field(init=False)
     tail: IntArray = field(init=False)
-    poolable: int = 0  # how many tokens at the end of `tail` may enter the pool
+    poolable: int = 0  # number of tokens at the end of `tail` that may enter the pool
     tree: WindowTree | None = None
     guesses: Trie | None = None
 
@@ -44,12 +44,12 @@ class JacobiProposer(Proposer):
     """Proposes the lookahead branch: the Jacobi window, and n-grams collected from its earlier steps.
 
     The window (`lookahead.ngram.window.JacobiWindow`) must be in every draft, since it advances by the target's answers
-    after its cells. Each step completes n-grams: every cell with the tokens below it and the target's answer, from the
-    first step on. They enter a pool, as do the target's answers after guesses, and the output. Guesses are looked up in
-    the pool by the longest known context, and merged by prefix.
+    after its cells. Each step completes n-grams: every cell with the tokens below it and the target's answer. They
+    enter a pool, as do the target's answers after guesses, and the output. Guesses are looked up in the pool by the
+    longest known context, and merged by prefix.
 
-    A `LookaheadBranch` turns it on and off. While it is off, only emitted tokens are remembered; when it returns, a row
-    goes on with its window and its pool.
+    A `LookaheadBranch` turns it on and off. While it is off, only emitted tokens are stored; when it returns, a row
+    continues with its window and pool.
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §3.1
         (lookahead branch) and §3.2 (verification branch). Unlike there, the window slides by all tokens of a step,
@@ -63,7 +63,7 @@ class JacobiProposer(Proposer):
         size: BranchSize,
         branch: LookaheadBranch | None = None,  # always on when None
         *,
-        pool_from_prompt: bool = True,  # the prompt enters the pool too
+        pool_from_prompt: bool = True,  # whether the prompt enters the pool too
         rates: HitRates | None = None,  # hit rates of guesses; the priors when None
     ) -> None:
         self._size, self._branch = size, branch
@@ -76,7 +76,7 @@ class JacobiProposer(Proposer):
         self._rows[row] = _JacobiRow(prompt)
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """Propose the window and guesses from the pool; where a branch decides, its size replaces `max_nodes`."""
+        """Propose the window and guesses from the pool; with a branch, its size replaces `max_nodes`."""
         begin, state, size = time.perf_counter(), self._rows[row], self._size
         if self._branch is not None and not self._branch.is_on:
             return None
@@ -106,7 +106,7 @@ class JacobiProposer(Proposer):
         del self._rows[row]
 
     def _begin(self, state: _JacobiRow) -> None:
-        """Draw a first window from the prompt of a row."""
+        """Draw the first window from the prompt of a row."""
         state.has_window, state.observed, state.tail = True, 0, state.prompt[-_TAIL:]
         state.window = JacobiWindow(self._size.window, self._size.ngram_size, state.tail)
         state.pool = ChainIndex(max_tokens=_POOL_TOKENS)

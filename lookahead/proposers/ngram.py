@@ -16,13 +16,13 @@ from lookahead.ngram.successors import SuccessorTable
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
 PREDICTION = "prediction"
-_MAX_LINKS = 32  # walked in each text
-OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten when they are full
+_MAX_LINKS = 32  # links walked in each text
+OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is dropped when they are full
 
 
 @dataclass(slots=True)
 class OutputStore:
-    """Texts of finished requests, and the target's likeliest tokens after 262,144 contexts (16 MiB) by default."""
+    """Texts of finished requests, and the target's most likely tokens after 262,144 contexts (16 MiB) by default."""
 
     recycled: SuccessorTable = field(default_factory=SuccessorTable)
     outputs: ChainIndex = field(default_factory=lambda: ChainIndex(OUTPUT_TOKENS))
@@ -32,18 +32,18 @@ class OutputStore:
 class _NgramRow:
     text: ChainIndex
     search: Search
-    shared: int  # entries of the text that rows beside it can draft from, or need not
+    shared: int  # entries of the text already available to other rows, or not needed by them
     offered: Trie = NO_CANDIDATES  # in the coming step
 
 
 class NgramProposer(Proposer):
-    """Proposes earlier continuations of the last tokens, and the target's likeliest tokens after them.
+    """Proposes earlier continuations of the last tokens, and the target's most likely tokens after them.
 
     Its sources share one tree (`lookahead.ngram.search.Search`): `"prompt"` finds earlier occurrences in the row's
-    prompt and output, `"outputs"` in those of earlier requests, and in what the other rows of the call wrote so far,
-    `"corpus"` in a pool; `"recycled"` has the target's likeliest tokens after the last four, three, two or one tokens,
-    at every node of the tree; `"prediction"` follows the texts that `expect` is told. Hit rates of candidates are
-    learned from every step of every row, and kept for later rows; so is what the memory gets.
+    prompt and output, `"outputs"` in earlier requests and in the outputs so far of the other rows of the call,
+    `"corpus"` in a pool; `"recycled"` has the target's most likely tokens after the last four, three, two or one
+    tokens, at every node of the tree; `"prediction"` follows the texts passed to `expect`. Hit rates of candidates are
+    learned from every step of every row and kept for later rows, as is the memory.
 
     Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with Reference: Lossless
         Acceleration of Large Language Models", §3 (copying from a reference, verified by the target); Luo et al.
@@ -53,10 +53,10 @@ class NgramProposer(Proposer):
         sources: Names of `SOURCES`, and `PREDICTION` if rows may have predictions.
         memory: Texts of earlier requests and recycled tokens; empty when None.
         rates: Hit rates of candidates; the priors when None.
-        pool: The corpus, of token ids that the target knows.
+        pool: The corpus, in token ids of the target.
         min_ngram: Tokens of the shortest context looked up, at least 1.
         max_ngram: Tokens of the longest context compared, at most 64.
-        min_probability: Candidates less likely than this to be reached are not offered.
+        min_probability: Minimum probability of reaching an offered candidate.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class NgramProposer(Proposer):
         self._recycled = self._memory.recycled if self.needs_top else None
         self._rates = rates if rates is not None else HitRates()
         self._rows: dict[int, _NgramRow] = {}
-        self._live, self._is_shared = LiveOutputs(), False  # whether rows stood beside each other since one was alone
+        self._live, self._is_shared = LiveOutputs(), False  # whether rows ran together since one was alone
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Index the prompt of a new row."""
@@ -94,17 +94,17 @@ class NgramProposer(Proposer):
         if self._pool is not None:
             texts.append(self._pool)
         bounds = (self.min_ngram, self.max_ngram, _MAX_LINKS)
-        shared = max(1, len(text) - self.max_ngram)  # what follows the end of the prompt is found by that
+        shared = max(1, len(text) - self.max_ngram)  # finds continuations of the end of the prompt
         self._is_shared |= bool(self._rows)
         self._rows[row] = _NgramRow(text, Search(texts, self._rates, self._recycled, bounds, live), shared)
 
     def expect(self, row: int, predictions: Sequence[IntArray]) -> None:
-        """Take in what the output of a row will largely be, if predictions are a source."""
+        """Receive the expected outputs of a row, if predictions are a source."""
         if PREDICTION in self.sources:
             self._rows[row].search.expect(predictions, self.sources.index(PREDICTION))
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """Propose continuations of the row's last tokens, at most `max_nodes` nodes besides the root."""
+        """Propose continuations of the row's last tokens, at most `max_nodes` nodes without the root."""
         if max_nodes < 1:
             return None
         if self._pool is not None and not self._pool.is_intact:
@@ -118,7 +118,7 @@ class NgramProposer(Proposer):
         return Proposal(trie.tokens, trie.parents, trie.probabilities, trie.sources) if len(trie.tokens) > 1 else None
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Count the hits of candidates, store the target's likeliest tokens, and index the emitted tokens."""
+        """Count the hits of candidates, store the target's most likely tokens, and index the emitted tokens."""
         state = self._rows[row]
         trie, state.offered = state.offered, NO_CANDIDATES
         verified, top = NOT_VERIFIED, feedback.top
@@ -130,7 +130,7 @@ class NgramProposer(Proposer):
             state.shared = len(state.text)
 
     def finish(self, row: int) -> None:
-        """Forget the row; hit rates stay, and so does its text if earlier outputs are a source."""
+        """Forget the row; hit rates stay, and its text stays if earlier outputs are a source."""
         text = self._rows.pop(row).text
         self._live.end(row)
         self._is_shared &= bool(self._rows)

@@ -1,4 +1,4 @@
-"""Making, opening and describing pool files, with the errors of this package."""
+"""Builds, opens and describes pool files, with the errors of this package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Corpus:
     """Open a pool to draft from. An open pool is reused unless its file was replaced.
 
-    It is checked against the fingerprint of the tokenizer, or the number of token ids of the model, where given.
+    It is checked against the tokenizer's `fingerprint` and the size of the model's `vocabulary`, if given.
     """
     with pool_errors(path):
         status = os.stat(path)
@@ -50,7 +50,7 @@ def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | No
 
 
 def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Corpus | None:
-    """The pool that a configuration names, opened as by `open_pool`; `None` if it names none."""
+    """The pool of a configuration, opened as by `open_pool`; `None` without one."""
     if config.pool is None:
         return None
     return open_pool(os.fspath(config.pool), fingerprint=fingerprint, vocabulary=vocabulary)
@@ -62,7 +62,7 @@ def describe_pool(path: str, header: CorpusHeader) -> str:
 
 
 def check_folder(path: str) -> None:
-    """PoolError if there is no folder for a file to be written to."""
+    """PoolError if the folder of a file is missing or not writable."""
     folder = os.path.dirname(os.path.realpath(path))
     if not os.access(folder, os.W_OK):
         raise PoolError(f"{path}: cannot be written: there is no folder {folder} that can be written to")
@@ -81,7 +81,7 @@ def pool_errors(path: str) -> Iterator[None]:
 
 @contextmanager
 def changing(path: str) -> Iterator[None]:
-    """Hold the lock of a pool or memory file while it is read, changed and written; its errors are `PoolError`s."""
+    """Hold the lock of a pool or memory file while it is read, changed and written; errors become `PoolError`."""
     check_folder(path)
     with pool_errors(path), locked(Path(path)):
         yield
@@ -89,13 +89,13 @@ def changing(path: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class PoolTotals:
-    """What was read for a pool so far."""
+    """Counts of documents read so far for a pool."""
 
     documents: int = 0
     tokens: int = 0
     rejected: int = 0  # documents that could not be read or have no tokens
     is_read: bool = False  # whether all documents were read, and the file is written next
-    is_full: bool = False  # whether documents were left out because the pool has its most tokens
+    is_full: bool = False  # whether documents were skipped because the pool is full
 
     def __str__(self) -> str:
         skipped = f", {self.rejected:,} skipped" if self.rejected else ""
@@ -106,15 +106,16 @@ class PoolTotals:
 
 @dataclass(slots=True)
 class TokenSource:
-    """The documents of some inputs as int32 `[tokens]` each, without special tokens; what was read so far is counted.
+    """Iterates over the documents of inputs as int32 `[tokens]`, without special tokens, and counts them.
 
     Attributes:
         inputs: The documents.
         tokenizer: Their tokenizer.
-        observer: Is called after every document, with the reject if it was left out, and when all are read.
-        max_tokens: The document that exceeds so many tokens is cut, and later ones are not read; None for any number.
-        limit: The most bytes of a document.
-        totals: What was read so far.
+        observer: Called after every document, with the reject if it was skipped, and when all are read.
+        max_tokens: Maximum tokens: the document that exceeds them is cut, and later ones are not read; None for no
+            limit.
+        limit: Maximum bytes of a document.
+        totals: Counts so far.
     """
 
     inputs: Sequence[Input]
@@ -147,10 +148,10 @@ class TokenSource:
 
 
 def build_pool(path: str, source: TokenSource, *, add: bool = False) -> CorpusHeader:
-    """Make a pool of documents. An existing file is replaced when the new one is complete.
+    """Build a pool from documents. An existing file is replaced when the new one is complete.
 
-    With `add` it is read again under its lock, with what other processes added meanwhile. PoolError if no document
-    could be used, the file cannot be written, or it cannot be read or was made with another tokenizer.
+    With `add` its documents are kept, including those other processes added meanwhile. PoolError if no document could
+    be used, the file cannot be read or written, or it was made with another tokenizer.
     """
     fingerprint = tokenizer_fingerprint(source.tokenizer)
     with pool_errors(path):
@@ -166,9 +167,9 @@ def build_pool(path: str, source: TokenSource, *, add: bool = False) -> CorpusHe
 
 
 def _read_pool(path: str, fingerprint: int) -> tuple[list[IntArray], bool]:
-    """A copy of the documents of a pool, and whether it stays a memory, to which jobs add.
+    """A copy of the documents of a pool, and whether it is a memory, to which jobs add.
 
-    The file is closed then: Windows replaces no file that is open.
+    The file is closed again: Windows cannot replace an open file.
     """
     pool = Corpus.open(path, fingerprint)
     return [np.array(pool.tokens[1:])], pool.header.learned == 1
@@ -184,7 +185,7 @@ def join_documents(documents: Sequence[IntArray]) -> IntArray:
 def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArray | Reject:
     try:
         ids: Any = tokenizer(document.text, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # any error, such as a panic of a Rust tokenizer: the other documents go on
+    except Exception as error:  # any error, such as a panic of a Rust tokenizer: other documents continue
         return Reject(document.id, f"{document.id}: {type(error).__name__}: {one_line(error)}")
     if not ids:
         return Reject(document.id, f"{document.id}: the document has no tokens")
@@ -193,4 +194,4 @@ def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArr
 
 @lru_cache(maxsize=8)
 def _open(path: str, version: tuple[int, ...]) -> Corpus:
-    return Corpus.open(path)  # the cache tells versions of the file apart
+    return Corpus.open(path)  # the cache distinguishes versions of the file

@@ -1,4 +1,4 @@
-"""Memories of recycled contexts that start from a file, and are merged into it."""
+"""Memories of recycled contexts that start from a file and are merged into it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lookahead.utils.fingerprints import model_fingerprint
 EMPTY: Records = np.zeros((0, 5), np.uint64)
 
 StoreFile = tuple[OutputStore, SuccessorHeader]
-"""A memory that started from a file, and what binds it to its model."""
+"""A memory that started from a file, and the header that binds it to its model."""
 
 
 def header_of(model: Any, max_contexts: int = successor_file.DEFAULT_CONTEXTS) -> SuccessorHeader:
@@ -44,9 +44,9 @@ def header_of(model: Any, max_contexts: int = successor_file.DEFAULT_CONTEXTS) -
 
 
 def open_store_file(path: str, model: Any, opened: dict[str, StoreFile]) -> OutputStore:
-    """The memory of a model that a file begins, empty if there is no file.
+    """The memory of a model that starts from a file, empty if there is no file.
 
-    The file is read once: later calls find it in `opened`, by its path, with what the model learned since.
+    The file is read once: later calls find the memory in `opened` by its path, with everything learned since.
     """
     place = os.path.realpath(path)
     if place not in opened:
@@ -59,9 +59,9 @@ def open_store_file(path: str, model: Any, opened: dict[str, StoreFile]) -> Outp
 
 
 def merge_into(path: str, header: SuccessorHeader, new: Records, old: Records = EMPTY) -> SuccessorHeader:
-    """Merge records into a file, which is made if there is none, under a lock and atomically.
+    """Merge records into a file, created if missing, under a lock and atomically.
 
-    The bound of the header counts for a new file. New records replace those of the file, which replace old ones.
+    The limit of the header applies to a new file. New records replace those of the file, which replace old ones.
     """
     with changing(path):
         known = EMPTY
@@ -72,9 +72,9 @@ def merge_into(path: str, header: SuccessorHeader, new: Records, old: Records = 
 
 
 def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> SuccessorHeader:
-    """Write a memory file of what several of one model hold. Of a context in several, the one learned last stays.
+    """Merge several memory files of one model. For a context in several files, the last learned one stays.
 
-    Of equal age, that of the file named first counts. The bound is by default the highest of theirs.
+    At equal age, the first file wins. The default limit is the highest of the files'.
     """
     headers: list[SuccessorHeader] = []
     parts = []

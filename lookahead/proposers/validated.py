@@ -1,4 +1,4 @@
-"""Proposers written by users: their proposals are validated, and a budget bounds what they may lose."""
+"""Proposers written by users: proposals are validated, and a budget bounds their loss."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lookahead.errors import ProposerError
 
 _METHODS = ("start", "propose", "observe", "finish")
 _ATTRIBUTES = ("sources", "needs_argmax", "needs_top", "hidden_layers")
-_PATIENCE = 8  # steps for which hidden states are kept for a proposer that is not asked
+_PATIENCE = 8  # steps for which hidden states are kept for a proposer that is not called
 
 
 class ValidatedProposer(BatchProposer):
-    """Wraps a user's proposer: validates every proposal, and asks it only while its budget allows.
+    """Wraps a user's proposer: validates every proposal, and calls it only while its budget allows.
 
-    With `draft="auto"` it is shown only the rows that its budget can pay for. A proposer that reads hidden states,
-    which cost memory, finishes a row once it is not asked for it any more.
+    With `draft="auto"` it gets only the rows that its budget can pay for. A proposer that reads hidden states, which
+    cost memory, finishes a row once it is no longer called for it.
     """
 
     def __init__(self, factory: ProposerFactory, call: Call, budget: Budget) -> None:
@@ -48,10 +48,10 @@ class ValidatedProposer(BatchProposer):
         self._proposer = proposer
         self._ask_rows = batch_propose_fn(proposer)
         self._call, self._budget = call, budget
-        self._is_new = True  # not asked since it was shown a row
-        self._unasked: dict[int, int] = {}  # steps since it was last asked, of the rows it was shown
-        self._spent_s: float | None = None  # since the last step; None where it was not asked
-        self._roots: dict[int, int] = {}  # last tokens of the rows it was shown
+        self._is_new = True  # not called since it got a row
+        self._unasked: dict[int, int] = {}  # steps since its last call, by row
+        self._spent_s: float | None = None  # since the last step; None if it was not called
+        self._roots: dict[int, int] = {}  # last tokens of its rows
         self.sources = sources
         self.needs_argmax = bool(proposer.needs_argmax)
         self.needs_top = bool(proposer.needs_top)
@@ -72,11 +72,11 @@ class ValidatedProposer(BatchProposer):
         self._proposer.start(row, prompt)
 
     def expect(self, row: int, predictions: Sequence[IntArray]) -> None:
-        if row in self._roots and hasattr(self._proposer, "expect"):  # one that is not derived from ours need not
+        if row in self._roots and hasattr(self._proposer, "expect"):  # optional if it is not derived from `Proposer`
             self._proposer.expect(row, predictions)
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
-        """Its proposals for some rows, together if it can; None for every row while it is not asked."""
+        """Its proposals for rows, in one batch if supported; None for every row while it is not called."""
         known = [row for row in rows if row in self._roots]
         is_poor = self._call.is_timed and not self._budget.affords
         if is_poor:
@@ -93,7 +93,7 @@ class ValidatedProposer(BatchProposer):
                 continue
             if fault := self._fault(row, offer, max_nodes):
                 raise ProposerError(f"the proposer {self._name} gave a proposal for row {row} {fault}")
-            # What merges it would be compiled anew for views that are strided or read-only.
+            # Strided or read-only views would make the merge code compile again.
             fields: list[Any] = [np.require(x, None, ["C", "W"]) if isinstance(x, np.ndarray) else x for x in offer]
             offered[row] = Proposal(*fields)
         self._spent_s = time.perf_counter() - begin
@@ -114,9 +114,9 @@ class ValidatedProposer(BatchProposer):
             self._leave([row])
 
     def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
-        """Count what a step gave, as `Budget.charge`; the seconds that are charged to its budget alone, if any.
+        """Count a step as `Budget.charge` does; returns the seconds charged only to its budget, or None.
 
-        They are where it is not proven, or read the prompt.
+        They are returned if the budget is not proven or the step read the prompt.
         """
         spent_s, self._spent_s = self._spent_s, None
         is_first = self._is_new
@@ -130,12 +130,12 @@ class ValidatedProposer(BatchProposer):
             self._proposer.finish(row)
 
     def _leave(self, rows: Sequence[int]) -> None:
-        """Finish rows that it is not asked for, if it reads hidden states, which cost memory."""
+        """Finish rows that it is not called for, if it reads hidden states, which cost memory."""
         for row in rows if self.hidden_layers else ():
             self.finish(row)
 
     def _fault(self, row: int, offer: Proposal, max_nodes: int) -> str:
-        """The fault of a proposal, or an empty string. Compiled code that merges it checks nothing more."""
+        """The fault of a proposal, or an empty string. The compiled merge code does no further checks."""
         size = len(offer.tokens)
         for name in ("tokens", "parents", "probabilities", "sources"):
             array, dtype = getattr(offer, name), np.float32 if name == "probabilities" else np.int32
