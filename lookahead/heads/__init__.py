@@ -1,1 +1,1 @@
-"""Small networks that guess several tokens at once from what a model computes anyway, and their files."""
+"""Small networks that guess several tokens at once from a model's hidden states, and their files."""

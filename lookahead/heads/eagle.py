@@ -16,11 +16,11 @@ from lookahead.heads.layers import DraftLayer, gather_positions, unembed
 
 DEPTH = 6  # maximum number of tokens guessed in a row
 ROOT_WIDTH = 32  # guesses after the root
-DRAFT_VOCAB = 32_000  # most tokens that a new EAGLE-3 head can propose, as published ones
+DRAFT_VOCAB = 32_000  # maximum vocabulary of a new EAGLE-3 head, as in published ones
 
 
 class WideLayer(DraftLayer):
-    """A layer whose attention reads the embedding beside the features, each through a norm."""
+    """A layer whose attention reads the embedding and the features, each normalized."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
@@ -31,15 +31,15 @@ class WideLayer(DraftLayer):
 class EagleHead(nn.Module):
     """Predicts the next feature (the input of the LM head) from the last feature and the token sampled from it.
 
-    It attends to all earlier pairs of feature and token. The LM head and the embedding are the model's. The names of
-    the weights are those of published checkpoints.
+    It attends to all earlier pairs of feature and token. The LM head and the embedding are the model's. The weights
+    have the names of published checkpoints.
 
     Source: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", §3.1.
     """
 
     kind = "eagle"
-    hidden_layers: tuple[int, ...] = (-1,)  # that it reads, numbered as by `output_hidden_states`
-    cached_layers = 1  # of its own that attend
+    hidden_layers: tuple[int, ...] = (-1,)  # its inputs, numbered as in `output_hidden_states`
+    cached_layers = 1  # number of its attention layers
     depth = DEPTH
 
     def __init__(self, config: LlamaConfig, *, bias: bool = True) -> None:
@@ -60,7 +60,7 @@ class EagleHead(nn.Module):
         return states
 
     def pair(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention, `[..., reads]`, and what its output is added to, `[..., hidden]`."""
+        """The input of attention, `[..., reads]`, and the residual, `[..., hidden]`."""
         both: Tensor = self.fc(torch.cat((embeddings, features), dim=-1))
         return both, both
 
@@ -76,7 +76,7 @@ class EagleHead(nn.Module):
 class FusedEagleHead(EagleHead):
     """Predicts the next token from hidden states of several layers, and further tokens from its own output.
 
-    Its features need not be the model's. Its vocabulary is a part of the model's: the most frequent tokens.
+    Its features may differ from the model's. Its vocabulary is the most frequent part of the model's.
 
     Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
         Test", §3.
@@ -100,12 +100,12 @@ class FusedEagleHead(EagleHead):
         return self.midlayer
 
     def enter(self, states: Tensor) -> Tensor:
-        """Features `[..., hidden]` of the model's hidden states side by side, `[..., layers · hidden]`."""
+        """Features `[..., hidden]` of the model's concatenated hidden states, `[..., layers · hidden]`."""
         features: Tensor = self.fc(states)
         return features
 
     def pair(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention, `[..., 2 · hidden]`, and what its output is added to, `[..., hidden]`."""
+        """The input of attention, `[..., 2 · hidden]`, and the residual, `[..., hidden]`."""
         read = torch.cat((self.midlayer.input_layernorm(embeddings), self.midlayer.hidden_norm(features)), dim=-1)
         return read, features
 
@@ -120,7 +120,7 @@ class FusedEagleHead(EagleHead):
 def fused_layers(model: PreTrainedModel) -> tuple[int, int, int]:
     """The layers that an EAGLE-3 head reads: a low, a middle and a high one, as published.
 
-    Of a small model: the embeddings, the first layer and the last. Its later layers keep little of the tokens
+    For a small model: the embeddings, the first layer and the last. Its later layers keep little of the tokens
     themselves, which a head looks up.
     """
     layers: int = model.config.get_text_config().num_hidden_layers
@@ -128,7 +128,7 @@ def fused_layers(model: PreTrainedModel) -> tuple[int, int, int]:
 
 
 class EagleDrafter(GrowingDrafter):
-    """Drafts with an EAGLE head: a tree grown level by level from the likeliest nodes, then reduced to the best ones.
+    """Drafts with an EAGLE head: a tree grown level by level from the most likely nodes, then cut to the best ones.
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.1 (expansion)
         and §4.2 (reranking), the latter by probabilities that are calibrated while decoding.

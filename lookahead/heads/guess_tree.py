@@ -1,4 +1,4 @@
-"""Trees of guesses, and proposers that make them with heads."""
+"""Trees of guesses, and proposers that grow them with heads."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ FloatArray = NDArray[np.float32]
 Warp = Callable[[Tensor], Tensor]
 Run = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 WIDTH = 8  # guesses after a node
-MIN_PATH_PROB = 0.03  # no further level if its likeliest parent is reached with less
+MIN_PATH_PROB = 0.03  # minimum probability of the most likely parent of a further level
 
 
 class GuessTree(NamedTuple):
-    """Guesses as a tree of nodes. Node 0 is the root, the last token of the row; its own values count for nothing."""
+    """Guesses as a tree of nodes. Node 0 is the root, the last token of the row; its values are ignored."""
 
     tokens: IntArray
-    parents: IntArray  # before their children; that of the root is 0
+    parents: IntArray  # parents come before their children; 0 for the root
     kinds: IntArray  # [nodes, 2]: the head or the depth, from 0, and the rank among the guesses after the parent
-    draft_probs: FloatArray  # that the head gave it, once the parent is right
+    draft_probs: FloatArray  # the head's probability given the parent
 
     @classmethod
     def of(cls, tokens: IntArray, parents: IntArray, kinds: IntArray, draft_probs: FloatArray) -> GuessTree:
-        """The tree of some guesses; guess i is node i + 1."""
+        """Build a tree from guesses; guess i is node i + 1."""
         kinds = np.concatenate((np.zeros((1, 2), np.int32), kinds))
         draft_probs = np.append(np.float32(1), np.nan_to_num(draft_probs))  # heads that overflow give NaN
         return cls(np.append(np.int32(0), tokens), np.append(np.int32(0), parents), kinds, draft_probs)
 
     def best(self, root: int, rates: AcceptanceTable, max_nodes: int) -> tuple[IntArray, IntArray, FloatArray]:
-        """Tokens, parents and probabilities of `root` and the guesses likeliest to be reached, at most `max_nodes`."""
+        """Tokens, parents and probabilities of `root` and the most likely guesses, at most `max_nodes`."""
         probabilities = rates.calibrate(self.kinds, self.draft_probs)
         probabilities[0] = 1.0
         nodes, parents = best_nodes(self.parents, probabilities, max_nodes)
@@ -55,18 +55,18 @@ class GuessTree(NamedTuple):
 def independent_heads_tree(
     tokens: IntArray, draft_probs: FloatArray, rates: AcceptanceTable, max_nodes: int
 ) -> GuessTree:
-    """Combine the guesses of independent heads: each guess of a head may follow each guess of the head before.
+    """Combine the guesses of independent heads: each guess of a head may follow each guess of the previous head.
 
-    Published trees of this kind are fixed, chosen from the average accuracy of every rank of every head. Here each step
-    has the nodes with the highest product of probabilities along their path. The guesses and their probabilities are
-    `[heads, k]`, those of a head all different.
+    Published trees of this kind are fixed, chosen by the average accuracy of every rank of every head. Here each step
+    takes the nodes with the highest product of probabilities along their path. The guesses and their probabilities are
+    `[heads, k]`; the guesses of one head are distinct.
 
     Source: Cai et al. 2024, "Medusa", §2.3.3 (sparse trees), there greedy over measured accuracies.
     """
     heads, width = tokens.shape
     kinds = np.indices((heads, width), np.int32).transpose(1, 2, 0)
     probabilities = rates.calibrate(kinds, draft_probs)
-    # The best nodes of a level follow the best nodes of the level before, so no other node needs children.
+    # The best nodes of a level follow the best nodes of the previous level, so no other node needs children.
     chosen, parents, path_probs, first = [], [], np.ones(1, np.float32), 0
     for head in range(heads):
         paths = (path_probs[:, None] * probabilities[head]).ravel()
@@ -80,7 +80,7 @@ def independent_heads_tree(
 
 @dataclass(slots=True)
 class _HeadsRow:
-    """One row: its last token, what its heads have not read yet, and its last draft."""
+    """One row: its last token, the input its heads have not read yet, and its last draft."""
 
     root: int
     prompt: IntArray | None
@@ -90,15 +90,15 @@ class _HeadsRow:
 
 
 class HeadDrafter(BatchProposer):
-    """Lets heads read what was decoded, offers what they guess, and counts what was right.
+    """Feeds decoded tokens to heads, proposes their guesses, and counts the hits.
 
     Args:
         heads: The network of the heads.
-        model: The target, whose hidden states they read and whose LM head they may use.
-        rates: How often their guesses are accepted; it goes on learning.
+        model: The target, with the hidden states that they read and the LM head that they may use.
+        rates: Acceptance rates of their guesses, updated while decoding.
         warp: The logits processors of sampling, on scores `[n, vocab]`; None for greedy decoding.
         name: Its name in the stats.
-        times: The measured times by which passes are chosen; None: as many passes as the heads have.
+        times: The measured times that decide the number of passes; None for the maximum.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class HeadDrafter(BatchProposer):
     ) -> None:
         self.sources = (name,)
         self._heads, self._model, self._rates = heads, model, rates
-        # Of the model that the heads read, numbered as by `output_hidden_states`.
+        # Layers of the model that the heads read, numbered as in `output_hidden_states`.
         self.hidden_layers: tuple[int, ...] = getattr(heads, "hidden_layers", (-1,))
         self._warp = warp
         self._device = lm_head(model).weight.device
         self._rows: dict[int, _HeadsRow] = {}
-        self._last: dict[int, Tensor] = {}  # by row, the state that its next guesses are made from
+        self._last: dict[int, Tensor] = {}  # by row, the state for its next guesses
         self._times = times
-        self._done: float | None = None  # when the drafts of this step were done
+        self._done: float | None = None  # end time of the drafts of this step
         self._caches = [DraftCache() for _ in range(getattr(heads, "cached_layers", 0))]
 
     @abstractmethod
@@ -128,7 +128,7 @@ class HeadDrafter(BatchProposer):
 
     @abstractmethod
     def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        """Guess after the last token of each of some rows; of a tree `max_nodes` will be drafted at most."""
+        """Guess after the last token of each row; at most `max_nodes` nodes of a tree are drafted."""
 
     def start(self, row: int, prompt: IntArray) -> None:
         self._rows[row] = _HeadsRow(int(prompt[-1]), prompt)
@@ -139,7 +139,7 @@ class HeadDrafter(BatchProposer):
         tokens, states = [], []
         with torch.inference_mode():
             for state in (self._rows[row] for row in unread):
-                # The steps behind one another, all layers side by side: [tokens, layers * size].
+                # All steps, with layers concatenated: [tokens, layers * size].
                 layers = [torch.cat(layer).to(self._device) for layer in zip(*state.states, strict=True)]
                 states.append(torch.cat(layers, -1))
                 tokens.append(torch.from_numpy(np.concatenate(state.tokens)).long().to(self._device))
@@ -165,7 +165,7 @@ class HeadDrafter(BatchProposer):
             path = torch.from_numpy(feedback.path)
             states = [feedback.hidden[layer][path.to(feedback.hidden[layer].device)] for layer in self.hidden_layers]
         else:
-            # Behind every token of the prompt stands the next one, and behind its last the first that was emitted.
+            # Every prompt token is paired with the next one, the last with the first emitted token.
             states = [feedback.prompt_hidden[layer] for layer in self.hidden_layers]
             tokens = np.concatenate((state.prompt[len(state.prompt) + 1 - len(states[0]) :], tokens))
         state.tokens.append(tokens)
@@ -179,7 +179,7 @@ class HeadDrafter(BatchProposer):
             cache.pop(row, None)
 
     def _guess(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Probabilities and indices of the likeliest guesses, `[..., most]` each, of logits `[..., vocab]`."""
+        """Probabilities and indices of the most likely guesses, `[..., most]` each, of logits `[..., vocab]`."""
         if self._warp is not None:
             logits = self._warp(logits.flatten(0, -2).float()).view(logits.shape)
         best = logits.softmax(-1, dtype=torch.float32).topk(min(most, logits.shape[-1]))
@@ -187,28 +187,28 @@ class HeadDrafter(BatchProposer):
 
 
 class GrowingDrafter(HeadDrafter):
-    """Grows a tree level by level: the heads run again at the likeliest guesses of a level.
+    """Grows a tree level by level: the heads run again at the most likely guesses of a level.
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.1.
     """
 
     @abstractmethod
     def _guesses(self, out: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Probabilities and tokens of the likeliest guesses, `[..., most]` each, of the heads' output."""
+        """Probabilities and tokens of the most likely guesses, `[..., most]` each, of the heads' output."""
 
     def _grow(self, out: Tensor, run: Run, *, depth: int, width: int, root_width: int = WIDTH) -> list[GuessTree]:
-        """The guesses after each row, from the output there, `[rows, 1, size]`.
+        """The guesses after each row, from its output `[rows, 1, size]`.
 
-        There are `root_width` after the root, and further ones after `width` guesses of each level up to the `depth`.
-        Where passes are timed, it ends before a level that would take longer than the tokens it gains save. A level
-        takes what its pass and the choice of its guesses take, the projection to the vocabulary included.
+        There are `root_width` guesses after the root, and further ones after `width` guesses of each level up to
+        `depth`. If passes are timed, growth stops before a level that costs more time than its tokens save. The time of
+        a level includes its pass and the choice of its guesses with the projection to the vocabulary.
 
-        `run` takes a level, tokens there `[rows, n]`, the outputs `[rows, n, size]` and the places `[rows, n]` that
-        they follow, and gives the outputs at the tokens.
+        `run` takes a level, its tokens `[rows, n]`, and the outputs `[rows, n, size]` and indices `[rows, n]` of their
+        parents; it returns the outputs at the tokens.
         """
         path_probs = out.new_ones(len(out), 1, 1, dtype=torch.float32)
         nodes = torch.zeros(len(out), 1, dtype=torch.int32, device=out.device)  # 0 is the root
-        levels, count, expected = [], 1, 1.0  # expected tokens of a row
+        levels, count, expected = [], 1, 1.0  # expected tokens per row
         begin = now = time.perf_counter()
         for level in range(depth):
             probs, tokens = self._guesses(out, WIDTH if level else root_width)
@@ -217,7 +217,7 @@ class GrowingDrafter(HeadDrafter):
             packed = torch.stack([*(each.int() for each in found), probs.view(torch.int32)], -1)
             levels.append(packed.flatten(1, 2))
             best = (path_probs * probs).flatten(1).topk(min(width, probs[0].numel()))
-            likeliest, before, now = float(best.values.max()), now, time.perf_counter()  # a GPU is waited for first
+            likeliest, before, now = float(best.values.max()), now, time.perf_counter()  # after synchronizing the GPU
             if level and self._times is not None:
                 self._times.draft.add(now - before)
             if level + 1 == depth or likeliest < MIN_PATH_PROB:

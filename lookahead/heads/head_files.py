@@ -34,7 +34,7 @@ TrainedHeads = MedusaHeads | MtpHeads | EagleHead
 Network = TrainedHeads | PreTrainedModel
 Maker = Callable[[], TrainedHeads]
 
-_FILES = {  # by kind, the files that may hold the weights; the first one is written
+_FILES = {  # by kind, the files that may hold the weights; `write_heads` writes the first
     MedusaHeads.kind: ("medusa_lm_head.safetensors", "model.safetensors"),
     MtpHeads.kind: ("model.safetensors",),
     EagleHead.kind: ("model.safetensors", "pytorch_model.safetensors"),
@@ -52,10 +52,10 @@ _LAYER_SIZES = (
 def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[str, Network]:
     """Read heads for a model, in its dtype and on its device, ready to draft; returns their kind too.
 
-    The folder is one of `write_heads`, a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors, or `NATIVE`. A
-    `HeadsError` tells what is damaged, a pickle, of an architecture that is not served, or of another model.
+    The folder is one of `write_heads`, a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors, or `NATIVE`.
+    `HeadsError` if the heads are damaged, a pickle, of an unsupported architecture, or of another model.
     """
-    lm_head(model)  # checks first that the model takes heads
+    lm_head(model)  # checks first that the model supports heads
     if folder == NATIVE:
         return MtpHeads.kind, open_native(model)
     if Path(folder).name == str(folder) and not Path(folder).exists():
@@ -64,7 +64,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     if not place.is_dir():
         raise HeadsError(_not_a_folder(place))
     config = read_object(place / "config.json", HeadsError)
-    # Of published checkpoints only Medusa's have a file name or a size of their own.
+    # Among published checkpoints only Medusa's have a distinct file name or size.
     is_medusa = "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*"))
     kind = config.get("lookahead_heads") or (MedusaHeads.kind if is_medusa else EagleHead.kind)
     if kind not in list(_FILES):  # a list, since JSON values need not be hashable
@@ -72,13 +72,13 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     tensors = _read_weights(place, kind)
     try:
         return kind, _make(kind, config, tensors, model)
-    except Exception as error:  # inconsistent sizes fail in many places of torch
+    except Exception as error:  # inconsistent sizes raise many errors in torch
         what = "" if isinstance(error, HeadsError) else f"unusable heads: {type(error).__name__}: "
         raise HeadsError(f"{place}: {what}{one_line(error)}") from error
 
 
 def holds_heads(name: str) -> bool:
-    """Whether a candidate's name is that of heads: `NATIVE`, or a folder with the files of heads, damaged or not."""
+    """Whether a name refers to heads: `NATIVE`, or a folder with the files of heads, damaged or not."""
     place = Path(os.path.expanduser(name))
     if name == NATIVE or not place.is_dir():
         return name == NATIVE
@@ -93,7 +93,7 @@ def holds_heads(name: str) -> bool:
         return True
     try:
         with safe_open(place / _FILES[EagleHead.kind][0], "pt") as file:
-            return "fc.weight" in file.keys()  # noqa: SIM118, it is no mapping
+            return "fc.weight" in file.keys()  # noqa: SIM118, it is not a mapping
     except (OSError, SafetensorError):
         return False
 
@@ -119,13 +119,13 @@ def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreT
 
 
 def depth_of(heads: Network) -> int:
-    """The most tokens that heads guess in a row."""
+    """Maximum tokens that heads guess in a row."""
     depth: int = getattr(heads, "depth", NATIVE_DEPTH)
     return depth
 
 
 def fresh_rates(heads: Network) -> AcceptanceTable:
-    """Hit rates of guesses before any trial."""
+    """The prior hit rates of guesses."""
     return AcceptanceTable(depth_of(heads))
 
 
@@ -137,12 +137,12 @@ def make_drafter(
     name: str = "heads",
     times: PassTimes | None = None,
 ) -> HeadDrafter:
-    """The proposer of one call, of the class that the kind of the heads needs.
+    """The proposer of one call, of the class for the kind of the heads.
 
     Args:
         heads: The network of the heads.
         model: The target.
-        rates: How often guesses of the heads are accepted; it goes on learning.
+        rates: Acceptance rates of the heads' guesses, updated while decoding.
         warp: `Call.warp`.
         name: Its name in the stats.
         times: The measured times by which passes are chosen; None: as many passes as the heads have.
@@ -207,7 +207,7 @@ def _read_mtp(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreT
     sizes = _layer_sizes(config)
     _check_base(config, model, sizes.hidden_size, sizes.vocab_size)
     count, held = config.get("num_heads"), len({name.split(".")[1] for name in tensors if name.startswith("heads.")})
-    if type(count) is not int or not 1 <= count == held:  # checked before so many are made
+    if type(count) is not int or not 1 <= count == held:  # checked before they are created
         raise HeadsError(f"num_heads must be the number of heads in model.safetensors, {held}, got {count!r}")
     low = config.get("low_layer")
     if not isinstance(low, int) or not 0 <= low <= model.config.get_text_config().num_hidden_layers:
@@ -217,7 +217,7 @@ def _read_mtp(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreT
 
 def _read_eagle(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
     """A head of EAGLE-1 or 2 (`fc` and `layers.0`) or of EAGLE-3 (`midlayer`)."""
-    for shared in ("embed_tokens.weight", "t2d"):  # the model's own, and the inverse of d2t
+    for shared in ("embed_tokens.weight", "t2d"):  # the model's table, and the inverse of d2t
         tensors.pop(shared, None)
     if config.get("hidden_act", "silu") != "silu":
         raise HeadsError(f"hidden_act must be silu, got {config['hidden_act']!r}")
@@ -272,7 +272,7 @@ def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, 
 
 
 def blank_heads(make: Maker) -> TrainedHeads:
-    """Heads without weights; random ones would change the random numbers of the decoding."""
+    """Heads without weights; random weights would change the random state of decoding."""
     with torch.device("meta"):
         return make()
 
@@ -282,12 +282,12 @@ def fill_heads(heads: TrainedHeads, tensors: Mapping[str, Tensor], model: PreTra
     weight = lm_head(model).weight
     heads.load_state_dict(tensors, assign=True)
     if not isinstance(heads, MedusaHeads):
-        heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are no weights, and were made on meta
+        heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are not weights, and were created on meta
     return heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
 
 
 def _make(kind: str, config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> TrainedHeads:
-    """Make heads of the weights, and draft with them once, to find inconsistent sizes before decoding."""
+    """Create heads from the weights, and draft once to find inconsistent sizes before decoding."""
     make, weight = _READERS[kind](config, tensors, model), lm_head(model).weight
     try:
         heads = fill_heads(blank_heads(make), tensors, model)
@@ -302,7 +302,7 @@ def _make(kind: str, config: Mapping[str, Any], tensors: dict[str, Tensor], mode
 
 
 def _not_a_folder(path: Path) -> str:
-    """Tell why a path that is no folder of heads is not opened, and what to do."""
+    """The message for a path that is not a folder of heads: why it is not opened, and what to do."""
     if path.suffix not in _PICKLES:
         return f"{path}: not a folder; name the folder that holds config.json and the weights"
     target = path.with_suffix(".safetensors").name

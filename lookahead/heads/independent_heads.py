@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter, independent_heads_tree
 from lookahead.heads.layers import DraftLayer, gather_positions, layer_config, lm_head, unembed
 
-_GUESSES = 32  # of each head; a draft of any size rarely reaches further down
+_GUESSES = 32  # per head; drafts rarely use lower ranks
 
 
 class ResidualBlock(nn.Module):
@@ -32,10 +32,10 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """Heads on the hidden state that the LM head reads, each some residual blocks and a projection to the vocabulary.
+    """Heads on the LM head's input, each with residual blocks and a projection to the vocabulary.
 
-    The names of the weights are those of published checkpoints: `0.0.linear.weight` is the first block of head 0,
-    `0.1.weight` its projection.
+    The weights have the names of published checkpoints: `0.0.linear.weight` is the first block of head 0, `0.1.weight`
+    its projection.
 
     Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads",
         §2.1.1.
@@ -55,7 +55,7 @@ class MedusaHeads(nn.ModuleList):
     @classmethod
     @torch.no_grad()
     def fresh(cls, model: PreTrainedModel, *, heads: int, blocks: int = 1) -> MedusaHeads:
-        """Untrained heads, which give the logits of the LM head: its projection after identity blocks."""
+        """Untrained heads with the logits of the LM head: its projection after identity blocks."""
         weight = lm_head(model).weight
         made = cls(weight.shape[1], weight.shape[0], heads=heads, blocks=blocks)
         for parameter in made.parameters():
@@ -65,14 +65,14 @@ class MedusaHeads(nn.ModuleList):
         return made.to(weight.device, weight.dtype)
 
     def guess(self, model: PreTrainedModel, head: int, states: Tensor, at: Tensor, kept: Tensor) -> Tensor:
-        """Logits `[n, vocab]` of one head at some positions.
+        """Logits `[n, vocab]` of one head at given positions.
 
         Args:
             model: The target.
             head: The head, from 0.
             states: Hidden states `[batch, tokens, size]`, where size is `hidden`, for `MtpHeads` `2 · hidden`.
-            at: int64 `[batch, positions]`, places of tokens.
-            kept: bool `[batch, positions]`, true for the n positions that are asked for.
+            at: int64 `[batch, positions]`, indices of tokens.
+            kept: bool `[batch, positions]`, true for the n requested positions.
         """
         logits: Tensor = self[head](gather_positions(states, at)[kept])
         return logits
@@ -83,7 +83,7 @@ class MedusaHeads(nn.ModuleList):
 
 
 class MtpHead(DraftLayer):
-    """A decoder layer that reads a low layer's hidden states beside the last ones, and is added to the latter."""
+    """A decoder layer that reads the hidden states of a low layer and the last one, with the last as residual."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
@@ -92,19 +92,19 @@ class MtpHead(DraftLayer):
         self.kept = nn.Parameter(torch.ones(config.hidden_size))  # scales the last hidden states
 
     def enter(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention, `[..., 2 · hidden]`, and what its output is added to, `[..., hidden]`."""
+        """The input of attention, `[..., 2 · hidden]`, and the residual, `[..., hidden]`."""
         low, last = states.chunk(2, dim=-1)
         return torch.cat((self.low_layernorm(low), self.input_layernorm(last)), dim=-1), last * self.kept
 
 
 class MtpHeads(nn.Module):
-    """Heads in front of the model's own LM head. Each attends to all earlier hidden states.
+    """Heads before the model's LM head. Each attends to all earlier hidden states.
 
-    Beside the last layer, which keeps little of the tokens that were read, they read a low one.
+    They read the last layer, which keeps little of the tokens themselves, and a low one.
 
     Source: Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token Prediction", §2. There heads
-        and model are trained together from the beginning. Here heads are added to a trained model that may stay
-        unchanged, so each begins as the identity.
+    and model are trained together from the start. Here heads are added to a trained model that may stay unchanged, so
+    each starts as the identity.
     """
 
     kind = "mtp"
@@ -124,7 +124,7 @@ class MtpHeads(nn.Module):
     @classmethod
     @torch.no_grad()
     def fresh(cls, model: PreTrainedModel, *, heads: int) -> MtpHeads:
-        """Untrained heads with layers like the model's, which give the logits of its LM head."""
+        """Untrained heads with layers like the model's and the logits of its LM head."""
         is_small = model.config.get_text_config().num_hidden_layers < 8
         made = cls(layer_config(model), heads=heads, low_layer=1 if is_small else 2)
         for index in range(heads):
@@ -139,7 +139,7 @@ class MtpHeads(nn.Module):
 
 
 class IndependentHeadsDrafter(HeadDrafter):
-    """Combines the guesses of independent heads into one tree a row."""
+    """Combines the guesses of independent heads into one tree per row."""
 
     def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
         draft_probs, tokens = self._guess(self._logits(rows), _GUESSES)
@@ -152,7 +152,7 @@ class IndependentHeadsDrafter(HeadDrafter):
 
     @abstractmethod
     def _logits(self, rows: Sequence[int]) -> Tensor:
-        """Logits of every head after the last token of some rows, `[heads, rows, vocab]`."""
+        """Logits of every head after the last token of each row, `[heads, rows, vocab]`."""
 
 
 class MedusaDrafter(IndependentHeadsDrafter):

@@ -1,6 +1,6 @@
-"""First weights of heads that attend: an induction head, which finds an earlier occurrence of a token and copies on.
+"""Initial weights of attention heads: an induction head, which finds an earlier token and copies its continuation.
 
-Random weights need far more text to learn this than to learn the rest.
+Learning this from random weights needs far more text than learning the rest.
 
 Source: Olsson et al. 2022, "In-context Learning and Induction Heads"; that attention can be initialized as one is our
     own observation.
@@ -19,36 +19,36 @@ from lookahead.heads.eagle import FusedEagleHead, fused_layers
 from lookahead.heads.independent_heads import MtpHeads
 from lookahead.heads.layers import DraftLayer, hidden_states, layer_config, lm_head
 
-_FAINT = 0.1  # scale of the random weights that remain beside those that are set
-_MATCH = 36.0  # attention score of a position with the token looked for; others have 0, up to a sixth of it as noise
-_SLOW = 1 / 512  # radians a token: dimensions that turn no faster match tokens over hundreds of positions
-_TOKENS = 50_000  # maximum number of tokens of examples that are read
-_CERTAINTY = 12.0  # logit of the token that is found
+_FAINT = 0.1  # scale of the remaining random weights
+_MATCH = 36.0  # attention score of a matching position; others have 0, with noise up to a sixth of it
+_SLOW = 1 / 512  # radians per token: slower dimensions match tokens over hundreds of positions
+_TOKENS = 50_000  # maximum tokens read from examples
+_CERTAINTY = 12.0  # logit of the found token
 _SHRINKAGE = 1e-3  # ridge of the least squares, relative to the mean square of each input
 _SHRINKAGE_OF_LAYERS = 1e-2  # the same for maps from several layers
-_SURE = 0.7  # length of a predicted state relative to the model's: it is less certain
+_SURE = 0.7  # length of a predicted state relative to the model's, for less certainty
 
 Example = Mapping[str, Tensor]
 Read = Callable[[Example], Tensor]
-"""The hidden states `[tokens, layers · hidden]` of an example that the heads are trained on."""
+"""Returns the hidden states `[tokens, layers · hidden]` of a training example."""
 
 
 @torch.no_grad()
 def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead:
-    """An untrained EAGLE-3 head that can propose some token ids, ascending, with the model's LM head.
+    """An untrained EAGLE-3 head for the token ids in `tokens`, ascending, with the model's LM head.
 
-    For a small model its attention is an induction head: it looks up what followed the last token.
+    For a small model its attention is an induction head: it looks up the earlier successor of the last token.
     """
     head = FusedEagleHead(layer_config(model), hidden_layers=fused_layers(model), draft_vocab=len(tokens))
     chosen = torch.tensor(tokens)
     head.d2t.copy_(chosen - torch.arange(len(tokens)))
     weight = lm_head(model).weight
     head.lm_head.weight.copy_(weight[chosen.to(weight.device)])
-    # Logits start near 1: wrong certainty takes longer to unlearn.
+    # Logits start near 1, since wrong certainty takes longer to unlearn.
     head.norm.weight.fill_(1.0 / float(head.lm_head.weight.norm(dim=-1).mean()))
     if head.hidden_layers[0] != 0:
         return head
-    # It reads pairs of a token and the embedding of the next token: keys hold the former, values the latter.
+    # The input is a token and the embedding of the next token: keys hold the former, values the latter.
     hidden, ids = head.config.hidden_size, torch.arange(min(len(weight), 64), device=weight.device)
     size = max(1e-6, float(hidden_states(model, ids[None], (0,)).float().square().mean().sqrt()))
     one, none = torch.eye(hidden), torch.zeros(hidden, hidden)
@@ -67,17 +67,17 @@ def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead
 
 @torch.no_grad()
 def begin_fused(head: FusedEagleHead, model: PreTrainedModel, examples: Iterable[Example], read: Read) -> None:
-    """Let an untrained EAGLE-3 head of a larger model predict the next input of the LM head by a linear map.
+    """Initialize an EAGLE-3 head of a larger model to predict the next input of the LM head by a linear map.
 
-    The map is from the layers that it reads and the embedding of the next token, found by least squares on the first
-    examples. The layers go through `fc`, the embedding through attention to positions of the same token.
+    The map takes the layers that the head reads and the embedding of the next token; it is found by least squares on
+    the first examples. The layers go through `fc`, the embedding through attention to positions of the same token.
     """
     hidden, table = head.config.hidden_size, model.get_input_embeddings()
     squares, count, size = _LeastSquares(4 * hidden, hidden), 0, 0.0
     for example in examples:
         ids = example["input_ids"].to(head.d2t.device)
         layers, last = read(example).split((3 * hidden, hidden), dim=-1)
-        # Not the first position: the hidden states of many models are a hundred times as large there.
+        # Skip the first position: there the hidden states of many models are a hundred times as large.
         squares.add(torch.cat((layers[1:-1], _unit(table(ids[2:]).float())), -1), last[2:])
         count, size = count + len(ids), size + float(last[2:].square().mean(-1).sqrt().sum())
         if count >= _TOKENS:
@@ -86,7 +86,7 @@ def begin_fused(head: FusedEagleHead, model: PreTrainedModel, examples: Iterable
     head.fc.weight.copy_(solved[:, : 3 * hidden])
     head.norm.weight.fill_(_SURE * size / count)
     own = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1).to(solved.device)
-    # Attention holds as many values as fit, those that matter most.
+    # Attention keeps the values with the largest singular values, as many as fit.
     left, scale, right = torch.linalg.svd(solved[:, 3 * hidden :])
     most = head.midlayer.self_attn.v_proj.out_features
     value, output = right[:most] @ own, (left * scale)[:, :most]
@@ -95,7 +95,7 @@ def begin_fused(head: FusedEagleHead, model: PreTrainedModel, examples: Iterable
 
 @torch.no_grad()
 def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Example], read: Read) -> None:
-    """Let untrained heads look up the next token: head k predicts the token k + 1 positions after its last occurrence.
+    """Initialize heads to look up the next token: head k predicts the token k + 1 positions after its last occurrence.
 
     The model's last hidden states encode the next token, its low ones the tokens at and before a position. The linear
     maps from states to tokens are found by least squares on the first examples.
@@ -131,15 +131,16 @@ def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Exampl
 def _set_induction(
     layer: DraftLayer, rotation: LlamaRotaryEmbedding, *, query: Tensor, key: Tensor, value: Tensor, output: Tensor
 ) -> None:
-    """Set the attention of an untrained layer so that it finds positions by a token, and adds the token to predict.
+    """Set the attention of an untrained layer to find positions by a token and add the token to predict.
 
     Tokens are vectors `[hidden]` with a mean square of 1. Queries and keys share a random rotation of them. `query`,
-    `key` `[hidden, reads]` and `value` `[values, reads]` map the input of attention to the token looked for, the one
-    that a position is found by, and the one to predict; `output` `[hidden, values]` maps that to what the layer adds.
+    `key` `[hidden, reads]` and `value` `[values, reads]` map the input of attention to the token to look for, the token
+    that identifies a position, and the token to predict; `output` `[hidden, values]` maps the latter to the layer's
+    output.
     """
     attention, dim, device = layer.self_attn, layer.self_attn.head_dim, layer.self_attn.q_proj.weight.device
     query, key, value, output = (each.to(device) for each in (query, key, value, output))
-    # Dimensions that rotate slowly with the position, at least a quarter.
+    # Dimensions that rotate slowly with the position, at least a quarter of all.
     hidden, half = len(output), len(rotation.inv_freq)
     count = max(int((rotation.inv_freq <= _SLOW).sum()), half // 4, 1)
     slow = torch.arange(half - count, half, device=device).repeat(2)

@@ -1,4 +1,4 @@
-"""What heads are made of: the model's hidden states and LM head, a Llama decoder layer in parts, and its KV cache."""
+"""Building blocks of heads: the model's hidden states and LM head, a Llama decoder layer, and its KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lookahead.errors import HeadsError
 def lm_head(model: PreTrainedModel) -> nn.Linear:
     """The projection from hidden states to logits.
 
-    HeadsError if the model has none, its weights are offloaded, or it reads other states than those of the layers.
+    HeadsError if the model has none, its weights are offloaded, or its input size differs from the layers'.
     """
     head = model.get_output_embeddings()
     if getattr(model, "is_quantized", False) and not isinstance(head, nn.Linear):
@@ -43,8 +43,8 @@ def body_of(model: PreTrainedModel) -> PreTrainedModel:
 def hidden_states(model: PreTrainedModel, input_ids: Tensor, layers: tuple[int, ...] = ()) -> Tensor:
     """The input of the LM head at every position, or the inputs of other layers.
 
-    Of int64 `[batch, tokens]`, padded on the right if at all, so that no mask is needed. The inputs of `layers`, 0 the
-    embedding, stand side by side: `[batch, tokens, layers · hidden]`.
+    `input_ids`, int64 `[batch, tokens]`, may be padded on the right, so no mask is needed. The inputs of `layers`, with
+    0 for the embedding, are concatenated: `[batch, tokens, layers · hidden]`.
     """
     body: Any = body_of(model)
     out = body(input_ids=input_ids, use_cache=False, output_hidden_states=bool(layers))
@@ -54,10 +54,10 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, layers: tuple[int, 
 def unembed(model: PreTrainedModel, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
     """Logits `[..., vocab]` of hidden states `[..., hidden]`, scaled (Cohere, Granite) and capped (Gemma).
 
-    Of some `tokens` alone if they are given.
+    Only for `tokens` if they are given.
     """
     head = lm_head(model)
-    hidden = hidden.to(head.weight.dtype)  # heads are trained in float32, whatever the model is
+    hidden = hidden.to(head.weight.dtype)  # heads are trained in float32 for any model
     if tokens is None:
         logits: Tensor = head(hidden)
     else:
@@ -70,9 +70,9 @@ def unembed(model: PreTrainedModel, hidden: Tensor, tokens: Tensor | None = None
 
 
 def layer_config(model: PreTrainedModel) -> LlamaConfig:
-    """The sizes of a new layer: those of the model's own layers, of the first where they differ.
+    """The sizes of a new layer, equal to the model's first layer.
 
-    HeadsError if it has none.
+    HeadsError if the model has no attention.
     """
     base: Any = model.config.get_text_config()
     layer = base.per_layer_config[0] if getattr(base, "is_heterogeneous", False) else base
@@ -99,7 +99,7 @@ def layer_config(model: PreTrainedModel) -> LlamaConfig:
 
 
 class Attention(nn.Module):
-    """The projections of an attention layer whose input of size `reads` may be wider than the hidden states."""
+    """The projections of an attention layer with input size `reads`, which may exceed the hidden size."""
 
     def __init__(self, config: LlamaConfig, reads: int) -> None:
         super().__init__()
@@ -134,11 +134,11 @@ class DraftLayer(nn.Module):
         """The output `[batch, n, hidden]`, and the keys and values of the earlier tokens and the new ones.
 
         Args:
-            read: `[batch, new, reads]`, what attention reads.
-            add: `[batch, new, hidden]`, what its output is added to.
+            read: `[batch, new, reads]`, the input of attention.
+            add: `[batch, new, hidden]`, the residual.
             rotation: The rotary embedding.
             positions: int64 `[batch, new]`.
-            mask: bool `[batch, n, tokens + new]`, true where a token is attended to.
+            mask: bool `[batch, n, tokens + new]`, true if a token is attended to.
             at: int64 `[batch, n]`, the new tokens that attend; all when None.
             past: Keys and values of earlier tokens, `[batch, tokens, 2, kv heads, dim]`.
         """
@@ -150,7 +150,7 @@ class DraftLayer(nn.Module):
             read, add, positions = gather_positions(read, at), gather_positions(add, at), positions.gather(1, at)
         query = _rotated(attention.q_proj(read).unflatten(-1, (-1, dim)), rotation(read, positions)).transpose(1, 2)
         keys, values = states.permute(2, 0, 3, 1, 4)
-        # Query heads that share keys are stacked as further queries, so that no key is copied. On a CPU this is several
+        # Query heads that share keys are stacked as further queries, so keys are not copied. On a CPU this is several
         # times as fast as `enable_gqa`.
         packed = query.reshape(len(query), keys.shape[1], -1, dim)
         seen = mask.repeat(1, query.shape[1] // keys.shape[1], 1)[:, None]
@@ -174,7 +174,7 @@ class DraftCache(dict[int, Tensor]):
     """Keys and values of one layer at the committed tokens of each row, `[tokens, 2, kv heads, dim]`."""
 
     def padded(self, layer: DraftLayer, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of some rows, `[rows, most, 2, kv heads, dim]`; tokens `[rows, 1]`; which are there, `[rows, most]`."""
+        """States of rows, `[rows, most, 2, kv heads, dim]`; their lengths, `[rows, 1]`; their mask, `[rows, most]`."""
         attention = layer.self_attn
         nothing = layer.post_attention_layernorm.weight.new_zeros(0, 2, attention.kv_heads, attention.head_dim)
         held = [self.get(row, nothing) for row in rows]
@@ -191,15 +191,15 @@ class DraftCache(dict[int, Tensor]):
         read: Tensor,
         add: Tensor,
     ) -> Tensor:
-        """Commit new tokens; the output `[rows, 1, hidden]` of the layer at the last token of each row.
+        """Commit new tokens; returns the output `[rows, 1, hidden]` of the layer at the last token of each row.
 
         Args:
-            layer: The layer whose keys and values are kept here.
+            layer: The layer of this cache.
             rotation: Its rotary embedding.
             rows: The rows.
-            new: Tokens that are new in each row, at least 1.
-            read: What attention reads, `[rows, most new, reads]`, padded on the right.
-            add: What its output is added to, `[rows, most new, hidden]`, padded on the right.
+            new: Number of new tokens in each row, at least 1.
+            read: The input of attention, `[rows, most new, reads]`, padded on the right.
+            add: The residual, `[rows, most new, hidden]`, padded on the right.
         """
         past, lengths, is_past = self.padded(layer, rows)
         index = torch.arange(read.shape[1], device=read.device)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
-NATIVE_DEPTH = 4  # tokens guessed in a row; the layer was trained for one, and goes on from its output as EAGLE does
+NATIVE_DEPTH = 4  # tokens guessed in a row; the layer is trained for one, and continues from its output as EAGLE does
 
 
 def open_native(model: PreTrainedModel) -> MtpModel:
@@ -47,9 +47,9 @@ def open_native(model: PreTrainedModel) -> MtpModel:
 
 
 class NativeDrafter(GrowingDrafter):
-    """Drafts with the MTP layer: a chain of its likeliest guesses, and the other guesses at each level.
+    """Drafts with the MTP layer: a chain of its most likely guesses, and the other guesses at each level.
 
-    Rows run one after the other: transformers' masks for such layers have no padding.
+    Rows run one after the other: transformers' masks for these layers do not support padding.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", §2.2.
     """
@@ -86,7 +86,7 @@ class NativeDrafter(GrowingDrafter):
         return self._guess(unembed(self._model, out), most)
 
     def _run(self, row: int, tokens: Tensor, states: Tensor) -> Tensor:
-        """Run the layer over pairs of tokens `[1, n]` and states `[1, n, hidden]`, after those in the cache."""
+        """Run the layer over pairs of tokens `[1, n]` and states `[1, n, hidden]`, after the cached ones."""
         cache = self._past[row]
         begin = 1 + cache.get_seq_length()
         positions = torch.arange(begin, begin + tokens.shape[1], device=states.device)[None]
