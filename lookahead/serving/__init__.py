@@ -1,1 +1,1 @@
-"""A server for a handful of users: its application, and the loop that decodes their requests together."""
+"""A server for a small number of users: its application, and the loop that decodes their requests together."""

@@ -1,4 +1,4 @@
-"""Outputs that cannot be rows beside others: they are decoded by themselves, one after another."""
+"""Decodes outputs that cannot share a batch, one after another."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lookahead.serving.requests import Ticket
 
 
 class AloneWorker:
-    """Decodes outputs on a thread of its own, in the order in which they came.
+    """Decodes outputs on its own thread, in the order of arrival.
 
     Attributes:
-        running: Outputs that are being decoded, 0 or 1.
+        running: Number of outputs being decoded, 0 or 1.
     """
 
     def __init__(self) -> None:
         self.running = 0
         self._changed, self._closed, self._outputs = threading.Condition(), False, deque[Output]()
-        self._thread: threading.Thread | None = None  # from the first output on
+        self._thread: threading.Thread | None = None  # started with the first output
 
     @property
     def waiting(self) -> int:
-        """Outputs that wait."""
+        """Number of waiting outputs."""
         return len(self._outputs)
 
     def put(self, output: Output) -> None:
-        """Let an output wait for its turn."""
+        """Add an output to the queue."""
         with self._changed:
             self._outputs.append(output)
             if self._thread is None:
@@ -41,7 +41,7 @@ class AloneWorker:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End all outputs, with `"cancelled"`, and the thread behind what it does now."""
+        """End all outputs with `"cancelled"`, and the thread after its current step."""
         with self._changed:
             self._closed, gone = True, list(self._outputs)
             self._outputs.clear()
@@ -69,7 +69,7 @@ class AloneWorker:
         if output.ticket.is_cancelled:
             output.stop("cancelled")
             return
-        output.plan.call.stopping_criteria.append(_Cancelled(output.ticket))  # which the loop of transformers asks
+        output.plan.call.stopping_criteria.append(_Cancelled(output.ticket))  # for the loop of transformers
         if output.seed is not None:
             torch.manual_seed(output.seed)
         loop = output.plan.begin()
@@ -83,7 +83,7 @@ class AloneWorker:
 
 
 class _Cancelled(StoppingCriteria):
-    """Ends the loop of transformers where nobody wants its output any more."""
+    """Ends the loop of transformers when its request is cancelled."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket

@@ -1,4 +1,4 @@
-"""Answers in the shapes of the OpenAI API: whole ones, and the chunks of streams."""
+"""Answers in the format of the OpenAI API: whole ones, and the chunks of streams."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from lookahead.stats import DecodingStats, total
 
 
 class Choice:
-    """One output of an answer, as it comes.
+    """One output of an answer, as it grows.
 
     Attributes:
-        text: What was given of it so far.
-        tokens: How many tokens it has.
-        finish_reason: Why it ended; None before.
+        text: Its text so far.
+        tokens: Number of its tokens.
+        finish_reason: Why it ended; None until then.
         stats: Its counters.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self.text, self.tokens = StopTexts(stops), "", 0
         self.logprobs = list[TokenLogprobs]()
-        self.offset = 0  # characters of the tokens whose logarithms were given
+        self.offset = 0  # characters of the tokens with reported log-probabilities
         self.finish_reason: str | None = None
         self.stats = DecodingStats()
 
     def add(self, update: Update) -> str:
-        """Take an update; returns the text that is new and certain."""
+        """Add an update; returns the new text that is final."""
         piece = self._stops.put(update.text, is_last=update.is_last)
         self.text += piece
         self.tokens += len(update.tokens)
@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether a stop text came, behind which nothing belongs to the output."""
+        """Whether a stop text was found, which ends the output."""
         return self._stops.has_stopped
 
 
@@ -56,7 +56,7 @@ class Answer:
 
     Args:
         body: The request.
-        model: The name that it is answered by.
+        model: The model name in the answer.
         tokenizer: The tokenizer.
         prompt_tokens: Tokens of each of its prompts.
     """
@@ -79,12 +79,12 @@ class Answer:
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
     def whole(self) -> dict[str, Any]:
-        """The answer, when all its outputs have ended."""
+        """The whole answer, after all its outputs have ended."""
         choices = [self._choice(i, each) for i, each in enumerate(self.choices)]
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """The counts of tokens; under `lookahead`, how they were drafted."""
+        """Token counts; drafting counters are under `lookahead`."""
         stats = total([each.stats for each in self.choices])
         prompt, new = sum(self._prompt_tokens), sum(each.tokens for each in self.choices)
         return {
@@ -110,11 +110,11 @@ class Answer:
         return [self._chunk(i, {"role": "assistant", "content": ""}, None, []) for i in range(len(self.choices))]
 
     def add(self, i: int, update: Update) -> list[dict[str, Any]]:
-        """Take an update of an output; returns the chunks of a stream that tell it."""
+        """Add an update of an output; returns its chunks for a stream."""
         choice = self.choices[i]
         piece = choice.add(update)
         is_last = update.is_last or choice.has_stopped
-        if self._tools:  # whether it is a call is known at its end
+        if self._tools:  # a call can be recognized only at the end
             if not is_last:
                 return []
             piece, calls = calls_in(choice.text, self._tools)
@@ -131,7 +131,7 @@ class Answer:
         return chunks
 
     def end(self) -> list[dict[str, Any]]:
-        """The last chunk of a stream, where the counts were asked for."""
+        """The last chunk of a stream, if usage was requested."""
         if not self._body.includes_usage:
             return []
         return [{**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}]
@@ -177,7 +177,7 @@ class Answer:
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        # A token may be a part of a character, whose bytes its text does not tell.
+        # A token may be part of a character; its text then does not show its bytes.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     def _text(self, token: int) -> str:

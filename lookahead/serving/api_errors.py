@@ -1,4 +1,4 @@
-"""Errors of the server, in the shape that clients of the OpenAI API know."""
+"""Errors of the server, in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_err
 
 
 class ApiError(Exception):
-    """A request that is answered by an error.
+    """An error response to a request.
 
     Args:
-        status: Of HTTP.
-        message: What is wrong: the field, what is allowed, what was received.
+        status: The HTTP status.
+        message: The field, the allowed values, and the value received.
         param: The field.
-        code: A word for programs.
-        headers: Further headers of the answer.
+        code: A machine-readable code.
+        headers: Further headers of the response.
     """
 
     def __init__(
@@ -34,5 +34,5 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str) -> ApiError:
-    """The error of a field that cannot be served."""
+    """The error for a field with an invalid value."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")

@@ -1,7 +1,7 @@
-"""Requests of several users, decoded together: each joins as soon as its prompt is read, and leaves as it ends.
+"""Decodes the requests of several users together: each joins once its prompt is read, and leaves when it ends.
 
-A prompt is read on a thread of its own, so that running outputs go on meanwhile; on a GPU between two steps. Its keys
-and values are kept, and so are those of whole outputs: a prompt that begins as an earlier text reads only the rest.
+Prompts are read on a separate thread, so running outputs continue meanwhile; on a GPU between two steps. The keys and
+values of prompts and outputs are kept: a prompt that starts with an earlier text reads only the rest.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from lookahead.serving.output import Output
 from lookahead.serving.requests import GenerationRequest, OnUpdate, QueueFullError, Ticket
 from lookahead.utils.machine import memory_bytes
 
-_STEPS = 16  # of a block in which the model is in service
-_MOST_SLOTS = 4096  # of a row, by default
-_SHORT = 64  # tokens that are read between two steps
-_READ_AHEAD = 2  # prompts that are read, or wait to be, so that the reader does not wait for a step
-_CLOSING_S = 1.0  # that closing waits for a thread
+_STEPS = 16  # steps of a block with the model in service
+_MOST_SLOTS = 4096  # default maximum per row
+_SHORT = 64  # maximum tokens read between two steps
+_READ_AHEAD = 2  # prompts in the reader's queue, so that it does not wait for a step
+_CLOSING_S = 1.0  # seconds that closing waits for a thread
 _log = logging.getLogger(__name__)
 
 
 class DecodingLoop:
-    """Decodes requests together on a thread of its own.
+    """Decodes requests together on its own thread.
 
-    An output has the tokens, and the draws by its seed, that `lookahead.generate` gives for it alone. Where keys and
-    values of an earlier text are used, it is what transformers gives that continues from them: in half precision nearly
-    equal tokens may differ from those of a prompt that is read whole.
+    An output has the tokens, including draws by its seed, that `lookahead.generate` gives for it alone. With keys and
+    values of an earlier text it equals transformers' output continued from them: in half precision, tokens may differ
+    from a whole prefill where two are about equally likely.
 
-    What cannot be a row beside others, such as inputs of encoder-decoder models, is decoded by itself, one after
-    another, on a further thread.
+    Requests that cannot share a batch, such as inputs of encoder-decoder models, are decoded one after another on
+    another thread.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
         config: How to draft; the defaults when None.
-        rows: Outputs that are decoded together, 1 to 1024; None decides as `lookahead.stream_many` does.
-        queue: Requests that may wait beside.
-        cache_tokens: Tokens of the cache, all rows together; None decides, as `lookahead.stream_many` does or by
-            an eighth of the memory, up to 4096 a row, if that is more.
-        prefix_bytes: Bytes of keys and values that are kept of earlier texts; 0 keeps none.
+        rows: Outputs decoded together, 1 to 1024; None for the default of `lookahead.stream_many`.
+        queue: Maximum waiting requests.
+        cache_tokens: Capacity of the cache in tokens, all rows together; None for the default of
+            `lookahead.stream_many`, or on a CPU an eighth of the memory, up to 4096 a row, if that is more.
+        prefix_bytes: Bytes of keys and values of earlier texts to keep; 0 keeps none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DecodingLoop:
         prefix_bytes: int = 1 << 30,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config or LookaheadConfig()
-        self._given = config  # without one, what cannot be drafted for is decoded plainly
+        self._given = config  # None allows plain decoding of requests without drafts
         if self.config.acceptance != "exact":
             raise ConfigError(f"acceptance must be 'exact' for a server, got {self.config.acceptance!r}")
         self.rows = rows_of(model) if rows is None else rows
@@ -91,7 +91,7 @@ class DecodingLoop:
         self._queue, self._numbers = queue, itertools.count()
         self._joins_none = model.config.is_encoder_decoder or prefills_at_once(model)
         self._reads_beside = input_device(model).type == "cpu"
-        # A prompt that leaves states or keys of an indexer is read in the cache of the rows.
+        # Prompts with states or indexer keys are read in the cache of the rows.
         self._reads_apart = reads_apart(model)
         self.store = prefixes_of(model, prefix_bytes)
         self._engine: Engine | None = None
@@ -110,9 +110,9 @@ class DecodingLoop:
             thread.start()
 
     def submit(self, request: GenerationRequest, on_update: OnUpdate) -> Ticket:
-        """Check a request, and take it; call it from any thread. It may take milliseconds.
+        """Validate and queue a request, from any thread. It may take milliseconds.
 
-        `on_update` is called with every update, on a thread of the loop; it must not block.
+        `on_update` is called with every update on a thread of the loop; it must not block.
 
         Raises:
             QueueFullError: Too many requests wait, or the loop was closed.
@@ -149,7 +149,7 @@ class DecodingLoop:
         return replace(plan, generator=generator_for(self.model, request.seed))
 
     def _row_of(self, plan: RequestPlan) -> Row | None:
-        """A row for the prompt, if it can be decoded beside others."""
+        """A row for the prompt; None if it cannot share a batch."""
         validate_call(plan.call.model, plan.call.generation_config, plan.call.model_kwargs)
         if self._joins_none or not plan.can_join:
             return None
@@ -158,7 +158,7 @@ class DecodingLoop:
         return row
 
     def figures(self) -> dict[str, float]:
-        """Outputs that run, requests that wait, bytes of keys and values, and tokens of prompts read and reused."""
+        """Counts of running outputs and waiting requests, bytes of keys and values, prompt tokens read and reused."""
         cache = 0 if self._engine is None else sum(each.nbytes for each in self._engine.cache.buffers())
         return {
             "running": len(self._running) + len(self._reading) + self._alone.running,
@@ -169,7 +169,7 @@ class DecodingLoop:
         }
 
     def close(self) -> None:
-        """End all outputs, with `"cancelled"`. Threads end behind what they do now; it is not waited for long."""
+        """End all outputs with `"cancelled"`. Threads end after their current step; waits at most a second for each."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -190,7 +190,7 @@ class DecodingLoop:
         self._fail(None)
 
     def _turn(self) -> None:
-        """Wait for work, and do some of it."""
+        """Wait for work and run one block of steps."""
         with self._changed:
             while not (self._closed or self._running or self._can_join() or (self._waiting and not self._reading)):
                 self._changed.wait()
@@ -217,12 +217,12 @@ class DecodingLoop:
         return bool(self._reading) and self._reading[0][1].done()
 
     def _share_of_threads(self) -> AbstractContextManager[None]:
-        """Half of the threads while prompts are read beside steps: more threads than cores wait for one another."""
+        """Use half of the threads while a prompt is read during steps: more threads than cores slow each other down."""
         is_shared = self._reads_beside and self._running and self._reading
         return torch_on_threads(max(1, torch.get_num_threads() // 2)) if is_shared else nullcontext()
 
     def _begin_reading(self) -> None:
-        """Have the first prompt that waits read, if there is a row and room for it and it is none for `_join_short`."""
+        """Start reading the first waiting prompt if a row and room are free, unless `_join_short` handles it."""
         if len(self._reading) >= _READ_AHEAD or (output := self._first_waiting()) is None:
             return
         if not self._reading and self._is_short(self._unread_of(output)[0]):
@@ -257,7 +257,7 @@ class DecodingLoop:
             self._changed.notify_all()
 
     def _join(self) -> None:
-        """Let the prompt that was read first join the rows."""
+        """Admit the first prompt that was read."""
         if not self._can_join():
             return
         output, future = self._reading.popleft()
@@ -268,7 +268,7 @@ class DecodingLoop:
         self._admit([output], read=future.result())
 
     def _join_short(self) -> None:
-        """Let the first prompts that wait join, where all but a few of their tokens are known from earlier ones."""
+        """Admit the first waiting prompts if all but a few of their tokens are known from earlier texts."""
         joining, prefixes, unread = list[Output](), list[Prefix](), 0
         while not self._reading and (output := self._first_waiting(joining)) is not None:
             tokens, prefix = self._unread_of(output)
@@ -285,17 +285,17 @@ class DecodingLoop:
             self._admit(joining, prefixes=prefixes)
 
     def _is_short(self, unread: int) -> bool:
-        """Whether so many tokens are read between two steps, as all are where nothing is read apart."""
+        """Whether `unread` tokens are read between two steps; always if prompts cannot be read separately."""
         return unread <= _SHORT or not self._reads_apart
 
     def _unread_of(self, output: Output) -> tuple[int, Prefix]:
-        """How many tokens of a prompt are not known from earlier ones, and what is."""
+        """The number of prompt tokens not known from earlier texts, and the known prefix."""
         assert output.row is not None
         prefix = self.store.longest(output.row.text)
         return output.row.tokens - prefix.tokens, prefix
 
     def _admit(self, outputs: list[Output], **known: Any) -> None:
-        """Let outputs join the rows; what is known of their prompts is as of `Engine.admit`."""
+        """Add outputs to the rows; `known` are options of `Engine.admit`."""
         rows = [output.row for output in outputs if output.row is not None]
         lengths = [row.tokens for row in rows]
         for row, output in zip(rows, outputs, strict=True):
@@ -312,7 +312,7 @@ class DecodingLoop:
             self._tell(step_outputs)
 
     def _first_waiting(self, joining: Sequence[Output] = ()) -> Output | None:
-        """The first output that waits, if there is a row and room in the cache for it."""
+        """The first waiting output, if a row and room in the cache are free for it."""
         held = [*self._running.values(), *(each for each, _ in self._reading), *joining]
         needs = [self._slots_of(each) for each in held]
         with self._changed:
@@ -341,7 +341,7 @@ class DecodingLoop:
         return int(output.row.stopping.max_length) + self.config.node_budget + 1
 
     def _tell(self, step_outputs: list[StepOutput]) -> None:
-        """Pass on what a step added, and keep the keys and values of what ended."""
+        """Send the updates of a step, and keep the keys and values of finished rows."""
         assert self._engine is not None
         for each in step_outputs:
             output = self._running[each.row]
@@ -360,7 +360,7 @@ class DecodingLoop:
             self.store.put(row.text[: held.tokens], held)
 
     def _end_cancelled(self) -> None:
-        """Take out the outputs that nobody wants any more."""
+        """Remove cancelled outputs."""
         with self._changed:
             gone = [each for each in self._waiting if each.ticket.is_cancelled]
             self._waiting = deque(each for each in self._waiting if not each.ticket.is_cancelled)
@@ -374,7 +374,7 @@ class DecodingLoop:
             output.stop("cancelled")
 
     def _fail(self, error: Exception | None) -> None:
-        """End what runs by an error, or everything where the loop is closed."""
+        """End the running outputs with an error, or all outputs if the loop is closed."""
         with self._changed:
             ended = list(self._running.values())
             self._running.clear()
@@ -388,7 +388,7 @@ class DecodingLoop:
 
 
 def _cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
-    """Default number of tokens of the cache."""
+    """Default capacity of the cache in tokens."""
     least, token_bytes = cache_tokens_of(model, rows), bytes_of_token(model)
     if not token_bytes or input_device(model).type != "cpu":
         return least

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""The metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _COUNTERS = {
 
 
 class Metrics:
-    """The counters of a server, and the figures of its loops as they are.
+    """The counters of a server, and the current figures of its loops.
 
     Args:
-        figures: The name of every loaded model and the figures of its loop.
+        figures: Returns the name of every loaded model and the figures of its loop.
     """
 
     def __init__(self, figures: Callable[[], Iterable[tuple[str, dict[str, float]]]]) -> None:
@@ -42,7 +42,7 @@ class Metrics:
         self._registry.register(self)
 
     def count(self, stats: DecodingStats) -> None:
-        """Count an output that ended."""
+        """Count a finished output."""
         self._prompt.inc(stats.prompt_tokens)
         self._new.inc(stats.emitted_tokens)
         self._passes.inc(stats.target_forwards)
@@ -51,7 +51,7 @@ class Metrics:
                 counter.labels(source).inc(number)
 
     def collect(self) -> Iterator[Any]:
-        """As collectors of Prometheus do."""
+        """The current figures, as a Prometheus collector."""
         found = list(self._figures())
         for names, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, text in names.items():
@@ -61,5 +61,5 @@ class Metrics:
                 yield family
 
     def text(self) -> bytes:
-        """All of it, in the text format."""
+        """All metrics in the text format."""
         return generate_latest(self._registry)

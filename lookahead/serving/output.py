@@ -1,4 +1,4 @@
-"""One output of a server: its row, and the updates that its client gets."""
+"""One output of a server: its row, and the updates for its client."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LEAST_LOG = -9999.0  # JSON has no infinity
 
 
 class Output:
-    """An output that waits, is read, or is decoded.
+    """An output that is waiting, being read, or being decoded.
 
     Args:
-        plan: What it was resolved to.
-        row: Its row; None where it is decoded by itself.
+        plan: Its resolved request.
+        row: Its row; None if it is decoded alone.
         tokenizer: The tokenizer.
         on_update: Gets its updates.
-        request: What was asked for.
+        request: The request.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Output:
         self._pieces, self._on_update = TextPieces(tokenizer), on_update
 
     def step(self, step_output: StepOutput, row: Row | None, stats: DecodingStats) -> None:
-        """Tell what a step added."""
+        """Send the update of a step."""
         tokens = step_output.tokens.tolist()
         text = self._pieces.put(tokens)
         if step_output.finished and step_output.error is None:
@@ -49,7 +49,7 @@ class Output:
         self._tell(Update(text=text, tokens=tokens, logprobs=logprobs, end=end, error=error, stats=stats))
 
     def stop(self, reason: EndReason | Exception) -> None:
-        """End it here, unless it has ended."""
+        """End the output, unless it has ended."""
         if self.has_ended:
             return
         stats = DecodingStats() if self.row is None else self.row.stats
@@ -63,7 +63,7 @@ class Output:
         self._on_update(update)
 
     def _logprobs(self, row: Row, tokens: list[int]) -> list[TokenLogprobs]:
-        """Those of new tokens, whose logits the chooser kept; they are dropped."""
+        """Log-probabilities of new tokens, from the logits that the chooser kept; the logits are dropped."""
         kept: list[Tensor] = row.chooser.logits[row.place]
         found = []
         for token, logits in zip(tokens, kept, strict=True):

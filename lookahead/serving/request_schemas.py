@@ -1,4 +1,4 @@
-"""What clients may send: each field is honoured, or refused by its name."""
+"""The schemas of requests: each field is honoured, or refused by its name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pydantic import (
 from lookahead.serving.api_errors import ApiError, invalid
 
 MAX_CHOICES = 128
-# To list what is wrong with each of a million entries takes seconds.
+# Listing the errors of a million entries takes seconds.
 _MOST_FIELDS, _MOST_ENTRIES = 64, 1024
-_LEAST_TEMPERATURE = 1e-6  # by a smaller one scores are divided beyond what floats hold
+_LEAST_TEMPERATURE = 1e-6  # smaller ones make scores overflow
 
 
 def _are_few(given: Any) -> Any:
@@ -93,10 +93,10 @@ class Message(_Body):
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # of answers that are sent back
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # in answers that clients send back
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """The message in the form of chat templates."""
         given = self.model_dump(exclude_none=True, exclude={"annotations"})
         given["content"] = text_of(self.content)
         given["role"] = "system" if self.role == "developer" else self.role
@@ -104,7 +104,7 @@ class Message(_Body):
 
 
 class Prediction(_Body):
-    """What the output will largely be."""
+    """The expected output."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -127,14 +127,14 @@ class ResponseFormat(_Body):
 
 
 class StreamOptions(_Body):
-    """What a stream tells."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
 class GenerationBody(_Body):
-    """The fields that chats and completions share."""
+    """The common fields of chats and completions."""
 
     model: str | None = None
     temperature: Temperature | None = None
@@ -154,7 +154,7 @@ class GenerationBody(_Body):
     regex: Text | None = None
     grammar: Text | None = None
     prediction: Prediction | None = None
-    # What changes no output.
+    # Fields without effect on outputs.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -164,17 +164,17 @@ class GenerationBody(_Body):
 
     @property
     def choices(self) -> int:
-        """Outputs that are asked for, of each prompt."""
+        """Number of outputs per prompt."""
         return self.n or 1
 
     @property
     def stops(self) -> list[str]:
-        """Texts that end an output, and are no part of it."""
+        """Texts that end an output and are not part of it."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
+        """Whether a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -223,14 +223,14 @@ def text_of(content: str | Annotated[list[TextPart], Field(fail_fast=True)] | No
 
 
 def parsed(kind: type[Any], body: bytes) -> Any:
-    """The request that a body holds; ApiError names the first field that is wrong."""
+    """Parse the request in a body; ApiError names the first invalid field."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json") from None
-        # The branches of a union have names of types, which are no fields.
+        # The branches of a union are named after types, not fields.
         field = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in _known(kind))
         got = "" if first["type"] == "missing" else f", got {shortened(first['input'])}"
         reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
@@ -249,6 +249,6 @@ def _known(kind: type[Any]) -> set[str]:
 
 
 def shortened(value: object) -> str:
-    """What a client sent, in at most some hundred characters."""
+    """The repr of a client's value, in at most 120 characters."""
     shown = repr(value)
     return shown if len(shown) <= 120 else f"{shown[:110]}...{shown[-6:]}"

@@ -1,4 +1,4 @@
-"""What the decoding loop of a server is asked for, and what it answers."""
+"""The requests to the decoding loop of a server, and its updates."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ OnUpdate = Callable[["Update"], None]
 
 
 class QueueFullError(LookaheadError):
-    """As many requests wait as may; `retry_after_s` is when to ask again."""
+    """The queue is full; `retry_after_s` is the time to retry after."""
 
     retry_after_s = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What one output is asked for.
+    """A request for one output.
 
     Attributes:
         ids: Token ids of the prompt.
         options: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `stop_strings`.
-        seed: Of the draws; None for any.
-        prediction: What the output will largely be, as of `lookahead.generate`.
+        seed: Seed of the draws; None for a random one.
+        prediction: The expected output, as in `lookahead.generate`.
         json_schema: A JSON schema that the output follows.
         regex: A regular expression that it matches, in place of a schema.
         grammar: A grammar that it follows, in place of a schema.
-        top_logprobs: The likeliest tokens to report for every token, from 0 on; None reports no logarithms at all.
+        top_logprobs: Number of most likely tokens to report for every token; None reports no log-probabilities.
     """
 
     ids: list[int]
@@ -46,7 +46,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token with its log-probability, and the likeliest tokens in its place, by the model's logits."""
+    """A token with its log-probability, and the most likely tokens at its position, by the model's logits."""
 
     token: int
     logprob: float
@@ -55,14 +55,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What a step added to an output.
+    """The update of an output after a step.
 
     Attributes:
         text: New text that later tokens do not change; the last update has the rest.
-        tokens: New tokens, an end-of-sequence token included.
-        logprobs: Of these tokens, where they were asked for.
-        end: Why the output ended; None where it goes on, or where there was an error.
-        error: What ended the output otherwise.
+        tokens: New tokens, including an end-of-sequence token.
+        logprobs: Log-probabilities of these tokens, if requested.
+        end: Why the output ended; None if it continues, or after an error.
+        error: The error that ended the output; None without one.
         stats: The counters so far.
     """
 
@@ -75,12 +75,12 @@ class Update:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows."""
+        """Whether this is the last update."""
         return self.end is not None or self.error is not None
 
 
 class Ticket:
-    """A request that was taken."""
+    """A handle of a submitted request."""
 
     def __init__(self) -> None:
         self.is_cancelled = False

@@ -1,4 +1,4 @@
-"""What every request passes before it is served: the host it was sent to, the key, and the size of its body."""
+"""Checks before a request is served: its host, its origin, the API key, and the size of its body."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from lookahead.serving.api_errors import ApiError
 
 LOOPBACK = "localhost", "127.0.0.1", "::1"
-_OPEN = "/health", "/"  # served without a key: they tell nothing
+_OPEN = "/health", "/"  # served without a key: they reveal nothing
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -22,18 +22,18 @@ OnAnswer = Callable[[str, int], None]
 
 
 class Guard:
-    """An ASGI application in front of another.
+    """An ASGI middleware that checks requests.
 
-    A web page that a user visits can send requests to this machine, under a name of its own that leads here. So the
-    `Host` must be one of the known names. It can send some under a known name too, whose answers it cannot read: so the
-    `Origin`, which browsers tell, must be that of a page of this server, or one of those allowed.
+    A web page that a user visits can send requests to this machine under a domain that resolves to it (DNS rebinding).
+    So the `Host` must be a known name. A page can also send some requests under a known name, without reading the
+    answers (CSRF): so the `Origin`, which browsers send, must be this server or an allowed origin.
 
     Args:
         app: The application.
-        hosts: Names of this server; empty for any address, which no page can make lead here, and `localhost`.
-        api_key: What clients must send as a bearer token; None for none.
-        max_body: Most bytes of a request.
-        origins: Of web pages that may ask.
+        hosts: Names of this server; empty for `localhost` and any IP address, which cannot be rebound.
+        api_key: The bearer token that clients must send; None for none.
+        max_body: Maximum bytes of a request.
+        origins: Allowed origins of web pages.
         on_answer: Called with the path and the status of every answer.
     """
 
@@ -52,7 +52,7 @@ class Guard:
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """The ASGI entry point."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -72,7 +72,7 @@ class Guard:
     def _check(self, scope: dict[str, Any], headers: Headers) -> None:
         try:
             host = (urlsplit(f"//{headers.get('host', '')}").hostname or "").lower()
-        except ValueError:  # it is no address
+        except ValueError:  # not an address
             host = ""
         if host not in self._hosts and (self._hosts or not (host in LOOPBACK or _is_address(host))):
             raise ApiError(403, f"Host: {host[:100]!r} is no name of this server; --allowed-host names others")

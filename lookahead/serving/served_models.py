@@ -1,4 +1,4 @@
-"""The models of a server: each is loaded once, decoded by a loop of its own, and freed when others take its place."""
+"""The models of a server: each is loaded once, decoded by its own loop, and freed when another replaces it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.translation import Translator
 
-_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # no path: neither a dot nor a slash begins it
-_MOST_OTHERS = 2  # models at a time that were not named when the server began
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # not a path: it does not start with a dot or slash
+_MOST_OTHERS = 2  # maximum models at a time that were not named at the start of the server
 _WARM_UP_S = 600.0
 _WARM_UP = 1, 2, 3  # last tokens of prompts
 _log = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """A model that is served.
+    """A served model.
 
     Args:
-        name: As clients ask for it.
+        name: Its name in requests.
         config: How to draft.
-        max_new_tokens: Most tokens of an output.
+        max_new_tokens: Maximum tokens of an output.
         loading: Options of `lookahead.load`.
         decoding: Options of `DecodingLoop`.
     """
@@ -55,7 +55,7 @@ class ServedModel:
         self.model, self.tokenizer = load(name, **loading)
         try:
             prepare_costs(self.model)
-        except (LookaheadError, OSError) as error:  # it is decoded by transformers, or the costs are not kept
+        except (LookaheadError, OSError) as error:  # transformers decodes it, or the costs are not saved
             _log.info("%s: %s", name, error)
         self.translator = Translator(self.model, self.tokenizer, max_new_tokens)
         self.loop = DecodingLoop(self.model, self.tokenizer, config=config, **decoding)
@@ -74,7 +74,7 @@ class ServedModel:
 
 
 def _compile_passes_by_layers() -> None:
-    """Compile what passes over several rows need where they are not one call, as beside a prompt that is read."""
+    """Compile the code of passes over several rows layer by layer, as used while a prompt is read."""
     tree = TokenTree.from_parents([1, 2], [0, 0])
     tree.ancestor_words()
     draft = Draft(tree, (), np.ones(2), np.zeros(2, np.int32))
@@ -82,11 +82,11 @@ def _compile_passes_by_layers() -> None:
 
 
 class ServedModels:
-    """Loads models by name, those that are named at once, on a thread.
+    """Loads models by name on threads, those in `names` immediately.
 
     Args:
-        names: Models that are always served; the first answers requests that name none.
-        allow_any: Whether others are loaded by their names on the Hub.
+        names: Models that are always served; the first is the default of requests.
+        allow_any: Whether other models are loaded by their names on the Hub.
         options: Further arguments of `ServedModel`.
     """
 
@@ -99,23 +99,23 @@ class ServedModels:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a model that is always served is not loaded yet."""
+        """Whether a model in `names` is not loaded yet."""
         return not all(self._models[name].done() for name in self.names)
 
     @property
     def loaded(self) -> list[ServedModel]:
-        """The models that are loaded."""
+        """The loaded models."""
         with self._lock:
             futures = list(self._models.values())
         return [each.result() for each in futures if each.done() and each.exception() is None]
 
     def wait(self) -> ServedModel:
-        """Wait for the models that are always served; the first of them, or the error of loading one."""
+        """Wait for the models in `names`; returns the first, or raises the error of loading one."""
         loaded = [self._models[name].result() for name in self.names]
         return loaded[0]
 
     def get(self, name: str | None) -> Future[ServedModel]:
-        """The model of a request, which may be loading; ApiError for one that is not served."""
+        """The model of a request, which may still be loading; ApiError if it is not served."""
         wanted = self.names[0] if name is None else name
         with self._lock:
             if wanted in self._models:
@@ -133,7 +133,7 @@ class ServedModels:
         return future
 
     def _make_room(self) -> Future[ServedModel] | None:
-        """Take out the model that was not asked for longest; ApiError if all of them load or have requests."""
+        """Remove the least recently used idle model; ApiError if all are loading or have requests."""
         others = [each for each in self._models if each not in self.names]
         if len(others) < _MOST_OTHERS:
             return None
@@ -166,7 +166,7 @@ class ServedModels:
 
 
 def _is_idle(future: Future[ServedModel]) -> bool:
-    """Whether a model is loaded, and has no requests."""
+    """Whether a model is loaded and has no requests."""
     if not future.done() or future.exception() is not None:
         return False
     figures = future.result().loop.figures()

@@ -1,4 +1,4 @@
-"""Texts that end an output, and are no part of it."""
+"""Texts that end an output and are not part of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 class StopTexts:
-    """Cuts a text that comes in pieces at the first of some texts; what may begin one is held back.
+    """Cuts a stream of text at the first stop text; a possible beginning of one is held back.
 
     Args:
-        stops: The texts.
+        stops: The stop texts.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held, self.has_stopped = stops, "", False
 
     def put(self, piece: str, *, is_last: bool = False) -> str:
-        """Take a piece; returns the text that is certain now."""
+        """Add a piece; returns the text that is final."""
         if self.has_stopped:
             return ""
         self._held += piece
@@ -31,5 +31,5 @@ class StopTexts:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text that a stop text begins with."""
+    """Length of the longest end of a text that a stop text starts with."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,4 +1,4 @@
-"""Threads for short jobs with a time limit, which a job that takes for ever does not hold up."""
+"""Threads for short jobs with a time limit; an endless job does not block the others."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from typing import Any, TypeVar
 from lookahead.serving.api_errors import ApiError
 
 T = TypeVar("T")
-_MOST_OVERDUE = 16  # threads that did not end when told to, with which no further job is taken
+_MOST_OVERDUE = 16  # maximum interrupted threads still running; above, jobs are refused
 
 
 class TimedWorkers:
-    """Runs jobs on a few threads; one past its limit is told to end, and another thread takes its place.
+    """Runs jobs on a few threads; a thread past its limit is interrupted and replaced.
 
-    A thread ends at the next line of Python that it runs, which a template has many of. The threads do not keep the
-    process from ending.
+    An interrupt takes effect at the next line of Python, which templates run often. The threads are daemons.
 
     Args:
-        jobs: How many may run together.
+        jobs: Maximum concurrent jobs.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -33,10 +32,10 @@ class TimedWorkers:
         self._overdue: list[_JobThread] = []
 
     async def run(self, job: Callable[[], T], limit_s: float) -> T:
-        """The result of a job, which may take so many seconds.
+        """Run a job for at most `limit_s` seconds and return its result.
 
         Raises:
-            ApiError: It took longer, or too many that did are still running.
+            ApiError: The job took longer, or too many overdue jobs are still running.
         """
         self._overdue = [thread for thread in self._overdue if thread.is_alive()]
         if len(self._overdue) >= _MOST_OVERDUE:
@@ -65,9 +64,9 @@ class _JobThread(threading.Thread):
         self.start()
 
     def begin(self, job: Callable[[], T]) -> Future[T]:
-        """Begin a job; its result comes with the future."""
+        """Start a job; the future gets its result."""
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # whoever waits for it may go, and the job does not notice
+        future.set_running_or_notify_cancel()  # a waiter's cancellation does not affect the job
         self._jobs.put((job, future))
         return future
 

@@ -1,4 +1,4 @@
-"""Calls of tools that models write, in the common formats."""
+"""Tool calls in outputs, in the common formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LISTED = re.compile(r"\[TOOL_CALLS\]\s*", re.DOTALL)  # Mistral
 
 
 def schema_of_call(tools: Sequence[Any]) -> dict[str, Any]:
-    """The JSON schema of a call of one of some tools, as `calls_in` reads it."""
+    """The JSON schema of a call of one of the tools, as `calls_in` reads it."""
     return {"anyOf": [_schema_of(tool.function) for tool in tools]}
 
 
@@ -28,7 +28,7 @@ def _schema_of(function: Any) -> dict[str, Any]:
 
 
 def calls_in(text: str, names: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
-    """The text before the first call, and the calls of tools of these names; no call leaves the text as it is."""
+    """The text before the first call, and the calls of tools in `names`; without a call, the unchanged text."""
     for before, candidates in _candidates(text):
         calls = [call for each in candidates if (call := _call_of(each, names)) is not None]
         if calls:
@@ -57,7 +57,7 @@ def _json(text: str) -> Any:
 
 
 def _call_of(found: Any, names: Sequence[str]) -> dict[str, Any] | None:
-    """A call as clients take it; None where it is none of a known tool."""
+    """A call in the format for clients; None if it is not a call of a known tool."""
     if not isinstance(found, dict) or found.get("name") not in names:
         return None
     arguments = found.get("arguments", found.get("parameters", {}))

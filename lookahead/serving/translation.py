@@ -1,4 +1,4 @@
-"""From what a client sent to what the decoding loop is asked for."""
+"""Translates requests of clients into requests to the decoding loop."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _AS_THEY_ARE = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 class CountPenalties(LogitsProcessor):
-    """Lowers the scores of tokens that the output holds: by one number at all, and by another for every time.
+    """Lowers the scores of tokens in the output: once by `presence`, and by `frequency` for every occurrence.
 
     Source: the OpenAI API, `presence_penalty` and `frequency_penalty`.
 
     Args:
-        prompt_tokens: Tokens of the prompt, which do not count.
-        presence: What a token loses that the output holds.
-        frequency: What it loses for every time.
+        prompt_tokens: Number of tokens of the prompt, which do not count.
+        presence: Penalty of a token in the output.
+        frequency: Penalty per occurrence.
     """
 
     def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
         self._begin, self._presence, self._frequency = prompt_tokens, presence, frequency
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Scores `[rows, vocab]` behind ids `[rows, tokens]`."""
+        """Scores `[rows, vocab]` after ids `[rows, tokens]`."""
         counts = torch.zeros_like(scores)
         new = input_ids[:, self._begin :]
         counts.scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
@@ -59,7 +59,7 @@ class Translator:
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        max_new_tokens: Most tokens of an output.
+        max_new_tokens: Maximum tokens of an output.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> None:
@@ -104,7 +104,7 @@ class Translator:
         return self._read(body.prompt or "", add_special_tokens=body.add_special_tokens)
 
     def _tools_of(self, body: ChatBody) -> Sequence[Tool]:
-        """The tools of which one must be called."""
+        """The tools one of which must be called."""
         choice, tools = body.tool_choice, body.tools or []
         if choice in (None, "none", "auto"):
             return ()
@@ -120,7 +120,7 @@ class Translator:
         self, messages: Sequence[Message], kwargs: dict[str, Any] | None, tools: Sequence[Tool] | None
     ) -> list[int]:
         kwargs = dict(kwargs or {})
-        # Besides the variables of a template there are arguments that pad prompts, cut them, or replace the template.
+        # Arguments that pad or cut prompts, or replace the template, are not template variables.
         taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
         for name in kwargs:
             if name in taken:
@@ -153,7 +153,7 @@ class Translator:
         elif is_random:
             options["do_sample"] = True
         options["max_new_tokens"] = self._new_tokens(ids, most, most_name)
-        # Special tokens are no part of the text, so that one that ends an output is not found there.
+        # Special tokens are not part of the text, so a special stop token is not found there.
         special = self._tokenizer.get_added_vocab()
         if ends := [special[stop] for stop in body.stops if stop in special]:
             known = resolved(self._model, None, {}, "eos_token_id")
@@ -196,7 +196,7 @@ class Translator:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The answer to an error of a request that the loop refused, or None for one that is no client's."""
+    """The response to an error caused by a request, or None for other errors."""
     is_of_grammar = isinstance(error, LogitsError) and "grammar" in str(error)
     if is_of_grammar or isinstance(error, ConfigError | PromptError | UnsupportedModelError):
         return invalid(None, str(error))
@@ -204,7 +204,7 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls of tools have arguments as objects, as templates take them."""
+    """A message with the arguments of its tool calls as objects, as templates expect."""
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):

@@ -1,4 +1,4 @@
-"""The application of the server: its paths, on FastAPI."""
+"""The FastAPI application of the server."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from lookahead.serving.served_models import ServedModel, ServedModels
 from lookahead.serving.timed_workers import TimedWorkers
 from lookahead.serving.translation import as_api_error
 
-_READERS = 8  # threads that render and tokenize
-_READING_S = 10.0  # that rendering and tokenizing may take
-_SHUTDOWN_S = 3  # in which answers end once the server is told to
+_READERS = 8  # threads for rendering and tokenizing
+_READING_S = 10.0  # time limit of rendering and tokenizing
+_SHUTDOWN_S = 3  # time for answers to end at shutdown
 _CLOSING = "the server is shutting down"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """The outputs of a request, as they come."""
+    """A request with its outputs in progress."""
 
     answer: Answer
     updates: asyncio.Queue[tuple[int, Update]]
@@ -63,7 +63,7 @@ class _Service:
         self._readers = TimedWorkers(_READERS)
 
     async def model(self, name: str | None) -> ServedModel:
-        """The model of a request, waited for while it loads."""
+        """The model of a request; waits while it loads."""
         future = self.models.get(name)
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), self._timeout_s)
@@ -78,18 +78,18 @@ class _Service:
             ) from error
 
     async def body(self, request: Request) -> bytes:
-        """The bytes of a request, which must all come within the time of one."""
+        """The body of a request, which must arrive within the request's time limit."""
         try:
             return bytes(await asyncio.wait_for(request.body(), self._timeout_s))
         except (asyncio.TimeoutError, TimeoutError):
             raise ApiError(408, f"the body took more than {self._timeout_s:g} s to arrive") from None
 
     async def apart(self, function: Any, *arguments: Any) -> Any:
-        """The result of a function that may take long, on a thread, and gets no more time than that."""
+        """Run a slow function on a thread with a time limit and return its result."""
         return await self._readers.run(partial(function, *arguments), _READING_S)
 
     async def begin(self, body: ChatBody | CompletionBody) -> _Turn:
-        """Translate a request, and let its outputs begin."""
+        """Translate a request and start its outputs."""
         started, served = time.monotonic(), await self.model(body.model)
         translator: Any = served.translator
         translate = translator.of_chat if isinstance(body, ChatBody) else translator.of_completion
@@ -105,7 +105,7 @@ class _Service:
 
         def submit(i: int, each: GenerationRequest) -> None:
             tickets.append(served.loop.submit(each, partial(pass_on, i)))
-            if turn.is_cancelled.is_set():  # it was not waited for
+            if turn.is_cancelled.is_set():  # the request was cancelled meanwhile
                 turn.cancel()
 
         try:
@@ -125,14 +125,14 @@ class _Service:
         return turn
 
     async def updates(self, turn: _Turn) -> AsyncIterator[tuple[int, Update]]:
-        """The updates of all outputs until the last has ended; ApiError for an output that failed."""
+        """The updates of all outputs until the last has ended; ApiError if an output failed."""
         choices, ended = turn.answer.choices, set[int]()
         while len(ended) < len(choices):
             try:
                 i, update = await asyncio.wait_for(turn.updates.get(), max(0.0, turn.deadline - time.monotonic()))
             except (asyncio.TimeoutError, TimeoutError):
                 raise ApiError(504, f"the answer took more than {self._timeout_s:g} s; --request-timeout") from None
-            if i in ended:  # behind a stop text
+            if i in ended:  # after a stop text
                 continue
             if update.error is not None:
                 known = as_api_error(update.error)
@@ -150,7 +150,7 @@ class _Service:
                 self.metrics.count(choices[i].stats)
 
     async def whole(self, turn: _Turn, request: Request) -> Response:
-        """The whole answer; a client that leaves ends it."""
+        """The whole answer; it is cancelled if the client disconnects."""
 
         async def collect() -> None:
             async for i, update in self.updates(turn):
@@ -160,7 +160,7 @@ class _Service:
         try:
             await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client is gone
             collecting.result()
             return JSONResponse(turn.answer.whole())
         finally:
@@ -169,7 +169,7 @@ class _Service:
             leaving.cancel()
 
     async def stream(self, turn: _Turn) -> AsyncIterator[str]:
-        """The answer as server-sent events; closing it, as where the client leaves, ends the outputs."""
+        """The answer as server-sent events; closing it, as on a disconnect, ends the outputs."""
         try:
             for chunk in turn.answer.begin():
                 yield _event(chunk)
@@ -190,7 +190,7 @@ def _event(chunk: dict[str, Any]) -> str:
 
 
 async def _left(request: Request) -> None:
-    """Wait until the client leaves; its request was read."""
+    """Wait until the client disconnects; its body was read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -207,12 +207,12 @@ def make_app(
     """The ASGI application.
 
     Args:
-        models: What it serves.
-        hosts: Names by which it may be asked, as in the header `Host`; empty for any address, and no other name.
-        api_key: What clients must send; None for nothing.
-        max_body: Most bytes of a request.
-        timeout_s: Seconds that an answer may take.
-        cors_origins: Origins of web pages that may ask it.
+        models: The served models.
+        hosts: Allowed names in the header `Host`; empty for `localhost` and any IP address.
+        api_key: The key that clients must send; None for none.
+        max_body: Maximum bytes of a request.
+        timeout_s: Maximum seconds of an answer.
+        cors_origins: Allowed origins of web pages.
     """
     app = FastAPI(title="lookahead", docs_url=None, redoc_url=None, openapi_url=None)
     service = _Service(models, timeout_s)
@@ -280,15 +280,15 @@ def make_app(
     return Guard(app, hosts=hosts, api_key=api_key, max_body=max_body, origins=cors_origins, on_answer=count)
 
 
-class Server(uvicorn.Server):  # type: ignore[misc]  # its types are not followed
-    """A server that ends its answers, with a reason, as soon as it is told to end."""
+class Server(uvicorn.Server):  # type: ignore[misc]  # untyped base class
+    """A server that ends its answers with a reason at shutdown."""
 
     def __init__(self, app: Any, models: ServedModels, log_level: str = "warning") -> None:
         super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=_SHUTDOWN_S))
         self._models = models
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """End on a signal; a second one ends at once."""
+        """Shut down on a signal; a second one exits immediately."""
         super().handle_exit(sig, frame)
         self.stop()
 
@@ -299,11 +299,11 @@ class Server(uvicorn.Server):  # type: ignore[misc]  # its types are not followe
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections, which wait until the server runs; port 0 is a free one."""
+    """A listening socket; connections wait until the server runs. Port 0 picks a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        # The errno of an address that cannot be resolved is negative, which os.strerror does not know.
+        # Errors of name resolution have negative numbers, which os.strerror does not know.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise ConfigError(f"cannot listen on port {port} of {host}: {reason}; --port names another") from error
