@@ -95,7 +95,7 @@ class LookaheadConfig:
         (W, N and G); Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding" (rejection);
         Cai et al. 2024, "Medusa", §2.3.1 (typical);
         Saxena 2023, "Prompt Lookup Decoding" (n-grams of the prompt as drafts);
-        Luo et al. 2024, "Token Recycling" (the target's likeliest tokens as drafts).
+        Luo et al. 2024, "Token Recycling" (the target's most likely tokens as drafts).
     """
 
     proposers: Sequence[str | ProposerFactory] = ("prompt", "outputs", "recycled")

@@ -109,7 +109,7 @@ class Row:
         self.stats.prompt_tokens += len(inputs)
 
     def positions_left(self, positions: int) -> int:
-        """Positions left after the newest token, of `positions` in the model; PromptError if the token has none."""
+        """Positions left of the model's `positions` after the newest token; PromptError if the row exceeds them."""
         if self.tokens > positions:
             raise PromptError(
                 f"row {self.index} has {self.tokens} tokens and the model positions for {positions}; "

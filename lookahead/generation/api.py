@@ -87,8 +87,8 @@ def generate(
         json_schema: A JSON schema that every output follows, as in `lookahead.Grammar`: a dict, text, or a pydantic
             model class. The output is valid if it ends with `"stop"`. Forced tokens are a source of drafts, `"grammar"`
             in the stats.
-        regex: A regular expression that every output matches, in place of a schema.
-        grammar: A context-free grammar that every output follows, in place of a schema.
+        regex: A regular expression that every output matches, instead of a schema.
+        grammar: A context-free grammar that every output follows, instead of a schema.
         per_row: Makes a logits processor, which may keep a state, for every row, as in `lookahead.PerRow`.
         add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
         truncate: Where to cut a prompt that leaves no room for `max_new_tokens` in the model's context: `"left"` cuts
@@ -232,7 +232,7 @@ def stream_many(
         grammar: A context-free grammar that the output follows.
         per_row: Makes a logits processor for every row.
         add_special_tokens: Whether the tokenizer adds its special tokens to text.
-        truncate: What a prompt loses that is too long, `"left"` or `"right"`.
+        truncate: Where to cut a prompt that is too long, `"left"` or `"right"`.
         chat_template_kwargs: Further arguments of the chat template.
         cache_tokens: Capacity of the cache in tokens, all rows together. None means 2048 a row on a CPU and 4096 on a
             GPU, but at most the bytes of the model's weights, or 256 MiB if that is more. A prompt, including an

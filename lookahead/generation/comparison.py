@@ -160,7 +160,7 @@ def compare(
     def by_transformers(ids: list[int], seed: int, **options: Any) -> tuple[list[int], DecodingStats]:
         torch.manual_seed(seed)
         options = {**generate_kwargs, **options}
-        if reader.limit is not None and not model.config.is_encoder_decoder:  # where lookahead ends
+        if reader.limit is not None and not model.config.is_encoder_decoder:  # lookahead ends there
             options["max_new_tokens"] = min(options["max_new_tokens"], reader.limit + 1 - len(ids))
         (tokens,), stats = decode_plainly(model, tokenizer, [ids], **options)
         return tokens, stats

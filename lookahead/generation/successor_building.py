@@ -88,7 +88,7 @@ def learn(table: SuccessorTable, model: PreTrainedModel, ids: IntArray) -> None:
 def learn_vocabulary(
     table: SuccessorTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int
 ) -> Iterator[int]:
-    """Store the most likely successors of tokens 0 to `size`, each after a full stop; yields the number so far."""
+    """Store the most likely successors of the tokens below `size`, each after a full stop; yields the number so far."""
     forward, before = cast(Any, model), cast(Any, tokenizer(".", return_tensors="pt"))["input_ids"]
     past, name = DynamicCache(config=model.config), cache_input(model)
     with torch.no_grad():

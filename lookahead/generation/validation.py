@@ -69,7 +69,7 @@ _NO_BEAMS = ("num_beams", 1), ("num_beam_groups", 1)
 
 
 def check_pair(model: Any, tokenizer: object) -> None:
-    """Raise ConfigError if the model or the tokenizer is none; warn once if they do not seem to match."""
+    """Raise ConfigError unless given a model and a tokenizer; warn once if they do not seem to match."""
     if isinstance(model, PreTrainedTokenizerBase) and isinstance(tokenizer, nn.Module):
         raise ConfigError("model and tokenizer are swapped: pass the model first, then its tokenizer")
     check_model(model)
@@ -119,7 +119,7 @@ def check_options(
         seed: None, or a whole number from -2^63 to 2^64 - 1.
 
     Raises:
-        ConfigError: An option is out of its range, or unknown.
+        ConfigError: An option is out of its range, not accepted here, or unknown.
         PoolError: The pool of the configuration cannot be read, or was made with another tokenizer.
         UnsupportedModelError: The model cannot be used.
     """

@@ -145,7 +145,7 @@ def make_drafter(
         rates: Acceptance rates of the heads' guesses, updated while decoding.
         warp: `Call.warp`.
         name: Its name in the stats.
-        times: The measured times by which passes are chosen; None: as many passes as the heads have.
+        times: The measured times that decide the number of passes; None for the maximum.
     """
     return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)(heads, model, rates, warp, name, times)
 

@@ -29,8 +29,8 @@ class GenerationRequest:
         seed: Seed of the draws; None for a random one.
         prediction: The expected output, as in `lookahead.generate`.
         json_schema: A JSON schema that the output follows.
-        regex: A regular expression that it matches, in place of a schema.
-        grammar: A grammar that it follows, in place of a schema.
+        regex: A regular expression that it matches, instead of a schema.
+        grammar: A grammar that it follows, instead of a schema.
         top_logprobs: Number of most likely tokens to report for every token; None reports no log-probabilities.
     """
 
