@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lookahead.cli.part_progress import PartProgress
+from lookahead.cli.job_display import PartProgress
 from lookahead.documents.decode_text import Document
 from lookahead.summarization.pipeline import Progress
 from lookahead.summarization.prompting import SummaryRequest

@@ -1,4 +1,4 @@
-"""What a server refuses and what it survives: wrong fields, hosts, keys, clients that leave, limits, signals."""
+"""What a server refuses and what it survives: wrong fields, hosts, keys, clients that leave, limits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import copy
 import gc
 import http.client
 import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -255,24 +251,6 @@ def test_a_tokenizer_that_hangs_holds_no_other_client_up(server, monkeypatch):
     assert server.raw("POST", "/tokenize", {"prompt": "abc"})[0] == 503
     assert server.raw("GET", "/health")[0] == 200 and callable(tokens_of)
     hangs.set()
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_streams_with_a_reason_and_the_command(folder, how, tmp_path):
-    command = [sys.executable, "-m", "lookahead", "serve", folder, "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
-    assert process.stderr is not None
-    line = next(line for line in process.stderr if "serving" in line)
-    port = int(line.rpartition("/v1")[0].rpartition(":")[2])
-    connection = http.client.HTTPConnection("localhost", port, timeout=120)
-    body = {**LONG, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    answer = connection.getresponse()
-    assert answer.readline().startswith(b"data: ")
-    process.send_signal(how)
-    rest = answer.read()
-    assert b"shutting down" in rest and rest.endswith(b"data: [DONE]\n\n")
-    process.communicate(timeout=20)
 
 
 def test_mistakes_on_the_command_line_are_told_in_a_line(folder):

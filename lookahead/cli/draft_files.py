@@ -11,8 +11,9 @@ import typer
 
 from lookahead.cli.commands import App
 from lookahead.cli.options import INPUTS, DocumentOptions, ModelOptions, model_option, option
-from lookahead.cli.terminal import PoolDisplay, console, find_sources, load, say, show_line, table
+from lookahead.cli.terminal import ProgressBar, console, find_sources, load, say, show_line, table
 from lookahead.documents.byte_sources import MEGABYTE
+from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.readers import count_documents
 from lookahead.errors import ConfigError, count
@@ -20,6 +21,7 @@ from lookahead.hf.loading import TOKENIZER_FILES, load_tokenizer, locate_model, 
 
 if TYPE_CHECKING:
     from lookahead.ngram.successor_file import SuccessorHeader
+    from lookahead.proposers.pool_files import PoolTotals
 
 _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
 
@@ -252,6 +254,20 @@ def memory_verify(options: VerifyOptions) -> None:
     with pool_errors(options.file):
         header = read_successors(options.file, header)[0]
     show_line(sys.stdout, f"{_describe_memory(options.file, header)}: whole{fits}")
+
+
+class PoolDisplay(ProgressBar):
+    """The progress of a file of documents, with errors on stderr."""
+
+    def __init__(self, total: int | None) -> None:
+        super().__init__("documents, {task.fields[tokens]:,} tokens{task.fields[stage]}", total, tokens=0, stage="")
+
+    def __call__(self, totals: PoolTotals, reject: Reject | None) -> None:
+        """Show a rejected document, and the progress."""
+        if reject is not None:
+            say("error", reject.error)
+        stage = ", indexing and writing" if totals.is_read else ""
+        self.update(self._task, completed=totals.documents + totals.rejected, tokens=totals.tokens, stage=stage)
 
 
 def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> None:

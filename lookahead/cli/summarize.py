@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 import typer
 
+from lookahead.cli.job_display import JobDisplay
 from lookahead.cli.job_options import JobOptions, read_job_file, to_toml
 from lookahead.cli.options import option
-from lookahead.cli.part_progress import PartDisplay
 from lookahead.cli.terminal import (
     console,
     find_sources,
@@ -134,7 +134,7 @@ def summarize(options: SummarizeOptions) -> None:
         total = min((number for number in (known, options.limit, options.sample) if number is not None), default=None)
         is_stdout, is_text = options.output is None, _prints_text(options)
         shows_bar = not is_stdout or is_text or not sys.stdout.isatty()
-        display = PartDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
+        display = JobDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
         if not options.ray:
             summarizer.on_prefill, summarizer.on_progress = display.reading, display.parts
         totals = JobTotals(skipped=skipped, notes=notes)
@@ -205,7 +205,7 @@ def _run(
     options: JobOptions,
     totals: JobTotals,
     memory: OutputFile | None,
-    display: PartDisplay,
+    display: JobDisplay,
     *,
     is_exact: bool,
 ) -> int:

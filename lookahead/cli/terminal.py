@@ -7,37 +7,27 @@ import gc
 import os
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.rule import Rule
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 import lookahead
 from lookahead.cli.options import FASTEST, DeviceOptions, DraftingOptions, ModelOptions
-from lookahead.documents.decode_text import DocumentId, Reject
 from lookahead.documents.inputs import Input, find_inputs
 from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
 from lookahead.hf import loading
-from lookahead.jobs import job_figures as report
-from lookahead.jobs.job import JobTotals
 
-if TYPE_CHECKING:
-    from lookahead.proposers.pool_files import PoolTotals
-    from lookahead.summarization.summarizer import Summarized, Summary
-
-MAX_TABLE_ROWS = 20
 _LEAST_NAME = 8  # characters of a name in a table
 MAX_SKIPPED_FILES = 20  # files that are named
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
@@ -326,7 +316,7 @@ def reading() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, tokens: update(shown(done, tokens) if done < tokens else "")
 
 
-class _Bar(Progress):
+class ProgressBar(Progress):
     """A progress bar on stderr, shown if that is a terminal."""
 
     def __init__(self, template: str, total: int | None, *, is_shown: bool = True, **values: Any) -> None:
@@ -338,66 +328,3 @@ class _Bar(Progress):
             SpinnerColumn(), BarColumn(), MofNCompleteColumn(), template, *times, console=stderr, **options
         )
         self._task = self.add_task("", total=total, **values)
-
-
-class JobDisplay(_Bar):
-    """Shows a job: progress and errors on stderr, and the summaries on stdout if they are wanted (`as_text`)."""
-
-    def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
-        self.as_text = as_text
-        self._rows: list[dict[str, str]] = []
-        self._started = time.monotonic()
-        words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass{task.fields[read]}"
-        super().__init__(words, total, is_shown=with_bar, speed=0.0, accepted=0.0, read="")
-
-    def reading(self, done: int, tokens: int) -> None:
-        """Show how far a prompt is read."""
-        self.update(self._task, read=f", reading: {done:,} of {tokens:,} tokens" if done < tokens else "")
-
-    def __call__(self, done: Summarized | Reject | DocumentId, totals: JobTotals) -> None:
-        """Show what became of a document, and the progress."""
-        if isinstance(done, Reject):
-            say("error", done.error)
-        elif not isinstance(done, str | int):
-            self._show(harmless(str(done.document.id)), done.summary)
-        speed = report.speed_of(totals, time.monotonic() - self._started)
-        self.update(self._task, advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
-
-    def _show(self, name: str, summary: Summary) -> None:
-        if self.as_text:
-            self.stop()
-            out = console(sys.stdout)
-            out.print(Rule(Text(name, "bold"), align="left"))
-            show_line(out.file, harmless(summary.text))
-            show_line(out.file, Text(report.describe_summary(summary) + "\n", "dim"))
-            self.start()
-        if summary.plain is not None and len(self._rows) < MAX_TABLE_ROWS:
-            self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
-
-    def conclude(self, totals: JobTotals, *, exact: bool) -> None:
-        """Show the figures of the job: on stdout after the summaries, else on stderr."""
-        out, seconds = console(sys.stdout if self.as_text else sys.stderr), time.monotonic() - self._started
-        if totals.plain is not None:
-            total = report.comparison_row("all", totals.stats, totals.plain) if totals.summarized > 1 else None
-            out.print(table(self._rows, total))
-        for note in totals.notes:
-            say("note", note)
-        if totals.written > 1 and not self.as_text:
-            out.print(table(report.totals_rows(totals, seconds)))
-        show_line(out.file, report.describe_totals(totals, seconds))
-        if totals.different:
-            say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
-
-
-class PoolDisplay(_Bar):
-    """Shows how a file of documents is made: progress and errors on stderr."""
-
-    def __init__(self, total: int | None) -> None:
-        super().__init__("documents, {task.fields[tokens]:,} tokens{task.fields[stage]}", total, tokens=0, stage="")
-
-    def __call__(self, totals: PoolTotals, reject: Reject | None) -> None:
-        """Show a document that was left out, and how far the file is made."""
-        if reject is not None:
-            say("error", reject.error)
-        stage = ", indexing and writing" if totals.is_read else ""
-        self.update(self._task, completed=totals.documents + totals.rejected, tokens=totals.tokens, stage=stage)

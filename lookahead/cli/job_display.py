@@ -1,0 +1,129 @@
+"""The progress of a job: the document, its part, and an estimate of the time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.rule import Rule
+from rich.text import Text
+
+from lookahead.cli.terminal import ProgressBar, console, harmless, say, show_line, table
+from lookahead.documents.decode_text import DocumentId, Reject
+from lookahead.jobs import job_figures
+from lookahead.jobs.job import JobTotals
+
+if TYPE_CHECKING:
+    from lookahead.summarization.pipeline import Progress
+    from lookahead.summarization.summarizer import Summarized, Summary
+
+MAX_TABLE_ROWS = 20
+
+
+class PartProgress:
+    """Words about the document that is being summarized: the part, the tokens read, and an estimate.
+
+    The estimate assumes that all outputs take equally long, and reading a prompt as long as writing the output.
+
+    Args:
+        clock: The time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Start with the next document."""
+        self._begun = self._clock()
+        self._progress: Progress | None = None
+        self._read, self._tokens = 0, 0  # of the prompt that is being read
+
+    def advance(self, progress: Progress) -> None:
+        """Take the progress within the document."""
+        self._progress = progress
+
+    def read(self, done: int, tokens: int) -> None:
+        """Take the number of prompt tokens read, of `tokens`."""
+        self._read, self._tokens = done, tokens
+
+    def describe(self) -> str:
+        """The words, with a comma before them; empty before anything is known."""
+        reading = f"reading {self._read:,} of {self._tokens:,} tokens" if self._read < self._tokens else ""
+        progress, words = self._progress, [reading]
+        if progress is not None:
+            is_merging = progress.parts_done == progress.parts
+            part = "all parts together" if is_merging else f"part {progress.parts_done + 1} of {progress.parts}"
+            words = [part if progress.parts > 1 else "", reading, self._describe_rest(progress)]
+        return "".join(f", {word}" for word in words if word)
+
+    def _describe_rest(self, progress: Progress) -> str:
+        read = self._read / self._tokens if self._tokens else 0.0
+        done = progress.parts_done + (read + (progress.written if read == 1 else 0.0)) / 2
+        if not done:
+            return ""
+        seconds = (self._clock() - self._begun) / done * max(0.0, progress.steps - done)
+        return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
+
+
+class JobDisplay(ProgressBar):
+    """Shows a job: progress and errors on stderr, and the summaries on stdout if `as_text`."""
+
+    def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
+        self.as_text = as_text
+        self._rows: list[dict[str, str]] = []
+        self._parts = PartProgress()
+        self._started = time.monotonic()
+        words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass{task.fields[read]}"
+        super().__init__(words, total, is_shown=with_bar, speed=0.0, accepted=0.0, read="")
+
+    def reading(self, done: int, tokens: int) -> None:
+        """Show that `done` of `tokens` of a prompt are read."""
+        self._parts.read(done, tokens)
+        self._update()
+
+    def parts(self, progress: Progress) -> None:
+        """Show the progress within the document."""
+        self._parts.advance(progress)
+        self._update()
+
+    def _update(self) -> None:
+        self.update(self._task, read=self._parts.describe())
+
+    def __call__(self, done: Summarized | Reject | DocumentId, totals: JobTotals) -> None:
+        """Show the result of a document, and the progress."""
+        self._parts.begin()
+        self._update()
+        if isinstance(done, Reject):
+            say("error", done.error)
+        elif not isinstance(done, str | int):
+            self._show(harmless(str(done.document.id)), done.summary)
+        speed = job_figures.speed_of(totals, time.monotonic() - self._started)
+        self.update(self._task, advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
+
+    def _show(self, name: str, summary: Summary) -> None:
+        if self.as_text:
+            self.stop()
+            out = console(sys.stdout)
+            out.print(Rule(Text(name, "bold"), align="left"))
+            show_line(out.file, harmless(summary.text))
+            show_line(out.file, Text(job_figures.describe_summary(summary) + "\n", "dim"))
+            self.start()
+        if summary.plain is not None and len(self._rows) < MAX_TABLE_ROWS:
+            self._rows.append(job_figures.comparison_row(name, summary.stats, summary.plain))
+
+    def conclude(self, totals: JobTotals, *, exact: bool) -> None:
+        """Show the figures of the job: on stdout after the summaries, else on stderr."""
+        out, seconds = console(sys.stdout if self.as_text else sys.stderr), time.monotonic() - self._started
+        if totals.plain is not None:
+            total = job_figures.comparison_row("all", totals.stats, totals.plain) if totals.summarized > 1 else None
+            out.print(table(self._rows, total))
+        for note in totals.notes:
+            say("note", note)
+        if totals.written > 1 and not self.as_text:
+            out.print(table(job_figures.totals_rows(totals, seconds)))
+        show_line(out.file, job_figures.describe_totals(totals, seconds))
+        if totals.different:
+            say("NOT IDENTICAL", job_figures.describe_difference(totals, exact=exact))
