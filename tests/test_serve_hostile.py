@@ -98,7 +98,8 @@ def test_a_web_page_of_another_origin_cannot_even_begin_an_answer(server):
     assert server.raw("POST", "/v1/completions", body, Origin=own)[0] == 200
 
 
-def test_a_server_at_every_address_is_reached_by_addresses_and_not_by_names_that_lead_to_it():
+@pytest.mark.parametrize("hosts", [(), ("Box.local",)])
+def test_a_server_is_reached_by_addresses_and_its_names_and_not_by_other_names_that_lead_to_it(hosts):
     async def status(host: str) -> int:
         seen: list[Any] = []
 
@@ -108,14 +109,14 @@ def test_a_server_at_every_address_is_reached_by_addresses_and_not_by_names_that
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
-        guard = Guard(app, hosts=(), api_key=None, max_body=100, origins=(), on_answer=lambda *_: None)
+        guard = Guard(app, hosts=hosts, api_key=None, max_body=100, origins=(), on_answer=lambda *_: None)
         scope = {"type": "http", "path": "/", "method": "GET", "headers": [(b"host", host.encode())]}
         await guard(scope, asyncio.Queue[Any]().get, send)
         return int(seen[0]["status"])
 
-    for host in ("192.168.1.7:8000", "[fe80::1]:8000", "localhost"):
+    for host in ("192.168.1.7:8000", "[fe80::1]:8000", "localhost", *hosts):
         assert asyncio.run(status(host)) == 200
-    for host in ("evil.example:8000", "192.168.1.7.evil.example", ""):
+    for host in ("evil.example:8000", "192.168.1.7.evil.example", "", *(() if hosts else ("box.local",))):
         assert asyncio.run(status(host)) == 403
 
 

@@ -130,7 +130,7 @@ def test_a_host_that_is_not_this_one_is_refused(server):
     for host in ("evil.example", "127.0.0.1.evil.example:80", "", "localhost@evil.example", "[", "[::1"):
         status, answer = server.raw("GET", "/v1/models", Host=host)
         assert (status, answer["error"]["param"]) == (403, None), host
-    for host in ("localhost:1", "127.0.0.1", "LOCALHOST"):
+    for host in ("localhost:1", "127.0.0.1", "LOCALHOST", "[::1]:80", "192.168.1.7"):
         assert server.raw("GET", "/v1/models", Host=host)[0] == 200
 
 

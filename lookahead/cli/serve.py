@@ -73,7 +73,6 @@ def serve(options: ServeOptions) -> None:
     config: Any = options.config()
     resolve_quantize(options.quantize, resolve_device(options.device))  # before it listens
     with console(sys.stderr).status("loading the model"):
-        from lookahead.serving.safety import LOOPBACK
         from lookahead.serving.served_models import ServedModels
         from lookahead.serving.web_app import Server, listen, make_app
 
@@ -86,15 +85,14 @@ def serve(options: ServeOptions) -> None:
             names, allow_any=options.allow_any_model, config=config, max_new_tokens=options.max_new_tokens,
             loading=loading, decoding=decoding,
         )  # fmt: skip
-    any_host = options.host in ("0.0.0.0", "::") and not options.allowed_host
-    hosts = () if any_host else {*LOOPBACK, options.host, *(options.allowed_host or ())}
+    hosts = {options.host, *(options.allowed_host or ())}
     app = make_app(
         models, hosts=hosts, api_key=options.api_key, max_body=int(options.max_body_mb * (1 << 20)),
         timeout_s=options.request_timeout, cors_origins=options.cors_origin or (),
     )  # fmt: skip
     server = Server(app, models, options.log_level)
-    if any_host:
-        say("note", "clients reach it by the addresses of this machine; --allowed-host adds a name")
+    if options.host in ("0.0.0.0", "::") and not options.allowed_host:
+        say("note", "clients reach it by the IP addresses of this machine; --allowed-host adds a name")
     address = f"[{options.host}]" if ":" in options.host else options.host
     say("serving", f"{', '.join(names)} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
     failed: list[Exception] = []

@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse
 
 from lookahead.serving.api_errors import ApiError
 
-LOOPBACK = "localhost", "127.0.0.1", "::1"
 _OPEN = "/health", "/"  # served without a key: they reveal nothing
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -25,12 +24,13 @@ class Guard:
     """An ASGI middleware that checks requests.
 
     A web page that a user visits can send requests to this machine under a domain that resolves to it (DNS rebinding).
-    So the `Host` must be a known name. A page can also send some requests under a known name, without reading the
-    answers (CSRF): so the `Origin`, which browsers send, must be this server or an allowed origin.
+    So the `Host` must be an IP address, which no domain can pretend to be, `localhost` or a known name. A page can also
+    send some requests under a known name, without reading the answers (CSRF): so the `Origin`, which browsers send,
+    must be this server or an allowed origin.
 
     Args:
         app: The application.
-        hosts: Names of this server; empty for `localhost` and any IP address, which cannot be rebound.
+        hosts: Further names of this server.
         api_key: The bearer token that clients must send; None for none.
         max_body: Maximum bytes of a request.
         origins: Allowed origins of web pages.
@@ -47,7 +47,8 @@ class Guard:
         origins: Collection[str],
         on_answer: OnAnswer,
     ) -> None:
-        self._app, self._hosts, self._max_body = app, {host.lower() for host in hosts}, max_body
+        self._app, self._max_body = app, max_body
+        self._hosts = {"localhost", *(host.lower() for host in hosts)}
         self._on_answer, self._origins = on_answer, frozenset(origins)
         self._key = None if api_key is None else api_key.encode()
 
@@ -74,8 +75,8 @@ class Guard:
             host = (urlsplit(f"//{headers.get('host', '')}").hostname or "").lower()
         except ValueError:  # not an address
             host = ""
-        if host not in self._hosts and (self._hosts or not (host in LOOPBACK or _is_address(host))):
-            raise ApiError(403, f"Host: {host[:100]!r} is no name of this server; --allowed-host names others")
+        if host not in self._hosts and not _is_address(host):
+            raise ApiError(403, f"Host: {host[:100]!r} is not a name of this server; --allowed-host adds names")
         origin = headers.get("origin")
         is_known = origin is None or origin in self._origins
         if not is_known and origin.partition("//")[2].lower() != headers["host"].lower():

@@ -208,7 +208,7 @@ def make_app(
 
     Args:
         models: The served models.
-        hosts: Allowed names in the header `Host`; empty for `localhost` and any IP address.
+        hosts: Names that the header `Host` may have besides `localhost` and IP addresses.
         api_key: The key that clients must send; None for none.
         max_body: Maximum bytes of a request.
         timeout_s: Maximum seconds of an answer.

@@ -27,7 +27,7 @@ class Running:
         self.models = ServedModels([folder], allow_any=options.pop("allow_any", False), **given)
         listener = listen("127.0.0.1", 0)
         self.name, self.port = folder, listener.getsockname()[1]
-        self.server = Server(make_app(self.models, hosts={"127.0.0.1", "localhost"}, **options), self.models)
+        self.server = Server(make_app(self.models, **options), self.models)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
         self._thread.start()
         self.models.wait()
