@@ -1,4 +1,4 @@
-"""Cutting a long document into parts that fit a model's context."""
+"""Cut a long document into parts that fit a model's context."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ if TYPE_CHECKING:
 
 Split = Literal["none", "sections", "sentences", "hard"]
 
-# Stands for tokens where a tokenizer gives no offsets: short pieces of words, so that the count is rather too high.
+# Approximates the tokens of a tokenizer without offsets. The pieces are short, to overestimate the count.
 _WORD_PIECE = re.compile(r"\s*\S{1,3}|\s+$")
-_BLOCK = 1 << 18  # characters tokenized at once: a tokenizer holds 100 times as much per token as is kept here
+_BLOCK = 1 << 18  # characters per tokenizer call; it uses 100 times the memory per token that is kept here
 _SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], dtype=np.uint32)
 
-# Where a part may end: the least length, in quarters of the usual one, and the weakest break. The first match counts.
+# Where a part may end: minimum length, in quarters of the target length, and weakest break. The first match wins.
 _CHOICES = ((3, Break.SENTENCE), (1, Break.SENTENCE), (3, Break.LINE), (0, Break.LINE), (0, Break.NOTHING))
 
 
 class MeasuredText:
-    """A text in pieces, none empty, with the offsets of its tokens; `before` is the number of characters before it.
+    """A text and the offsets of its tokens.
 
-    `clean` is applied to each piece first. It may change whitespace only.
+    Args:
+        pieces: The text in pieces, none empty.
+        tokenizer: The tokenizer that counts.
+        clean: Is applied to each piece first. It may change whitespace only.
+        before: The number of characters of the document before the text.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class MeasuredText:
         self._given = "".join(piece.text for piece in pieces)
         self.pieces = [Piece(clean(piece.text), piece.end) for piece in pieces]
         self.text = "".join(piece.text for piece in self.pieces)
-        # In characters of the cleaned text: the end of each piece, the start of each token without leading whitespace.
+        # Offsets in the cleaned text: ends of pieces, and starts of tokens without their leading whitespace.
         self.ends = array("q", accumulate(len(piece.text) for piece in self.pieces))
         self.starts = array("q")
         begin = 0
@@ -59,11 +63,11 @@ class MeasuredText:
         self.tokens = len(self.starts)
 
     def token_at(self, place: int) -> int:
-        """The number of tokens that begin before a character of the cleaned text."""
+        """The number of tokens that begin before character `place` of the cleaned text."""
         return bisect_left(self.starts, place)
 
     def given_span(self, begin: int, end: int) -> tuple[int, int]:
-        """The span of the given text that a span of the cleaned text, without outer whitespace, comes from."""
+        """The span in the given text of a span of the cleaned text without outer whitespace."""
         if self._given != self.text:
             given, cleaned = self._letters
             first, last = np.searchsorted(cleaned, (begin, end - 1))
@@ -72,7 +76,7 @@ class MeasuredText:
 
     @cached_property
     def _letters(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Indices of the characters other than whitespace, given and cleaned: cleaning keeps their number and order."""
+        """Indices of non-whitespace characters in the given and the cleaned text; cleaning keeps their order."""
         given, cleaned = (
             np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4") for text in (self._given, self.text)
         )
@@ -81,7 +85,7 @@ class MeasuredText:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a document; its spans have the index of the first, and that after the last."""
+    """A part of a document. Spans are half-open."""
 
     text: str  # without outer whitespace, never empty
     chars: tuple[int, int]  # of the given document
@@ -91,11 +95,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A document, cut.
+    """The parts of a document.
 
-    The split is `"none"` if the document fits as a whole, `"sections"` if it is cut between sections or paragraphs
-    only, `"sentences"` if it is cut between sentences or lines too, `"hard"` if a stretch without such places is cut
-    between words or tokens.
+    `split` is `"none"` if the document fits as a whole, `"sections"` if it is cut only between sections or paragraphs,
+    `"sentences"` if it is also cut between sentences or lines, and `"hard"` if it is also cut within a line.
     """
 
     parts: tuple[Part, ...]
@@ -106,9 +109,9 @@ class Parts:
 def cut(measured: MeasuredText, budget: int, overlap: int = 0) -> Parts:
     """Cut a document into parts of at most `budget` tokens and of similar length.
 
-    A part ends with a section if one ends near the usual length, else with a paragraph, a sentence or a line, and
-    within a line or word only where nothing else ends. The next part repeats `overlap` tokens of its end, less than
-    `budget`, and fewer if the part has fewer, or if a character of several tokens would be torn.
+    A part ends at a section break near the target length if there is one, else at the end of a paragraph, a sentence or
+    a line. It ends within a line or word only if there is no other break. The next part repeats its last `overlap`
+    tokens (`overlap` < `budget`), or fewer if the part is shorter or a character of several tokens would be split.
     """
     split: Split = "none"
     chosen = [(0, len(measured.text))]
@@ -139,7 +142,7 @@ def truncate(text: str, tokenizer: PreTrainedTokenizerBase, budget: int) -> str:
 
 
 def _token_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The start of each token in characters, after its leading whitespace unless it is nothing else."""
+    """The character offset of each token, after its leading whitespace unless the token is blank."""
     if not tokenizer.is_fast:
         return [match.start() for match in _WORD_PIECE.finditer(text)]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -147,15 +150,15 @@ def _token_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans without outer whitespace; blank spans are left out."""
+    """The spans without outer whitespace. Blank spans are dropped."""
     stretches = [(begin, end, measured.text[begin:end]) for begin, end in spans]
     return [(end - len(it.lstrip()), begin + len(it.rstrip())) for begin, end, it in stretches if not it.isspace()]
 
 
 def _fitting_ends(measured: MeasuredText, budget: int) -> tuple[dict[int, Break], bool]:
-    """Where stretches within the budget end, with what ends there, and whether a piece had to be cut.
+    """The break at each possible end of a part, by offset, and whether a piece had to be cut.
 
-    That is at token boundaries, before a word if one begins in the last quarter of a part.
+    A piece over the budget is cut at a token boundary, before a word if one begins in the last quarter of the budget.
     """
     ends: dict[int, Break] = {}
     text, starts = measured.text, measured.starts
@@ -166,14 +169,14 @@ def _fitting_ends(measured: MeasuredText, budget: int) -> tuple[dict[int, Break]
             if measured.token_at(end) > last:
                 nearest = (starts[i] for i in range(last, last - max(1, budget // 4), -1))
                 place = next((at for at in nearest if text[at].isspace() or text[at - 1].isspace()), starts[last])
-                place = max(place, begin + 1)  # one character may have more tokens than a part may hold
+                place = max(place, begin + 1)  # one character may have more tokens than the budget
             ends[place] = piece.end if place == end else Break.NOTHING
             is_hard, begin = is_hard or place < end, place
     return ends, is_hard
 
 
 def _pack(measured: MeasuredText, ends: dict[int, Break], budget: int) -> list[tuple[int, int]]:
-    """Join neighbouring stretches to parts of similar length within the budget."""
+    """Join adjacent stretches into parts of similar length within the budget."""
     places, breaks = list(ends), list(ends.values())
     marks = [measured.token_at(place) for place in places]
     parts: list[tuple[int, int]] = []
@@ -182,7 +185,7 @@ def _pack(measured: MeasuredText, ends: dict[int, Break], budget: int) -> list[t
         last = len(places) - 1
         left = marks[-1] - done
         if left > budget:
-            target = -(-left // -(-left // budget))  # tokens, if all parts left had one length
+            target = -(-left // -(-left // budget))  # tokens per part if the rest is cut evenly
             last = max(first, bisect_right(marks, done + budget) - 1)
             for quarters, weakest in _CHOICES:
                 least = max(first, bisect_left(marks, done + target * quarters // 4))
@@ -198,7 +201,7 @@ def _pack(measured: MeasuredText, ends: dict[int, Break], budget: int) -> list[t
 def _overlapping(
     measured: MeasuredText, spans: list[tuple[int, int]], overlap: int, budget: int
 ) -> list[tuple[int, int]]:
-    """Extend each span but the first to the last `overlap` tokens of the one before, within the budget."""
+    """Extend each span but the first by the last `overlap` tokens of the previous span, within the budget."""
     starts = measured.starts
     extended = spans[:1]
     for (first, last), (begin, end) in pairwise(spans):

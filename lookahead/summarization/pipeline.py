@@ -1,4 +1,4 @@
-"""From the parts of a document to one summary, in rounds of prompts that somebody else decodes."""
+"""From the parts of a document to one summary, in rounds of prompts that the caller decodes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lookahead.verification.stopping import FinishReason
 class PlainFigures:
     """Counters of plain decoding, whether lookahead decoding gave the same tokens, and whether an output loops."""
 
-    stats: DecodingStats = field(default_factory=DecodingStats)  # no draft is counted
+    stats: DecodingStats = field(default_factory=DecodingStats)  # without drafts
     identical: bool = True
-    loops: bool = False  # which drafts follow with ease
+    loops: bool = False  # loops are easy to draft
 
     def speedup(self, stats: DecodingStats) -> float | None:
-        """Tokens per second of lookahead decoding over those of plain decoding; `None` with nothing to compare."""
+        """Tokens per second relative to plain decoding; `None` if plain decoding was not measured."""
         return stats.tokens_per_s / self.stats.tokens_per_s if self.stats.tokens_per_s else None
 
     def __add__(self, other: PlainFigures) -> PlainFigures:
-        """The figures of prompts that were decoded one after the other."""
+        """The figures of prompts decoded one after the other."""
         stats = total_in_sequence([self.stats, other.stats])
         return PlainFigures(stats, self.identical and other.identical, self.loops or other.loops)
 
@@ -39,13 +39,13 @@ class PlainFigures:
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """The summary of a part of a document. Spans have the index of the first, and that after the last.
+    """The summary of a part of a document. Spans are half-open.
 
     Attributes:
-        chars: Characters of the document.
-        tokens: Tokens of the document.
-        summary: Of the part; with refining, of the document up to its end.
-        children: Summaries of the level below; `None` if it summarizes the document itself.
+        chars: The span in characters of the document.
+        tokens: The span in tokens of the document.
+        summary: The summary of the part; with refining, of the document up to the end of the part.
+        children: The span of summaries on the level below; `None` if it summarizes the document itself.
     """
 
     chars: tuple[int, int]
@@ -59,7 +59,7 @@ class PartSummary:
         return {**{name: list(span) for name, span in spans.items() if span is not None}, "summary": self.summary}
 
 
-Levels = tuple[tuple[PartSummary, ...], ...]  # the summaries of the parts, those of their summaries, and so on
+Levels = tuple[tuple[PartSummary, ...], ...]  # the summaries of the parts, the summaries of these, and so on
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class Summary:
     Attributes:
         text: The summary.
         document_tokens: Tokens of the document.
-        summary_tokens: Tokens of the summary, an end-of-sequence token included.
-        parts: Parts that the document was cut into, 1 if it fitted.
-        split: Where it was cut, as of `Parts`.
-        stats: Counters of all decoding, the summaries of the parts included.
-        plain: Figures of plain decoding for the same prompts, if asked for.
-        tree: The summaries of the parts, level by level, if asked for.
+        summary_tokens: Tokens of the summary, including an end-of-sequence token.
+        parts: The number of parts of the document, 1 if it fitted.
+        split: Where it was cut, see `Parts`.
+        stats: Counters of all decoding, including the summaries of the parts.
+        plain: Figures of plain decoding for the same prompts, if requested.
+        tree: The summaries of the parts, level by level, if requested.
         finish_reason: `"length"` if the token limit cut the summary off, else `"stop"`.
-        loops: Whether it, or the summary of a part, repeats one phrase up to its end, as
-            `lookahead.generation.loops.loops` tells.
+        loops: Whether the summary, or the summary of a part, repeats one phrase to its end, by
+            `lookahead.generation.loops.loops`.
     """
 
     text: str
@@ -95,7 +95,7 @@ class Summary:
         return self.text
 
     def to_dict(self) -> dict[str, Any]:
-        """The summary as a JSON-ready dict, whose keys are fields of a line of results."""
+        """The summary as a JSON-ready dict. The keys are fields of a line of results."""
         names = ("document_tokens", "summary_tokens", "parts", "split", "finish_reason", "loops")
         record = {"summary": self.text, **{name: getattr(self, name) for name in names}, "stats": self.stats.to_dict()}
         if self.tree is not None:
@@ -118,13 +118,13 @@ class Summarized:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a document is that is being summarized.
+    """The progress of a document that is being summarized.
 
     Attributes:
-        parts: Parts that it was cut into.
+        parts: The number of parts.
         parts_done: Parts that are summarized.
-        steps: Outputs that it takes: of the parts, and of their summaries together.
-        written: Share of the next output that is written, 0 to 1, by its token limit.
+        steps: Outputs to write: one for each part, and one for the combined summary.
+        written: The written share of the next output, 0 to 1, relative to its token limit.
     """
 
     parts: int
@@ -135,15 +135,17 @@ class Progress:
 
 # The text of each prompt of a round, the counters of all, and why the last one ended.
 _Output = tuple[list[str], DecodingStats, FinishReason]
-# Yields the prompts of a round with the most new tokens of each, is sent their output, and returns the summary's.
+# Yields the prompts of a round and the token limit of each, receives their output, and returns the final output.
 _Rounds = Generator[tuple[list[str], int], _Output, _Output]
 
 
 class SummaryPipeline:
-    """A document on its way to a summary, in rounds of prompts that may be decoded together.
+    """Summarizes one document in rounds of prompts. The prompts of a round may be decoded together.
 
-    While `summary` is `None`, `prompts` are those of the current round, each with at most `limit` new tokens.
-    DocumentError if no part of the document fits a prompt, or the summary is empty.
+    While `summary` is `None`, `prompts` holds the prompts of the current round, each with at most `limit` new tokens.
+
+    Raises:
+        DocumentError: No part of the document fits a prompt, or the summary is empty.
     """
 
     def __init__(self, text: str, fitter: PromptFitter, *, keep_parts: bool) -> None:
@@ -159,30 +161,30 @@ class SummaryPipeline:
         self.prompts, self.limit = next(self._rounds)
 
     def expected(self, prediction: str | None) -> str | None:
-        """What the outputs of this round will largely be, by a prediction of the summary."""
-        return prediction if len(self.prompts) == 1 else None  # several are summaries of parts
+        """The prediction for the output of this round; `None` if the round has several prompts."""
+        return prediction if len(self.prompts) == 1 else None  # several prompts: summaries of parts
 
     def progress(self, outputs: int, tokens: int) -> Progress:
-        """How far the document is.
+        """The progress of the document.
 
         Args:
-            outputs: Outputs of the round that are written.
-            tokens: New tokens of the next one.
+            outputs: Finished outputs of the round.
+            tokens: New tokens of the next output.
         """
         parts = len(self._document.parts)
-        steps = parts + (parts > 1 and not self._refines)  # the summaries of the parts are summarized together
+        steps = parts + (parts > 1 and not self._refines)  # one more: the summary of the summaries
         return Progress(parts, min(self._parts_done + outputs, parts), steps, min(1.0, tokens / self.limit))
 
     def take(
         self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop", *, loops: bool = False
     ) -> None:
-        """Take the new text of each prompt and the counters of all.
+        """End the round with the outputs of its prompts.
 
         Args:
             texts: The new text of each prompt.
             stats: The counters of all prompts.
             finish_reason: Why the output of the last prompt ended.
-            loops: Whether the output of one of them loops.
+            loops: Whether any output loops.
         """
         self._stats.append(stats)
         self._loops |= loops
@@ -208,7 +210,7 @@ class SummaryPipeline:
 
 
 def _merge(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
-    """Summarize all parts, then their summaries together, until one prompt holds all of them."""
+    """Summarize all parts, then their summaries together, until one prompt holds them all."""
     most = fitter.max_new_tokens
     leaves = [PartSummary(part.chars, part.tokens, "") for part in document.parts]
     parts, nodes = document.parts, leaves
@@ -222,7 +224,7 @@ def _merge(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary
             return output
         written = [number for number, text in enumerate(texts) if text]
         if not written:
-            parts, nodes = document.parts[:1], leaves[:1]  # with more tokens the model may write something
+            parts, nodes = document.parts[:1], leaves[:1]  # a higher token limit may give a summary
             continue
         parts = fitter.fit_summaries([texts[number] for number in written]).parts
         nodes, begin = [], 0
@@ -232,12 +234,12 @@ def _merge(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary
             spans = (first.chars[0], last.chars[1]), (first.tokens[0], last.tokens[1])
             nodes.append(PartSummary(*spans, "", (begin, end)))
             begin = end
-        if len(nodes) >= len(level):  # the level did not shrink: leave out the rest, so that the rounds end
+        if len(nodes) >= len(level):  # the level did not shrink: drop the rest, so that the rounds end
             parts, nodes = parts[:1], nodes[:1]
 
 
 def _refine(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
-    """Summarize the first part, then each next part together with the summary so far."""
+    """Summarize the first part, then each later part together with the summary so far."""
     summary, steps = "", []
     output: _Output = [""], DecodingStats(), "stop"
     for part in document.parts:

@@ -1,4 +1,4 @@
-"""The prompts that ask a model for the summary of a document, of any length."""
+"""The prompts that ask a model for the summary of a document of any length."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SUMMARIZE_TEMPLATE: Final = "summarize"
-# Small models follow what comes last, and do better if they know before they read what is wanted (`summary_quality` of
-# the benchmarks).
+# The task stands before the document and after it: small models follow the last instruction, and read better if they
+# know the task (bench/summary_quality.py).
 INSTRUCTION = "Summarize this article:\n\n{document}\n\nSummary of the article in two sentences:"
 STYLES = {
     "bullets": "Summarize the following text as a list of three to six bullet points, each on a line of its own.",
@@ -30,11 +30,11 @@ REFINING = (
 PLACEHOLDER = "{document}"
 MIN_DOCUMENT_TOKENS = 16
 DEFAULT_SAMPLING: Final = {"no_repeat_ngram_size": 8}
-"""Options of `model.generate` for the default model, most of whose summaries loop without them."""
+"""Options of `model.generate` for the default model. Most of its summaries loop without them."""
 
 _NO_LIMIT = 10**9  # tokenizers without a limit state 10**30
 _WHITESPACE = re.compile(r"\s+")
-# Why a model cannot follow an instruction, by its template.
+# Why a model cannot follow an instruction, by template.
 _NO_CHAT = {
     SUMMARIZE_TEMPLATE: "this model was made to summarize and follows no instructions",
     "encoder": "the model reads documents, not chats",
@@ -44,16 +44,15 @@ _NO_CHAT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRequest:
-    """What a model is asked for, and how a document longer than a prompt is read.
+    """The instruction for the model, and how a document longer than a prompt is read.
 
-    Without a prompt or a style it is a summary in two sentences. Without `refine` all parts are read, and then their
-    summaries together.
+    The default instruction asks for two sentences. Without `refine`, all parts are summarized, then their summaries.
     """
 
-    prompt: str | None = None  # `{document}` in it stands for the document, which follows it otherwise
+    prompt: str | None = None  # `{document}` stands for the document; without it the document comes last
     style: str | None = None  # a key of `STYLES`
     overlap: int = 0  # tokens at the end of a part that the next part repeats
-    refine: bool = False  # read parts in order, each with the summary so far; the model must follow instructions
+    refine: bool = False  # read parts in order, each with the summary so far; needs a model that follows instructions
 
     def __post_init__(self) -> None:
         if self.prompt is not None and not self.prompt.strip():
@@ -70,10 +69,11 @@ class Prompting:
     """Renders the prompts for one tokenizer.
 
     A chat template named `"summarize"` gets the bare document. Any other chat template gets the instruction and the
-    document as a user's message. Without one the prompt is the document and `Summary:`. An encoder-decoder model
-    reads the document itself after the prefix that its configuration names (T5's `summarize: `).
+    document as a user message. Without a chat template the prompt is the document and `Summary:`. An encoder-decoder
+    model reads the document after the prefix in its configuration (T5's `summarize: `).
 
-    The model tells whether there is an encoder. ConfigError if it follows no instructions, and the request needs it to.
+    Raises:
+        ConfigError: The request needs a model that follows instructions, and this one does not.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Prompting:
         else:
             self.template = "plain"
         self.add_special_tokens = self.template in ("plain", "encoder")  # no template wrote them
-        # Without a template a model can follow a prompt, but no style.
+        # Without a template, a model can follow a prompt but not a style.
         if (reason := _NO_CHAT.get(self.template)) is not None:
             style, named = self.request.style, self.template == SUMMARIZE_TEMPLATE
             if style or (self.request.prompt and named):
@@ -110,24 +110,24 @@ class Prompting:
                     f"{reason}, so it cannot refine a summary part by part; give --model an instruction model, or "
                     "leave --refine out"
                 )
-        # Some markers, such as `<|im_start|>`, are special without a role among the named special tokens.
+        # Some markers, such as `<|im_start|>`, are special but not among the named special tokens.
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         markers = {marker for marker in (*tokenizer.all_special_tokens, *added) if len(marker) > 1}
         longest_first = sorted(markers, key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def clean(self, text: str) -> str:
-        """Prepare a piece of a document for the model; every document passes here once.
+        """Prepare a piece of a document for the model. Every document passes here once.
 
-        A template named `"summarize"` gets every run of whitespace as one space. A special token in the text
-        (`<|endoftext|>` in an article about language models) gets a space, so that it cannot end the prompt early.
+        For a template named `"summarize"`, every run of whitespace becomes one space. A special token in the text
+        (`<|endoftext|>` in an article about language models) is split by a space, so that it cannot end the prompt.
         """
         if self.template == SUMMARIZE_TEMPLATE:
             text = _WHITESPACE.sub(" ", text)
         return self._markers.sub(lambda marker: f"{marker[0][0]} {marker[0][1:]}", text)
 
     def render(self, document: str, summary: str | None = None) -> str:
-        """The whole prompt for a cleaned document, or the part of it that follows on a summary; that for chats only."""
+        """The prompt for a cleaned document, or for a part of it with the summary so far (chat templates only)."""
         style, named = self.request.style, self.template == SUMMARIZE_TEMPLATE
         is_chat = named or self.template == "chat"
         if self.request.prompt is None and not is_chat:
@@ -144,21 +144,21 @@ class Prompting:
             chat_template=SUMMARIZE_TEMPLATE if named else None,
             tokenize=False,
             add_generation_prompt=True,
-            enable_thinking=False,  # a template that knows it would spend the tokens of the summary on thoughts
+            enable_thinking=False,  # thoughts would use up the tokens of the summary
         )
         return str(rendered)
 
     def count_tokens(self, prompt: str) -> int:
-        """Tokens of a rendered prompt, special ones included."""
+        """Tokens of a rendered prompt, including special tokens."""
         encoded = self._tokenizer(prompt, add_special_tokens=self.add_special_tokens, verbose=False)
         return len(encoded["input_ids"])
 
 
 class PromptFitter(Prompting):
-    """Renders documents to prompts that leave room for a summary.
+    """Renders documents to prompts that leave room for a summary. For the arguments see `Summarizer`.
 
-    The arguments are those of `Summarizer`. ConfigError if no document would fit, or the model cannot follow the
-    request.
+    Raises:
+        ConfigError: No document would fit, or the model cannot follow the request.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class PromptFitter(Prompting):
         super().__init__(tokenizer, request, model)
         self.max_new_tokens = max_new_tokens
         context, has_encoder = context_length(model, tokenizer), model.config.is_encoder_decoder
-        # An encoder's context holds the document only; the summary goes to the decoder's.
+        # The encoder's context holds only the document; the summary is in the decoder's context.
         self._prompt_limit = context - (0 if has_encoder else max_new_tokens)
         self._document_limit = self._prompt_limit - self.count_tokens(self.render(""))
         self.partial_summary_limit = self._document_limit // 4  # tokens of a part's summary, so that the rounds end
-        self._part_limit = self._document_limit  # of a document that does not fit as a whole
+        self._part_limit = self._document_limit  # for a document that does not fit as a whole
         if self.request.refine:
             self._part_limit = self._prompt_limit - max_new_tokens - self.count_tokens(self.render("", ""))
         missing = MIN_DOCUMENT_TOKENS - self._document_limit
@@ -185,7 +185,7 @@ class PromptFitter(Prompting):
             raise ConfigError(
                 f"the model's encoder must read at least {context + missing} tokens, and it reads {context}"
             )
-        # Refining takes the room of a summary twice: for the summary so far, and for the new one.
+        # Refining needs room for two summaries: the summary so far and the new one.
         beside = "the summary so far and a part beside it"
         for limit, what, times in ((self._document_limit, "a document", 1), (self._part_limit, beside, 2)):
             if limit < MIN_DOCUMENT_TOKENS:
@@ -200,7 +200,7 @@ class PromptFitter(Prompting):
             )
 
     def fit(self, document: str) -> Parts:
-        """Cut a document, not blank, into parts whose prompts all fit; DocumentError if none would."""
+        """Cut a document that is not blank into parts whose prompts all fit; DocumentError if no part fits."""
         text = document.strip()
         before = len(document) - len(document.lstrip())
         measured = MeasuredText(split_pieces(text), self._tokenizer, self.clean, before)
@@ -211,9 +211,9 @@ class PromptFitter(Prompting):
         return [self.render(part.text) for part in parts]
 
     def fit_summaries(self, summaries: list[str]) -> Parts:
-        """Put as many summaries of parts, none blank, into each prompt as fit together.
+        """Put as many summaries of parts, none blank, into each prompt as fit.
 
-        Each is first truncated to `partial_summary_limit`, since text can have more tokens than it was generated with.
+        Each is first truncated to `partial_summary_limit`: a text can encode to more tokens than were generated.
         """
         limit = self.partial_summary_limit
         *others, last = (truncate(summary, self._tokenizer, limit).strip() for summary in summaries)
@@ -221,7 +221,7 @@ class PromptFitter(Prompting):
         return self._fit(MeasuredText(pieces, self._tokenizer, self.clean))
 
     def refining_prompt(self, part: Part, summary: str) -> str:
-        """The prompt for a part and as much of the summary of those before it, which may be empty, as fits."""
+        """The prompt for a part with the summary of the parts before it (may be empty), truncated to fit."""
         if not summary:
             return self.render(part.text)
         text, keep = self.clean(summary), self.max_new_tokens
@@ -249,7 +249,7 @@ class PromptFitter(Prompting):
 
 
 def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Most tokens of a prompt and its output together, or of an encoder's input; a billion if nothing states it."""
+    """Maximum tokens of a prompt with its output, or of an encoder's input; a billion if there is no stated limit."""
     text_config = model.config.get_text_config()
     names = ("max_encoder_position_embeddings", "max_position_embeddings")
     stated = (tokenizer.model_max_length, *(getattr(text_config, name, None) for name in names))

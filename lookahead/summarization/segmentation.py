@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Break(IntEnum):
-    """What ends with a piece of text. A document is better cut at a higher value."""
+    """The kind of break after a piece of text. Cuts at higher values are better."""
 
     NOTHING = 0  # a heading belongs to the text after it
     LINE = 1
@@ -19,7 +19,7 @@ class Break(IntEnum):
 
 
 class Piece(NamedTuple):
-    """A stretch of a document with the whitespace that follows it."""
+    """A piece of a document with its trailing whitespace."""
 
     text: str
     end: Break
@@ -34,7 +34,7 @@ _CHAPTER = (
     r"(?:chapter|part|book|volume|section|act|scene|canto|letter|stave|appendix|kapitel|teil|chapitre|partie"
     r"|cap[ií]tulo|parte|capitolo|hoofdstuk|глава|часть)"
 )
-# Every alternative begins at a line start and has a bounded length: no text takes quadratic time.
+# Every alternative begins at a line start and has a bounded length, so that no text takes quadratic time.
 _HEADING = re.compile(
     rf"""
     ^(?:
@@ -64,11 +64,11 @@ _ABBREVIATION = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-# Abbreviations only before a number: "No. 5", but "No. It is not."
+# Abbreviations before a number only: "No. 5", but "No. It is not."
 _NUMBERED = re.compile("no|nos|fig|figs|eq|eqs|art|p|para|ref", re.IGNORECASE)
 _OPENERS = "\"'“‘«([{*_¿¡—- "
 
-# A run of stops is matched as a whole, whether it ends a sentence or not: no text takes quadratic time.
+# A run of stops is one match, whether it ends a sentence or not, so that no text takes quadratic time.
 _BOUNDARY = re.compile(
     r"""
       (?P<stop>[.!?…]+)["'”’»)\]}*_]*(?P<gap>\s*)
@@ -82,10 +82,10 @@ _WORD_REACH = 24  # characters
 
 
 def split_pieces(text: str) -> list[Piece]:
-    """Cut a text between its lines and sentences and before its headings.
+    """Cut a text between lines, between sentences and before headings.
 
     A section begins with a heading: a markdown heading, an underlined line, a rule, or a line such as "Chapter IX"
-    after an empty line. A paragraph ends at an empty line. The pieces joined are the text again.
+    after an empty line. A paragraph ends at an empty line. The joined pieces equal the text.
     """
     pieces: list[Piece] = []
     start = 0
@@ -93,7 +93,7 @@ def split_pieces(text: str) -> list[Piece]:
         before = text[max(0, match.start() - _LINE_REACH) : match.start()]
         words = before.rstrip()
         if match["alone"] is not None and words and before.count("\n", len(words)) < 2:
-            continue  # the line before is not empty
+            continue  # the previous line is not empty
         begin = max(start, match.start())  # the previous heading ends with the indentation of this one
         pieces += _section_pieces(text[start:begin])
         start = match.end()
@@ -105,11 +105,11 @@ def split_pieces(text: str) -> list[Piece]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cut a text between its sentences.
+    """Cut a text between sentences.
 
     A sentence ends at an empty line, and at `.`, `!`, `?` or `…` with closing quotes and brackets if a new sentence
     begins after it. Abbreviations ("Dr. Watson"), initials ("J. R. Smith"), "e.g.", decimal numbers and single line
-    breaks do not end a sentence. Each has the whitespace that follows it: joined they are the text again.
+    breaks do not end a sentence. Sentences keep their trailing whitespace: joined, they equal the text.
     """
     sentences: list[str] = []
     start = 0
@@ -134,7 +134,7 @@ def _ends_a_sentence(text: str, start: int, match: re.Match[str]) -> bool:
     index = match.end()
     while index < len(text) and text[index] in _OPENERS:
         index += 1
-    following = text[index : index + 1]  # the first character that is no quote, bracket or space; empty at the end
+    following = text[index : index + 1]  # the first character after quotes, brackets and spaces; empty at the end
     if following.islower():
         return False  # "What?" she said. Hm ... perhaps.
     if match["stop"] != ".":
@@ -143,13 +143,13 @@ def _ends_a_sentence(text: str, start: int, match: re.Match[str]) -> bool:
     word = last[0] if last is not None else ""
     if _NUMBERED.fullmatch(word):
         return not following.isdigit()
-    # "J." is an initial, "e.g." and "U.S." have full stops of their own, and "I." ends a sentence.
+    # "J." is an initial, "e.g." and "U.S." contain full stops, and "I." ends a sentence.
     is_initials = word != "I" and all(len(letter) == 1 and letter.isalpha() for letter in word.split("."))
     return not is_initials and _ABBREVIATION.fullmatch(word) is None
 
 
 def _section_pieces(section: str) -> Iterator[Piece]:
-    """The lines of the sentences of a section; the last line ends the section."""
+    """The lines of each sentence of a section. The last line ends the section."""
     sentences = split_sentences(section)
     for number, sentence in enumerate(sentences, start=1):
         *lines, last = _LINE.findall(sentence)

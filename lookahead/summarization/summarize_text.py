@@ -1,4 +1,4 @@
-"""`lookahead.summarize`. Importing this module loads no torch, so that `import lookahead` stays quick."""
+"""`lookahead.summarize`. This module does not import torch at load time, so that `import lookahead` stays fast."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def summarize(
     Args:
         text: The document, or the `pathlib.Path` of its file: text, HTML, PDF or Word. A string is always the text
             itself.
-        model: Any causal language model. Without model and tokenizer the default one of `lookahead.load` is used; it is
-            loaded once per process. Most of its summaries would loop, so that it writes no 8 tokens in a row that the
-            text or the summary holds; a model that you pass writes as its generation configuration says.
+        model: Any causal language model. Without model and tokenizer, the default of `lookahead.load` is used and
+            loaded once per process. It is decoded with `no_repeat_ngram_size=8`, since most of its summaries would
+            loop. A model that you pass follows its own generation configuration.
         tokenizer: The tokenizer of `model`.
-        max_new_tokens: Most tokens of the summary.
-        num_beams: Beams of the search, at least 1; `None` means the model's own number, which is 1 for most.
-        config: How drafts are made; it changes the speed, never the summary.
+        max_new_tokens: Maximum number of tokens of the summary.
+        num_beams: Beams of the search, at least 1; `None` uses the model's own number, usually 1.
+        config: How drafts are made; it changes the speed, not the summary.
         overlap: Tokens at the end of a part that the next part repeats.
-        refine: Whether the parts are read in order, each with the summary so far; the model must follow instructions.
-        keep_parts: Whether the `tree` of the summary holds the summaries of the parts, level by level.
+        refine: Whether the parts are read in order, each with the summary so far. The model must follow instructions.
+        keep_parts: Whether the summaries of the parts are kept in `Summary.tree`, level by level.
 
     Returns:
         The summary; `str()` of it is its text.
@@ -59,8 +59,8 @@ def summarize(
     Raises:
         ConfigError: `max_new_tokens`, `num_beams` or `overlap` is out of range, the model cannot refine, only one of
             `model` and `tokenizer` was given, or an argument has a wrong type.
-        DocumentError: The text has no letter or digit or is the name of a file, the file cannot be read, or the model
-            wrote nothing about it.
+        DocumentError: The text has no letter or digit or is the name of a file, the file cannot be read, or the summary
+            is empty.
         UnsupportedModelError: The model cannot be served, or the default one is not installed.
     """
     from lookahead.generation.validation import check_config, check_pair

@@ -1,4 +1,4 @@
-"""Summaries of documents of any length with one model: of one document, or of many in the rows of one scheduler."""
+"""Summaries of documents of any length: of one document, or of many in the rows of one scheduler."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Summarizer:
     Args:
         model: Any causal language model, or an encoder-decoder.
         tokenizer: The tokenizer of `model`.
-        max_new_tokens: Most tokens of a summary, at least 1.
-        num_beams: Beams of the search, at least 1; `None` means the model's own number.
+        max_new_tokens: Maximum number of tokens of a summary, at least 1.
+        num_beams: Beams of the search, at least 1; `None` uses the model's own number.
         sampling: Options of `model.generate`, such as `repetition_penalty` or `stop_strings`; greedy without
             `do_sample`.
         seed: Seeds torch's random numbers before every call that samples.
         config: How drafts are made.
-        compare: Whether every document is decoded plainly too.
-        request: What the model is asked for; `None` is a summary in two sentences.
+        compare: Whether every document is also decoded plainly.
+        request: The instruction for the model; `None` asks for a summary in two sentences.
         keep_parts: Whether a summary has a `tree`.
-        predicts: Whether documents may come with predictions of their summaries.
+        predicts: Whether documents may have predictions of their summaries.
 
     Raises:
-        ConfigError: A number is out of its range, no document would fit, or the model cannot follow the request.
+        ConfigError: A number is out of range, no document would fit, or the model cannot follow the request.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Summarizer:
     ) -> None:
         self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
         self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
-        # Is told how far a document is, where it is the only one that is being summarized.
+        # Receives the progress of a document if it is the only one being summarized.
         self.on_progress: Callable[[Progress], None] | None = None
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._compare, self._keep_parts, self._predicts = compare, keep_parts, predicts
@@ -82,13 +82,18 @@ class Summarizer:
         self._num_beams: int = num_beams or own or 1
         self._sampling = {"do_sample": False, **(sampling or {})}
         self._seed = seed if self._sampling["do_sample"] else None
-        # Whether prompts of other documents are not decoded with those of one.
+        # Whether documents are summarized one after the other.
         self._is_alone = compare or self._num_beams > 1 or self._seed is not None
 
     def summarize(self, text: str, prediction: str | None = None) -> Summary:
-        """Summarize one document; `prediction` is what its summary will largely be.
+        """Summarize one document.
 
-        DocumentError if it has no letter or digit, or the model wrote nothing about it.
+        Args:
+            text: The document.
+            prediction: A text that the summary will largely repeat, to draft from.
+
+        Raises:
+            DocumentError: The document has no letter or digit, or the summary is empty.
         """
         pipeline, plain = self.begin(text), PlainFigures()
         while pipeline.summary is None:
@@ -106,31 +111,35 @@ class Summarizer:
         return replace(pipeline.summary, plain=plain if self._compare else None)
 
     def summarize_all(self, documents: Iterable[Document | None], rows: int | None = None) -> Iterator[Outcome]:
-        """Summarize many documents, the prompts of several decoded together, in the order in which they are done.
+        """Summarize many documents with the prompts of several decoded together, and yield them as they finish.
 
-        A document is taken when a row is free for it, so memory does not grow with their number; `rows`, 1 to 1024, is
-        decided if `None`. One that cannot be summarized is rejected alone. The summaries are those of `summarize`. With
-        `compare`, beams or sampling, documents are summarized one after the other. A stream of documents may give None,
-        while documents that it gave are not done, to say that the next one has not come yet.
+        A document is taken when a row is free, so memory does not grow with their number. A document that cannot be
+        summarized is rejected; the others continue. The summaries equal those of `summarize`. With `compare`, beams or
+        sampling, documents are summarized one after the other.
+
+        Args:
+            documents: The documents. `None` means that the next one has not arrived yet, allowed while others are
+                unfinished.
+            rows: Prompts decoded together, 1 to 1024; `None` chooses automatically.
         """
         if self._is_alone:
             return (self.summarize_or_reject(document) for document in documents if document is not None)
         return _BatchSummarizer(self, rows).run(documents)
 
     def rows_together(self, rows: int | None = None) -> int:
-        """The number of prompts that `summarize_all` decodes together for this argument."""
+        """The number of prompts that `summarize_all` decodes together for this `rows`."""
         return 1 if self._is_alone else self.open_scheduler(rows).rows
 
     def summarize_or_reject(self, document: Document) -> Outcome:
-        """Summarize one document, or tell why it cannot be."""
+        """Summarize one document, or return the reason why it cannot be summarized."""
         try:
             return Summarized(document, self.summarize(document.text, document.prediction))
-        except Exception as error:  # also out of memory, or a panic of a tokenizer: the other documents go on
+        except Exception as error:  # also out of memory, or a tokenizer panic: the other documents continue
             kind = "" if isinstance(error, LookaheadError) else f"{type(error).__name__}: "
             return Reject(document.id, f"{document.id}: {kind}{' '.join(str(error).split())}", document)
 
     def warm_up(self) -> None:
-        """Decode a few tokens with every proposer, so that compiling is not charged to the first document."""
+        """Decode a few tokens with every proposer, so that the first document does not pay for compilation."""
         prompts = self.fitter.prompts(self.fitter.fit("One, two, three. One, two, three.").parts)
         everything = replace(self._config or LookaheadConfig(), draft="fixed", min_probability=0.0)
         self._generate(prompts[:1], 12, config=everything, num_beams=1)
@@ -149,7 +158,7 @@ class Summarizer:
         return scheduler
 
     def report(self, pipeline: SummaryPipeline, outputs: int, tokens: int) -> None:
-        """Tell `on_progress` how far a document is; the arguments are those of `SummaryPipeline.progress`."""
+        """Report the progress of a document to `on_progress`; for the arguments see `SummaryPipeline.progress`."""
         if self.on_progress is not None:
             self.on_progress(pipeline.progress(outputs, tokens))
 
@@ -160,19 +169,19 @@ class Summarizer:
         prediction: str | None = None,
         on_outputs: Callable[[int], None] = lambda _: None,
     ) -> tuple[list[GenerationResult], PlainFigures]:
-        """Continue each prompt by at most `limit` tokens, as many together as the cache has room for.
+        """Continue each prompt by at most `limit` tokens, with as many prompts in a batch as the cache has room for.
 
         Args:
             prompts: The prompts.
-            limit: Most new tokens of each.
-            prediction: What their outputs will largely be.
-            on_outputs: Is told how many outputs are written, before every call of the model.
+            limit: Maximum number of new tokens of each.
+            prediction: A text that the outputs will largely repeat.
+            on_outputs: Receives the number of finished outputs before each batch.
         """
         ids: list[list[int]] = self._tokenizer(list(prompts), **self._encoding, verbose=False)["input_ids"]
         room = cache_tokens_of(self._model, _ROWS_TOGETHER) // (max(map(len, ids)) + limit)
         rows = max(1, min(_ROWS_TOGETHER // self._num_beams, room))
         if self._compare and "stop_strings" in self._sampling:
-            rows = 1  # transformers pads an output that ended before others of its batch, and does not tell where
+            rows = 1  # in a batch, transformers pads outputs that end early, and does not report where
         done: list[GenerationResult] = []
         plain = PlainFigures()
         for start in range(0, len(prompts), rows):
@@ -198,7 +207,7 @@ class Summarizer:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A document on its way to a summary, and the outputs of its current round by the index of their prompt."""
+    """A document in progress, with the outputs of its current round by prompt index."""
 
     document: Document
     pipeline: SummaryPipeline = field(init=False)
@@ -212,12 +221,12 @@ class _BatchSummarizer:
         self._summarizer, self._rows = summarizer, rows
         self._scheduler = summarizer.open_scheduler(rows)
         self._numbers = count()
-        self._queue: deque[tuple[_Task, int]] = deque()  # tasks and indices of the prompts that wait
-        self._running: dict[int, tuple[_Task, int]] = {}  # likewise for those being decoded, by their number
+        self._queue: deque[tuple[_Task, int]] = deque()  # tasks and indices of waiting prompts
+        self._running: dict[int, tuple[_Task, int]] = {}  # the same for prompts in the scheduler, by number
         self._outcomes: list[Outcome] = []
 
     def run(self, documents: Iterable[Document | None]) -> Iterator[Outcome]:
-        """Summarize documents. If taking one raises, those before it are finished and yielded first."""
+        """Summarize documents. If `documents` raises, the documents before it are finished and yielded first."""
         source, is_open = iter(documents), True
         error: Exception | None = None
         while True:
@@ -230,7 +239,7 @@ class _BatchSummarizer:
                 except Exception as raised:
                     error, is_open = None if isinstance(raised, StopIteration) else raised, False
                     continue
-                if document is None:  # none has come yet
+                if document is None:  # not arrived yet
                     break
                 with self._alone_after_error(task := _Task(document)):
                     task.pipeline = self._summarizer.begin(document.text)
@@ -247,7 +256,7 @@ class _BatchSummarizer:
 
     @contextmanager
     def _alone_after_error(self, task: _Task) -> Iterator[None]:
-        """Summarize a document by itself after an error, which gives the right one if it cannot be summarized."""
+        """Summarize a document alone after an error, so that a reject holds the document's own error."""
         try:
             yield
         except Exception:
@@ -256,7 +265,7 @@ class _BatchSummarizer:
             self._outcomes.append(self._summarizer.summarize_or_reject(task.document))
 
     def _report(self) -> None:
-        """Tell how far the document is, if it is the only one."""
+        """Report the progress of the document if it is the only one."""
         tasks = {task for task, _ in (*self._running.values(), *self._queue)}
         if len(tasks) == 1:
             (task,) = tasks
@@ -273,7 +282,7 @@ class _BatchSummarizer:
             self._scheduler.put(number, pipeline.prompts[index], pipeline.limit, prediction)
 
     def _step(self) -> None:
-        """Run one step of the scheduler. If it fails, every document in its rows is summarized alone."""
+        """Run one step of the scheduler. If it fails, summarize every document in its rows alone."""
         try:
             completions = self._scheduler.step()
         except Exception as error:
@@ -283,13 +292,13 @@ class _BatchSummarizer:
                     raise error
             return
         for completion in completions:
-            if completion.index in self._running:  # else its document was summarized alone
+            if completion.index in self._running:  # else its document was already summarized alone
                 task, index = self._running.pop(completion.index)
                 with self._alone_after_error(task):
                     self._finish(task, index, completion)
 
     def _finish(self, task: _Task, index: int, completion: Completion) -> None:
-        """Take the output of a prompt, and end the round after the last one."""
+        """Store the output of a prompt, and end the round after the last one."""
         if completion.error is not None:
             raise completion.error
         task.done[index] = completion
