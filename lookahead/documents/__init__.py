@@ -1,1 +1,1 @@
-"""Input documents: find the files that an argument names, and read them."""
+"""Input documents: resolve arguments to files, and read the files."""

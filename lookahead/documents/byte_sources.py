@@ -1,4 +1,4 @@
-"""Files, URLs and standard input as byte streams with bounds on memory, disk and waiting time."""
+"""Files, URLs and standard input as byte streams with limits on memory, disk space and waiting time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lookahead.errors import DocumentError, one_line
 
 STDIN = "-"
 MEGABYTE = 1 << 20
-TIMEOUT_S = 120.0  # for each answer of a server, and for the first byte of a pipe
-MAX_COPIED_BYTES = 16 << 30  # bytes of a temporary file
+TIMEOUT_S = 120.0  # for each response of a server, and for the first byte of a pipe
+MAX_COPIED_BYTES = 16 << 30  # maximum size of a temporary file
 Answer = TypeVar("Answer")
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*(::[a-zA-Z0-9+.-]+)*://")
 _EXTRA = "pip install 'lookahead-decoding[remote]'"
@@ -33,7 +33,7 @@ def is_url(path: str) -> bool:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system that reads a URL, and the path in it; DocumentError if no installed package does."""
+    """The fsspec file system of a URL, and the path in it; DocumentError if no installed package reads the URL."""
     from fsspec.core import url_to_fs
 
     system, path = ask(url, lambda: url_to_fs(url))
@@ -44,9 +44,11 @@ def file_system(url: str) -> tuple[Any, str]:
 def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[Any]]:
     """Open a file, a URL or standard input (`-`) for reading bytes.
 
-    With `seekable`, a stream without `seek` is copied to a temporary file, which takes at most half of the free space.
-    DocumentError if the path is a device, a URL cannot be opened or read, or a pipe stays empty; OSError if a file
-    cannot be opened or read.
+    With `seekable`, a stream without `seek` is copied to a temporary file, which uses at most half of the free space.
+
+    Raises:
+        DocumentError: The path is a device, a URL cannot be opened or read, or a pipe stays empty.
+        OSError: A file cannot be opened or read.
     """
     with ExitStack() as stack:
         if path == STDIN:
@@ -76,7 +78,7 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
 
 
 def in_time(call: Callable[[], Answer], seconds: float) -> Answer:
-    """The result of a call to a server; TimeoutError if it does not answer within so many seconds."""
+    """The result of a call to a server; TimeoutError if it takes longer than `seconds`."""
     answer: Future[Answer] = Future()
 
     def ask() -> None:
@@ -90,12 +92,12 @@ def in_time(call: Callable[[], Answer], seconds: float) -> Answer:
         return answer.result(seconds)
     except TimeoutError:
         if answer.done():
-            raise  # the driver's own
+            raise  # raised by the driver
         raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
 def ask(url: str, call: Callable[[], Answer]) -> Answer:
-    """The result of a call to the fsspec driver of a URL; its errors, of dozens of types, become a `DocumentError`."""
+    """The result of a call to the fsspec driver of a URL. Its many error types become a `DocumentError`."""
     try:
         return in_time(call, TIMEOUT_S)
     except FileNotFoundError as error:
@@ -108,7 +110,7 @@ def ask(url: str, call: Callable[[], Answer]) -> Answer:
 
 @contextmanager
 def read_errors(path: str, kind: str) -> Iterator[None]:
-    """Turn the errors of a library about a damaged file, which have dozens of types, into one that names the file."""
+    """Turn the many error types of a library for damaged files into a `DocumentError` that names the file."""
     try:
         yield
     except DocumentError:
@@ -127,12 +129,12 @@ def read_bounded(path: str, limit: int) -> bytes:
 
 
 def too_long(place: str, limit: int) -> str:
-    """The message about a document of more than `limit` bytes."""
+    """The error message for a document of more than `limit` bytes."""
     return f"{place}: longer than {limit / MEGABYTE:.3g} MB; --max-document-mb raises the limit"
 
 
 def bounded_lines(file: IO[AnyStr], limit: int) -> Iterator[tuple[int, AnyStr | None]]:
-    """The offset and the bytes or characters of each line; `None` for more than `limit`, which memory never holds."""
+    """The offset and the content of each line; `None` for a line over `limit`, which is not kept in memory."""
     offset = 0
     while line := file.readline(limit + 2):
         length = len(line)

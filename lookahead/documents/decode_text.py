@@ -1,4 +1,4 @@
-"""Documents, and the text in the bytes of a file of any format."""
+"""Documents, and the extraction of text from files of any supported format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lookahead.errors import DocumentError, count, one_line
 
 DocumentId = str | int
 
-_BYTE_ORDER_MARKS = {  # UTF-32 first: its little-endian mark begins with that of UTF-16
+_BYTE_ORDER_MARKS = {  # UTF-32 first: its little-endian mark begins with the UTF-16 mark
     "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
@@ -34,14 +34,14 @@ _BREAKS = {f"{_WORD}p": "\n\n", f"{_WORD}br": "\n", f"{_WORD}cr": "\n", f"{_WORD
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with its name.
+    """A text with its id.
 
-    The id is the path of a file, `"-"` for standard input; of a line or row its id field, or `path:line`.
+    The id is the path of the file, or `"-"` for standard input. For a line or row it is the id field, or `path:line`.
     """
 
     id: DocumentId
     text: str  # not empty
-    prediction: str | None = None  # what is written about it will largely be this
+    prediction: str | None = None  # a text that the output will largely repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,15 @@ class Reject:
 
 
 def decode_bytes(data: bytes, name: str, start: int = 0) -> str:
-    """Decode UTF-8 text, or UTF-16 or UTF-32 text with a byte order mark, that begins at byte `start` of a file.
+    """Decode text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
 
-    DocumentError, with the name of the file and the byte offset in it, if the bytes are something else.
+    Args:
+        data: The bytes.
+        name: The name of the file, for error messages.
+        start: The byte offset of `data` in the file.
+
+    Raises:
+        DocumentError: The bytes are not text. The message has the name of the file and the byte offset.
     """
     for magic, what, tool in _KNOWN_FORMATS:
         if data.startswith(magic):
@@ -74,12 +80,12 @@ def decode_bytes(data: bytes, name: str, start: int = 0) -> str:
 
 
 def encoding_of(data: bytes) -> str:
-    """The encoding that a byte order mark declares, else UTF-8."""
+    """The encoding of the byte order mark, else UTF-8."""
     return next((encoding for encoding, marks in _BYTE_ORDER_MARKS.items() if data.startswith(marks)), "utf-8")
 
 
 def check_words(text: str, where: str = "") -> None:
-    """Refuse a text without a letter or digit with a DocumentError, whose message begins with `where`."""
+    """Raise a DocumentError for a text without a letter or digit. The message begins with `where`."""
     if not text.strip():
         raise DocumentError(f"{where}the document is empty")
     if not any(map(str.isalnum, text)):
@@ -88,14 +94,14 @@ def check_words(text: str, where: str = "") -> None:
 
 
 def checked(text: str, place: str) -> str:
-    """The text in valid Unicode, which every tokenizer can encode, if it has words (`check_words`)."""
+    """The text in valid Unicode, which every tokenizer can encode; DocumentError if it has no words (`check_words`)."""
     check_words(text, f"{place}: ")
-    # JSON can hold half of a surrogate pair, which is no character. Such halves are joined or replaced.
+    # JSON can hold halves of surrogate pairs. They are joined, or replaced if the other half is missing.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def text_of(data: bytes, path: str, format: Format, limit: int) -> str:
-    """The text in the bytes of a file, a web page, a PDF or a Word file, of at most `limit` bytes unpacked."""
+    """The text in the bytes of a text file, web page, PDF or Word file; DocumentError if it unpacks to over `limit`."""
     if format == "text" and is_url(path):  # most web addresses have no suffix
         begin = data[:1024].removeprefix(codecs.BOM_UTF8).lstrip().lower()
         is_page = begin.startswith(b"<") and re.search(rb"<(!doctype )?html\b", begin)
@@ -109,7 +115,7 @@ def text_of(data: bytes, path: str, format: Format, limit: int) -> str:
 
 
 def _html_text(trafilatura: Any, data: bytes, path: str, limit: int) -> str:
-    """The main text of a web page without menus, advertisements and footers. The page declares its own encoding."""
+    """The main text of a web page without menus, advertisements and footers. The encoding is declared in the page."""
     text: str | None = trafilatura.extract(data, include_comments=False, favor_recall=True)
     if not text:
         raise DocumentError(f"{path}: no main text found in this page")
@@ -119,7 +125,7 @@ def _html_text(trafilatura: Any, data: bytes, path: str, limit: int) -> str:
 def _pdf_text(pypdf: Any, data: bytes, path: str, limit: int) -> str:
     pages: list[str] = []
     size = 0
-    log = logging.getLogger("pypdf")  # it says something about every damaged page
+    log = logging.getLogger("pypdf")  # it logs every damaged page
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
@@ -143,7 +149,7 @@ def _pdf_text(pypdf: Any, data: bytes, path: str, limit: int) -> str:
 
 
 def _docx_text(docx: Any, data: bytes, path: str, limit: int) -> str:
-    """The text of a Word file with its tables, without headers and footers; it may unpack to `limit` bytes."""
+    """The text of a Word file with tables, without headers and footers. The file may unpack to `limit` bytes."""
     if data.startswith(_OLD_WORD):
         raise DocumentError(f"{path}: an old or encrypted Word file; save it as .docx without a password")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:  # an entry never yields more bytes than it declares

@@ -1,4 +1,4 @@
-"""The files that the arguments of a command name: inputs to read, and outputs to write."""
+"""The files in the arguments of a command: inputs to read, and outputs to write."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SUFFIXES: dict[str, Format] = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-# Optional packages of a format: what to say, the extra that installs them, and their modules.
+# Optional packages of a format: the error message, the extra that installs them, and their modules.
 PACKAGES: dict[Format, tuple[str, str, tuple[str, ...]]] = {
     "html": ("HTML needs trafilatura", "html", ("trafilatura",)),
     "pdf": ("PDF needs pypdf", "documents", ("pypdf",)),
@@ -37,20 +37,20 @@ PACKAGES: dict[Format, tuple[str, str, tuple[str, ...]]] = {
     "parquet": ("Parquet needs pyarrow", "tables", ("pyarrow", "pyarrow.parquet")),
 }
 _ONE_TEXT = ("text", "html", "pdf", "docx")
-_MANIFEST = ".manifest.json"  # of a job, beside its results
-# Suffixes of all that a job writes.
+_MANIFEST = ".manifest.json"  # of a job, next to its results
+# Suffixes of all files that a job writes.
 _OF_JOBS = ("", _MANIFEST, ".rejects.jsonl", ".running.jsonl", ".report.html", ".recovered.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One file, URL, or standard input."""
+    """A file, a URL, or standard input."""
 
     path: str  # as the user wrote it; `"-"` is standard input
-    field: str | None = None  # of each line or row with the document; `None` if the whole file is one document
+    field: str | None = None  # the field with the document in each line or row; `None`: the file is one document
     format: Format = "text"
-    id_field: str | None = None  # of each line or row that must hold an id; `None` if the field `id` may hold one
-    prediction_field: str | None = None  # of each line or row that may hold what will be written about the document
+    id_field: str | None = None  # the field that must hold an id; `None`: the field `id` may hold one
+    prediction_field: str | None = None  # the field that may hold a prediction of the output
 
 
 def find_inputs(
@@ -64,21 +64,21 @@ def find_inputs(
 ) -> list[Input]:
     """Resolve paths, folders, URLs, patterns and `-` to inputs, each path once, in the order given.
 
-    A folder stands for all files of known suffixes in it and below. `**` in a pattern matches folders of any depth. The
-    suffix of a file tells its format, and unknown suffixes mean text. Standard input is JSON lines if a field is given.
+    A folder stands for all files of known suffixes in it and its subfolders. `**` in a pattern matches folders of any
+    depth. The format follows from the suffix; unknown suffixes mean text. Standard input is JSON lines if a field is
+    given.
 
     Args:
         arguments: Paths, folders, URLs, patterns, or `-`.
         field: The field or column with the document; the default is `text`.
         id_field: The field or column that must hold an id; if None, the field `id` may hold one.
-        prediction_field: The field or column that may hold what will be written about the document.
-        leave_out: Files of folders that are not read, since a job writes them.
-        on_skip: Is called for every other file of a folder that is not taken, except hidden ones, with its path and the
-            reason.
+        prediction_field: The field or column that may hold a prediction of the output.
+        leave_out: Files in folders that are not read, since a job writes them.
+        on_skip: Receives the path of every other skipped file in a folder, except hidden files, with the reason.
 
     Raises:
-        DocumentError: A path does not exist, a folder or pattern has no file to read, no input has the fields given, or
-            the reader of a format is not installed.
+        DocumentError: A path does not exist, a folder or pattern has no file to read, a field is given but no input has
+            fields, or the reader of a format is not installed.
     """
     if "" in (field, id_field, prediction_field):
         raise DocumentError("a field or column must have a name, got ''")
@@ -103,7 +103,7 @@ def find_inputs(
 
 
 def load_packages(format: Format, path: str) -> tuple[Any, ...]:
-    """The modules that read a format of `PACKAGES`; DocumentError with what to install for the path if they lack."""
+    """The modules that read a format of `PACKAGES`; DocumentError with the install command if one is missing."""
     needs, extra, modules = PACKAGES[format]
     try:
         return tuple(map(import_module, modules))
@@ -112,7 +112,7 @@ def load_packages(format: Format, path: str) -> tuple[Any, ...]:
 
 
 def check_output(path: Path, inputs: Sequence[Input], *, overwrite: bool) -> None:
-    """Refuse an output that cannot be written or would destroy a file with a ConfigError, before any work is done."""
+    """Raise a ConfigError, before any work, for an output that cannot be written or would overwrite a file."""
     for source in inputs:
         local = source.path.removeprefix("file://")
         if source.path != STDIN and os.path.exists(local) and path.exists() and path.samefile(local):
@@ -174,7 +174,7 @@ def _walk(folder: Path, on_skip: Skip) -> Iterator[str]:
 
 
 def _expand_url(url: str, on_skip: Skip) -> list[str]:
-    """The URLs that a URL names: itself, or the files of a folder or pattern if its file system has such."""
+    """The URL itself, or the URLs of the files of a folder or pattern if its file system supports them."""
     system, path = file_system(url)
     if url.lower().startswith(("http://", "https://")):
         return [url]  # HTTP has neither folders nor patterns, and a `?` begins a query
@@ -184,13 +184,13 @@ def _expand_url(url: str, on_skip: Skip) -> list[str]:
             raise DocumentError(f"{url}: no file matches this pattern")
         return [system.unstrip_protocol(name) for name in found]
     if not ask(url, lambda: system.isdir(path)):
-        return [url]  # reading it tells whether it exists
+        return [url]  # if it does not exist, reading it fails
     found = ask(url, lambda: sorted(system.find(path)))
     return _documents_of(url, [system.unstrip_protocol(name) for name in found], (), on_skip)
 
 
 def _documents_of(folder: str, names: Sequence[str], without: Collection[str], on_skip: Skip) -> list[str]:
-    """The files of a folder that hold documents, which the files that a job wrote there do not."""
+    """The files of a folder that hold documents, without the files that a job wrote there."""
     jobs = {name.removesuffix(_MANIFEST) for name in names if name.endswith(_MANIFEST)}
     of_jobs = {f"{results}{suffix}" for results in jobs for suffix in _OF_JOBS}
     known = []

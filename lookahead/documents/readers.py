@@ -1,4 +1,4 @@
-"""Reading and counting documents: files of one each, and JSON lines, CSV, TSV and Parquet with one per line or row."""
+"""Read and count documents: one per file, or one per line or row of JSON lines, CSV, TSV and Parquet."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lookahead.documents.inputs import DEFAULT_ID_FIELD, Input, load_packages
 from lookahead.errors import DocumentError
 
 DEFAULT_LIMIT = 64 * MEGABYTE
-_UNPACKED = 64 << 20  # bytes; a row group that unpacks to no more is read whatever its size in the file
-_MAX_UNPACK_RATIO = 100  # how many times its size in the file a larger row group may unpack to
+_UNPACKED = 64 << 20  # unpacked bytes up to which a row group is read at any compression ratio
+_MAX_UNPACK_RATIO = 100  # maximum compression ratio of a larger row group
 _UNPACKS_TOO_FAR = f"a group of rows that unpacks to more than {_MAX_UNPACK_RATIO} times its size is not read"
 _BATCH_ROWS = 1024
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
-_END = "\x1e"  # an extra last row: a quote that is not closed swallows it
+_END = "\x1e"  # an extra last row; an unclosed quote swallows it
 
 
 def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> Iterator[Document | Reject]:
-    """Read the documents of all inputs one at a time; one that cannot be read becomes a `Reject`.
+    """Read the documents of all inputs one at a time. A document that cannot be read becomes a `Reject`.
 
-    `limit` is the most bytes of a document, which is a file, a line or a value. No more are read into memory.
+    `limit` is the maximum size in bytes of a document: a file, a line or a value. No more are read into memory.
     """
     for source in inputs:
         try:
@@ -49,7 +49,7 @@ def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> It
 
 
 def count_documents(inputs: Sequence[Input]) -> int | None:
-    """The number of documents, or `None` where only reading the inputs would tell."""
+    """The number of documents, or `None` if counting them would mean reading the inputs."""
     total = 0
     try:
         for source in inputs:
@@ -62,7 +62,7 @@ def count_documents(inputs: Sequence[Input]) -> int | None:
                     total += parquet.ParquetFile(file).metadata.num_rows
             elif source.format == "jsonl" and is_file:
                 with open(source.path, "rb") as file:
-                    lines = bounded_lines(file, MEGABYTE)  # a line may be longer than the memory
+                    lines = bounded_lines(file, MEGABYTE)  # a line may be larger than memory
                     total += sum(1 for _, line in lines if line is None or line.strip())
             else:
                 return None
@@ -93,10 +93,10 @@ def _read_json_lines(source: Input, field: str, limit: int) -> Iterator[Document
 
 
 def _read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
-    """Read one document per row; the first names the columns. DocumentError if the rest cannot be read."""
+    """Read one document per row. The first row names the columns. DocumentError if the rest cannot be read."""
     csv.field_size_limit(min(limit, (1 << 31) - 1))
     with opened(source.path) as file:
-        wrong: list[DocumentError] = []  # about the lines of the current row
+        wrong: list[DocumentError] = []  # errors in the lines of the current row
         lines = chain(_csv_lines(file, source.path, limit, wrong), [_END])
         rows = csv.reader(lines, delimiter=_DELIMITERS[source.format])
         try:
@@ -125,7 +125,7 @@ def _read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reje
                 elif len(row) != len(names):
                     yield Reject(place, f"{place}: {len(row)} cells, and there are {len(names)} columns")
                 else:
-                    cells = dict(zip(names[::-1], row[::-1], strict=True))  # of equal names the first counts
+                    cells = dict(zip(names[::-1], row[::-1], strict=True))  # of equal names the first wins
                     yield _document(place, source, field, cells, limit)
         except csv.Error as error:
             where = f"{source.path}:{rows.line_num}"
@@ -160,9 +160,9 @@ def _read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | 
 
 
 def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file on this machine, without null fields; DocumentError if they cannot be read."""
+    """The rows of a local Parquet file, without null fields; DocumentError if they cannot be read."""
     _, parquet = load_packages("parquet", str(path))
-    with read_errors(str(path), "Parquet"), open(path, "rb") as file:  # pyarrow itself opens no name that is not text
+    with read_errors(str(path), "Parquet"), open(path, "rb") as file:  # pyarrow opens only names that are text
         for _, batches in _row_groups(parquet.ParquetFile(file), rows=_BATCH_ROWS):
             if batches is None:
                 raise DocumentError(f"{path}: {_UNPACKS_TOO_FAR}")
@@ -174,11 +174,11 @@ def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
 def _row_groups(
     table: Any, columns: Sequence[str] | None = None, most: int = _UNPACKED, rows: int = 1
 ) -> Iterator[tuple[int, Iterator[Any] | None]]:
-    """The row groups of an open Parquet file: the number of rows, and batches of at most `rows` rows or 64 MiB.
+    """The row groups of an open Parquet file: the number of rows, and batches of at most `rows` rows.
 
-    They are `None` for a group that would unpack to more than `most` bytes and more than 100 times its size in the
-    file: a value may be compressed a thousandfold, or be repeated in every row. The sizes are those that the file
-    declares, and no value is larger than its unpacked group.
+    A group over 64 MiB is read in smaller batches. The batches are `None` for a group that would unpack to more than
+    `most` bytes and to more than 100 times its size in the file: a value may be compressed a thousandfold, or repeated
+    in every row. The sizes are declared in the file. No value is larger than its unpacked group.
     """
     for number in range(table.num_row_groups):
         group = table.metadata.row_group(number)
@@ -194,7 +194,7 @@ def _row_groups(
 
 
 def _cell(batch: Any, name: str) -> object:
-    """The value of the first column of a name in a batch of one row, or the error that decoding it raises."""
+    """The value of the first column named `name` in a batch of one row, or the error from decoding it."""
     try:
         return batch.column(batch.schema.names.index(name))[0].as_py()
     except UnicodeDecodeError as error:
@@ -202,7 +202,7 @@ def _cell(batch: Any, name: str) -> object:
 
 
 def _utf8_lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """The lines as of `bounded_lines`, in UTF-8 whatever Unicode encoding the file has."""
+    """The lines of `bounded_lines` as UTF-8, for a file in any Unicode encoding."""
     encoding = encoding_of(file.peek(4)[:4])
     if encoding == "utf-8":
         yield from bounded_lines(file, limit)
@@ -218,9 +218,10 @@ def _utf8_lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[tupl
 
 
 def _csv_lines(file: io.BufferedReader, path: str, limit: int, wrong: list[DocumentError]) -> Iterator[str]:
-    """The lines of an open file as text; one that is none is added to `wrong` and yielded with its bytes escaped.
+    """The lines of an open file as text.
 
-    A line that is too long ends the file, since it is unknown where the next row begins.
+    A line that is not text is yielded with its bytes escaped, and its error is added to `wrong`. A line that is too
+    long raises a DocumentError for the rest of the file, since the start of the next row is unknown.
     """
     for number, (offset, data) in enumerate(_utf8_lines(file, path, limit), start=1):
         place = f"{path}:{number}"
@@ -230,12 +231,12 @@ def _csv_lines(file: io.BufferedReader, path: str, limit: int, wrong: list[Docum
             line = decode_bytes(data, place, offset)
         except DocumentError as error:
             wrong.append(error)
-            line = data.replace(b"\0", b"").decode("utf-8", "surrogateescape")  # csv takes zeros from Python 3.11 on
+            line = data.replace(b"\0", b"").decode("utf-8", "surrogateescape")  # csv accepts zeros since Python 3.11
         yield line
 
 
 def _check_names(source: Input, field: str, names: Collection[str], place: str) -> None:
-    """DocumentError if there is no field or column of the text, or of the id or the prediction where one is named."""
+    """Raise a DocumentError if the field of the text, or a named field of the id or the prediction, is missing."""
     named = {"--text-field": field, "--id-field": source.id_field, "--prediction-field": source.prediction_field}
     for option, needed in named.items():
         if needed is not None and needed not in names:
@@ -244,7 +245,7 @@ def _check_names(source: Input, field: str, names: Collection[str], place: str) 
 
 
 def _document(place: str, source: Input, field: str, record: Any, limit: int) -> Document | Reject:
-    """The document of a JSON value, or of a row by the names of its columns."""
+    """The document in a JSON value, or in a row given as a dict by column name."""
     name: DocumentId = place
     try:
         if not isinstance(record, dict):
@@ -267,7 +268,7 @@ def _document(place: str, source: Input, field: str, record: Any, limit: int) ->
         if not isinstance(prediction, str | None):
             held = f"a string or nothing, got {type(prediction).__name__}"
             raise DocumentError(f"{place}: field {source.prediction_field!r} must hold {held}")
-        if prediction is not None:  # no character of it can change the output, so that none is refused
+        if prediction is not None:  # no character is refused: a prediction cannot change the output
             prediction = prediction.encode("utf-8", "replace").decode()
         return Document(name, checked(text, place), prediction)
     except DocumentError as error:

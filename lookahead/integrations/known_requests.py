@@ -1,4 +1,4 @@
-"""Requests of an engine that passes rows of tokens and no names: each is recognized by its tokens."""
+"""Requests of an engine that passes rows of tokens without request ids. A request is recognized by its tokens."""
 
 from __future__ import annotations
 
@@ -12,24 +12,32 @@ from lookahead.ngram.chains import IntArray
 
 
 class KnownRequests:
-    """The requests of the rows of a batch, and those that left it and may come back.
+    """The requests in the rows of a batch, and requests that left it and may return.
 
-    A row belongs to the request whose tokens it begins with. Of a row that belongs to the same request as before, some
-    32 tokens are compared; of others all. A request that is in no row is set aside: it was finished, aborted or
-    preempted, and the engine does not tell which. One that comes back is found again. At most `max_aside` of together
-    `aside_tokens` tokens are kept, and the longest absent are forgotten.
+    A row belongs to the request whose tokens it begins with. If the request of a row is unchanged, about 32 tokens are
+    compared, else all. A request that is in no row is set aside, since it may return: the engine does not report
+    whether it was finished, aborted or preempted.
+
+    Args:
+        max_aside: Maximum number of requests set aside. The longest absent are dropped first.
+        aside_tokens: Maximum number of tokens of all requests set aside.
     """
 
     def __init__(self, max_aside: int, aside_tokens: int) -> None:
-        self.rows: list[ChainRequest | None] = []  # None where a row has none
-        self.aside: list[ChainRequest] = []  # those in no row, the longest absent first
+        self.rows: list[ChainRequest | None] = []  # None for a row without a request
+        self.aside: list[ChainRequest] = []  # requests in no row, the longest absent first
         self._max_aside, self._aside_tokens = max_aside, aside_tokens
 
     def match(self, tokens: IntArray, counts: NDArray[np.int64], wanted: Sequence[object]) -> list[ChainRequest]:
-        """Find the request of every row; returns those that left their rows in this call.
+        """Find the request of every row.
 
-        `tokens` are int32 `[rows or more, columns]`, `counts` int64 `[rows]` of them. A request that left may be found
-        for a row where `wanted` is true.
+        Args:
+            tokens: int32 `[rows or more, columns]`, the tokens of each row.
+            counts: int64 `[rows]`, the number of tokens of each row.
+            wanted: For each row, whether to look for its request among the requests that left.
+
+        Returns:
+            The requests that left their rows in this call.
         """
         rows: list[ChainRequest | None] = [None] * counts.size
         left = []
@@ -49,7 +57,7 @@ class KnownRequests:
                 loose = [request for request in loose if request is not rows[row]]
         self.rows = rows
         gone = [request for request in left if any(request is other for other in loose)]
-        # The longest absent requests beyond the limits are forgotten.
+        # Drop the longest absent requests beyond the limits.
         totals = np.cumsum([len(request) for request in reversed(loose)])
         kept = min(self._max_aside, int((totals <= self._aside_tokens).sum()))
         self.aside = loose[len(loose) - kept :]

@@ -1,9 +1,9 @@
-"""Drafts of lookahead inside vLLM, as a proposer of its own class.
+"""A proposer for vLLM that drafts with lookahead.
 
     vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 16,
         "model": "lookahead.integrations.vllm.LookaheadProposer"}'
 
-Neither vLLM nor torch is imported here.
+This module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lookahead.ngram.chain_proposer import NEVER, ChainProposer, ChainRequest
 from lookahead.ngram.chains import IntArray
 
 _log = logging.getLogger(__name__)
-_SHARED_EARLY = 16  # tokens of an output that requests beside it draft from before it ends
+_SHARED_EARLY = 16  # tokens after which concurrent requests may draft from an unfinished output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class VllmOptions:
 
     Attributes:
         pool: A pool file to draft from, made with the tokenizer of the model.
-        memory_tokens: Maximum number of tokens of earlier outputs, at least 1,024. The oldest half is forgotten when
-            they are full.
-        min_probability: Tokens less likely than this to be accepted are not drafted, from 0 to below 1.
+        memory_tokens: Maximum number of tokens of earlier outputs, at least 1,024. When full, the oldest half is
+            dropped.
+        min_probability: Minimum acceptance probability of a drafted token, from 0 to below 1.
 
     Raises:
-        ConfigError: A value is out of its range.
+        ConfigError: A value is out of range.
     """
 
     pool: str | None = None
@@ -55,7 +55,7 @@ class VllmOptions:
 
     @classmethod
     def of(cls, vllm_config: Any) -> VllmOptions:
-        """The options that a `VllmConfig` holds."""
+        """The options in a `VllmConfig`."""
         additional = getattr(vllm_config, "additional_config", None)
         given = additional.get("lookahead", {}) if isinstance(additional, Mapping) else {}
         if not isinstance(given, Mapping):
@@ -67,23 +67,23 @@ class VllmOptions:
 
 
 class LookaheadProposer:
-    """Drafts for vLLM: named in `speculative_config` with the method `custom_class`.
+    """Drafts for vLLM. It is named in `speculative_config` with the method `custom_class`.
 
-    Chains come from the text of each request, from outputs of earlier requests, and from a pool. How much of them is
-    verified is decided for the whole batch by the measured times of steps; where no draft pays, none is made. vLLM
-    accepts or rejects every drafted token, so drafts change the speed alone.
+    Chains come from the text of each request, from outputs of earlier requests, and from a pool. The draft lengths are
+    chosen for the whole batch from measured step times; nothing is drafted if drafts do not pay. vLLM accepts or
+    rejects every drafted token, so drafts change only the speed.
 
-    vLLM passes the tokens of every row of its batch and not whose they are; a request is recognized by its tokens. No
-    exception leaves `propose`: a fault is logged once, and nothing is drafted.
+    vLLM passes the tokens of every row of its batch without request ids, so a request is recognized by its tokens.
+    `propose` raises no exception: each type of fault is logged once, and nothing is drafted.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
-        clock: Seconds from some point on. By default those of this process's processors where the model runs on them,
-            so that other work beside does not count, and those of the wall elsewhere.
+        clock: Returns the time in seconds. The default is the CPU time of this process if the model runs on the CPU, so
+            that other processes do not count, else wall time.
 
     Raises:
-        ConfigError: `num_speculative_tokens` or an option of `VllmOptions` is out of its range.
-        PoolError: The pool file cannot be read, is damaged, or holds tokens that the model does not know.
+        ConfigError: `num_speculative_tokens` or an option of `VllmOptions` is out of range.
+        PoolError: The pool file cannot be read, is damaged, or holds tokens outside the model's vocabulary.
     """
 
     def __init__(self, vllm_config: Any, *, clock: Callable[[], float] | None = None) -> None:
@@ -108,10 +108,10 @@ class LookaheadProposer:
         device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
         self._clock = clock or (time.process_time if device == "cpu" else time.perf_counter)
         self._told: set[str] = set()
-        # Of the last call: tokens of each row, none if a row had no new ones; drafted tokens of all rows; seconds of
-        # drafting; and the time of the return.
+        # State of the last call: tokens of each row (empty if a row had no new tokens), drafted tokens of all rows,
+        # seconds of drafting, and the time of the return.
         self._before: tuple[list[int], int, float | None, float] = ([], 0, None, 0.0)
-        # Compile, or load from the cache, all that a step calls.
+        # Compile, or load from the cache, all functions that a step calls.
         proposer, known, lengths = ChainProposer(2), KnownRequests(1, 1), ChainLengths()
         tokens, counts = np.arange(2048, dtype=np.int32)[None] % 8, np.array([2048])
         known.rows = [proposer.start(tokens[0, :2])]
@@ -121,7 +121,7 @@ class LookaheadProposer:
         lengths.choose(path_probs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: there is no draft model. vLLM calls it."""
+        """Do nothing: there is no draft model. vLLM calls this method."""
 
     def propose(
         self,
@@ -133,10 +133,10 @@ class LookaheadProposer:
         """Draft for every row of the batch.
 
         Args:
-            sampled_token_ids: The tokens of the last step for each row; none where its prompt is not read to the end.
-            num_tokens_no_spec: int32 `[rows or more]`, the tokens of each row, these counted.
+            sampled_token_ids: The tokens of the last step for each row; empty while its prompt is being read.
+            num_tokens_no_spec: int32 `[rows or more]`, the number of tokens of each row, including the last step.
             token_ids_cpu: int32 `[rows or more, max_model_len]`, the tokens.
-            slot_mappings: Not read.
+            slot_mappings: Not used.
 
         Returns:
             For each row at most `num_speculative_tokens` tokens.
@@ -150,15 +150,15 @@ class LookaheadProposer:
 
     def _propose(self, sampled: Sequence[Sequence[int]], counts: NDArray[Any], tokens: NDArray[Any]) -> list[list[int]]:
         now, rows = self._clock(), len(sampled)
-        counts = np.array(counts[:rows], np.int64)  # a copy: vLLM changes its own in place
+        counts = np.array(counts[:rows], np.int64)  # a copy: vLLM changes the array in place
         if tokens.dtype != np.int32 or tokens.ndim != 2 or counts.shape != (rows,) or len(tokens) < rows:
             raise ValueError(f"{rows} rows need int32 tokens and as many counts, got {tokens.dtype} {tokens.shape}")
         lengths = counts.tolist()
         if rows and not 0 <= min(lengths) <= max(lengths) <= tokens.shape[1]:
             raise ValueError(f"rows hold 0 to {tokens.shape[1]} tokens, got {min(lengths)} to {max(lengths)}")
         before, drafted, host_s, then = self._before
-        # A step is timed if it did nothing but decode the rows of the step before. A row that gave no token in that one
-        # may have had the end of its prompt read in this one.
+        # A step is timed if it only decoded the rows of the previous step. A row without a token in the previous step
+        # may have read the end of its prompt in this one.
         if rows and all(sampled) and before == [n - len(new) for n, new in zip(lengths, sampled, strict=True)]:
             emitted = sum(lengths) - sum(before)
             self._lengths.observe(rows=rows, drafted=drafted, emitted=emitted, seconds=now - then, host_s=host_s)
@@ -196,7 +196,7 @@ class LookaheadProposer:
     def _match(
         self, sampled: Sequence[Sequence[int]], counts: NDArray[np.int64], tokens: IntArray
     ) -> list[ChainRequest | None]:
-        """The request of every row that new tokens came for; those that left are finished, and new ones started."""
+        """The request of every row with new tokens. Requests that left are finished, and new ones are started."""
         for gone in self._known.match(tokens, counts, sampled):
             self._proposer.finish(gone)
         rows = self._known.rows

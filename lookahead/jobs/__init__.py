@@ -1,1 +1,1 @@
-"""Jobs over many documents: lines of results, journals, resuming, estimates, and workers on a Ray cluster."""
+"""Jobs over many documents: results, journals, resuming, estimates, and workers on a Ray cluster."""

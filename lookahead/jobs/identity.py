@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 _repr = Repr()
 _repr.maxstring = 80
-shortened = _repr.repr  # of a value in an error message: a prompt may be pages long
-_OFF = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # values of options that change nothing
-_KEYS = {"generation_fingerprint": "manners"}  # fields that the manifest names otherwise, as it always did
+shortened = _repr.repr  # shortens a value in an error message: a prompt may be pages long
+_OFF = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # values that turn an option off
+_KEYS = {"generation_fingerprint": "manners"}  # names in the manifest, kept for compatibility
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
     """Everything that a summary depends on besides its document. Options that only change the speed do not count."""
 
-    model: str  # as given; not compared, so a model may be moved to another folder
+    model: str  # as given; not compared, so that a model may be moved
     weights: str  # a hash, 16 hexadecimal digits
-    tokenizer: str  # likewise
+    tokenizer: str  # a hash, 16 hexadecimal digits
     generation_fingerprint: str = ""  # a hash of the generation configuration and the chat template
     dtype: str
-    # By name: `JobSettings.identity`, `num_beams` if more than 1, and the other options of `model.generate` that differ
-    # from the model's own, with a seed if tokens are sampled.
+    # By name: `JobSettings.identity`, `num_beams` if above 1, options of `model.generate` that differ from the model's
+    # own, and the seed if tokens are sampled.
     options: Mapping[str, Any]
 
     @classmethod
@@ -72,7 +72,7 @@ class JobIdentity:
         return {**named, **self.options}
 
     def differences(self, other: Mapping[str, Any]) -> str:
-        """How another job, given by its `to_dict`, differs; empty if it does not."""
+        """The differences to another job, given by its `to_dict`; empty if there are none."""
         mine = self.to_dict()
         names = dict.fromkeys([*mine, *other])
         changed = [name for name in names if name != "model" and mine.get(name) != other.get(name)]
@@ -90,9 +90,9 @@ def text_hash(text: str) -> bytes:
 
 
 def key_of(name: DocumentId, content: bytes | str = "") -> bytes:
-    """16 bytes for an id, for the id and the text hash of a document, or for the id and error of an unreadable one.
+    """16 bytes for an id, for the id and text hash of a document, or for the id and error of an unreadable document.
 
-    Ids that a Parquet file may not tell apart have the same key: 5 and "5", a lone surrogate and its escape.
+    Ids that are equal in a Parquet file have the same key: 5 and "5", a lone surrogate and its escape.
     """
     what = content.hex() if isinstance(content, bytes) else content
     return xxhash.xxh3_128_digest(f"{name}\0{what}".encode("utf-8", "backslashreplace"))

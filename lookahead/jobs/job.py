@@ -1,4 +1,4 @@
-"""Run a job, which summarizes every document once and skips what an earlier run finished; or estimate its time."""
+"""Run a job, which summarizes every document once and skips documents finished by an earlier run; estimate its time."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 
 
 TRIED = 3  # documents that are summarized to measure the time
-MAX_TIMED_PARTS = 8  # parts of each that are summarized
+MAX_TIMED_PARTS = 8  # maximum parts summarized of each
 
-# Takes documents, and yields them as they finish: of a `Summarizer` in this process, or of a `WorkerPool` on a cluster.
+# Yields documents as they finish: `summarize_all` of a `Summarizer` in this process or of a `WorkerPool` on a cluster.
 SummarizeAll = Callable[[Iterable[Document]], Iterator["Summarized | Reject"]]
 
 
 @dataclass(slots=True)
 class JobTotals:
-    """What a job has done so far, in documents."""
+    """The progress of a job, in documents."""
 
     summarized: int = 0
-    copied: int = 0  # with the text of another, whose summary was copied
+    copied: int = 0  # whose summary was copied from a document with the same text
     earlier: int = 0  # finished by an earlier run
     rejected: int = 0  # failed, in this run or an earlier one
-    skipped: int = 0  # files of folders that were not read
+    skipped: int = 0  # files in folders that were not read
     cut: int = 0  # summaries cut off at the token limit
     loops: int = 0  # summaries that repeat one phrase up to their end
     stats: DecodingStats = field(default_factory=DecodingStats)
-    plain: PlainFigures | None = None  # of plain decoding, if it was asked for
-    straight: DecodingStats = field(default_factory=DecodingStats)  # those of summaries that do not loop
-    straight_plain: PlainFigures | None = None  # likewise
-    different: list[DocumentId] = field(default_factory=list)  # plain decoding gave other tokens
+    plain: PlainFigures | None = None  # figures of plain decoding, if requested
+    straight: DecodingStats = field(default_factory=DecodingStats)  # `stats` of summaries that do not loop
+    straight_plain: PlainFigures | None = None  # `plain` of summaries that do not loop
+    different: list[DocumentId] = field(default_factory=list)  # documents whose plain decoding gave other tokens
     notes: list[str] = field(default_factory=list)  # for the user
 
     @property
@@ -57,8 +57,7 @@ class JobTotals:
         return self.summarized + self.copied
 
 
-# Is told what became of a document after its line is written. One that needed no work, since it was finished before or
-# its text equals another, is told by its id.
+# Receives the outcome of a document after its line is written: its id alone if it was finished earlier or copied.
 JobObserver = Callable[["Summarized | Reject | DocumentId", JobTotals], None]
 
 
@@ -75,21 +74,21 @@ def run_job(
 ) -> None:
     """Summarize documents and write a line for each as soon as it is finished; sort the lines at the end.
 
-    A document that is summarized has a `ResultLine`, one that failed a `RejectLine`.
+    A summarized document gets a `ResultLine`, a failed document a `RejectLine`.
 
     Args:
         documents: The documents, and those that could not be read.
-        summarize_all: Summarizes documents, as `Summarizer.summarize_all`.
-        paths: The files to write. If they resume an earlier run, its documents are skipped, and those that failed too
-            unless they are to be retried.
-        identity: What the summaries depend on.
-        totals: Counts what is done. They are right at any time, also if the job is interrupted.
-        observer: Is told what became of a document after its line is written.
-        is_part: Whether the inputs hold more documents than `documents`; their lines are kept.
-        shown: Receives the JSON objects of the results if `paths` names no file for them.
+        summarize_all: Summarizes documents, like `Summarizer.summarize_all`.
+        paths: The files to write. If they resume an earlier run, its finished documents are skipped, and its failed
+            documents too unless `retry_rejects` is set.
+        identity: The settings that the summaries depend on.
+        totals: Is updated with every document. It is correct at any time, even if the job is interrupted.
+        observer: Receives the outcome of each document after its line is written.
+        is_part: Whether the inputs hold more documents than `documents`; the lines of the others are kept.
+        shown: Receives the JSON objects of the results if `paths` has no results file.
 
     Raises:
-        ConfigError: A file cannot be created, or the results are of another job.
+        ConfigError: A file cannot be created, or the results belong to another job.
         OSError: A line cannot be written; the lines before it are whole.
         ResultsError: Another program changed the files meanwhile; the lines are kept.
     """
@@ -115,10 +114,10 @@ class _Run:
         self, writer: Journal | Stream, identity: JobIdentity, totals: JobTotals, observer: JobObserver
     ) -> None:
         self._writer, self._identity, self._totals, self._observer = writer, identity, totals, observer
-        self._twins: dict[bytes, list[DocumentId]] = {}  # documents that wait for an equal text, by its hash
+        self._twins: dict[bytes, list[DocumentId]] = {}  # documents waiting for an equal text, by its hash
 
     def unfinished(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:
-        """The documents to summarize; the others are handled on the way."""
+        """Yield the documents to summarize, and handle all others."""
         for document in documents:
             if isinstance(document, Reject):
                 self.reject(document)
@@ -159,7 +158,7 @@ class _Run:
             self._copy(line, twin, content)
 
     def reject(self, reject: Reject) -> None:
-        """Write a document that failed, and those that waited for it: equal texts fail for the same reason."""
+        """Write the line of a failed document, and of the documents with the same text, which would fail too."""
         content = text_hash(reject.document.text) if reject.document else None
         twins = self._twins.pop(content, []) if content else []
         for each in (reject, *(Reject(name, reject.error) for name in twins)):
@@ -181,17 +180,17 @@ def select_documents(
     seed: int = 0,
     limit: int = DEFAULT_LIMIT,
 ) -> Iterator[Document | Reject]:
-    """All documents of the inputs, or the first of them or of a random sample, in their order.
+    """The documents of the inputs, in order: all, the first `first`, or a random sample.
 
     Args:
-        inputs: Where the documents are.
-        first: The number of documents, of the sample if one is drawn; `None` is all.
-        sample: The number of documents that are drawn at random, by reading the inputs once more; `None` is all.
-        seed: Of the drawing: the same seed draws the same documents.
-        limit: The largest size of a document, in bytes.
+        inputs: The inputs.
+        first: Maximum number of documents, taken after sampling; `None` takes all.
+        sample: The number of documents to draw at random, which reads the inputs twice; `None` takes all.
+        seed: The seed of the sample. The same seed draws the same documents.
+        limit: Maximum size of a document, in bytes.
 
     Raises:
-        ConfigError: A sample is to be drawn of an input that cannot be read twice.
+        ConfigError: An input of a sample cannot be read twice.
     """
     if sample is None:
         return islice(read_documents(inputs, limit=limit), first)
@@ -208,19 +207,19 @@ def select_documents(
 
 @dataclass(slots=True)
 class Estimate:
-    """What a job would take."""
+    """The estimated size, time and cost of a job."""
 
-    documents: int = 0  # that can be read
-    failed: int = 0  # documents that cannot
-    copies: int = 0  # documents whose text equals that of another; they take no time
-    document_tokens: int = 0  # of the other documents
-    parts: int = 0  # they are cut into, each summarized by itself
-    most_new_tokens: int = 0  # written, summaries of parts excluded
+    documents: int = 0  # readable documents
+    failed: int = 0  # documents that cannot be read or fitted into prompts
+    copies: int = 0  # documents with the same text as an earlier one; they take no time
+    document_tokens: int = 0  # of the documents that are not copies
+    parts: int = 0  # of the documents that are not copies
+    most_new_tokens: int = 0  # maximum written tokens, without summaries of parts
     tried: int = 0  # documents that were summarized to measure the time
-    tried_parts: int = 0  # parts of those
-    timed_parts: int = 0  # parts that were summarized: neighbours, at most `MAX_TIMED_PARTS` of a document
+    tried_parts: int = 0  # parts of the tried documents
+    timed_parts: int = 0  # parts that were summarized: adjacent ones, at most `MAX_TIMED_PARTS` of a document
     seconds: float | None = None  # on this machine; `None` without documents
-    cost: float | None = None  # of that time; `None` without a price
+    cost: float | None = None  # `None` without a price
 
 
 def estimate_job(
@@ -231,15 +230,15 @@ def estimate_job(
     seed: int = 0,
     price_per_hour: float | None = None,
 ) -> Estimate:
-    """Read and cut all documents, summarize a few at random, and extrapolate their time. Nothing is written.
+    """Read and cut all documents, summarize a few random ones, and extrapolate their time. Nothing is written.
 
-    Of a long document some parts are summarized; their time is scaled to the document by tokens.
+    Only some parts of a long document are summarized. Their time is scaled to the document by tokens.
 
     Args:
-        documents: All documents of the job; one that cannot be read is counted.
+        documents: All documents of the job. Unreadable documents are counted.
         fitter: Cuts documents as the job would.
-        summarize_all: Summarizes the few that are timed.
-        seed: Of their drawing.
+        summarize_all: Summarizes the timed documents.
+        seed: The seed of the random choice.
         price_per_hour: The price of an hour on this machine, at least 0, for `Estimate.cost`.
     """
     draw, estimate = random.Random(seed), Estimate()
@@ -261,7 +260,7 @@ def estimate_job(
         seen.add(content)
         estimate.document_tokens += fitted.tokens
         estimate.parts += len(fitted.parts)
-        # Reservoir sampling: every document is as likely.
+        # Reservoir sampling: every document is equally likely.
         place = len(tried) if len(tried) < TRIED else draw.randrange(len(seen))
         if place < TRIED:
             tried[place : place + 1] = [(document, fitted)]
@@ -271,7 +270,7 @@ def estimate_job(
     estimate.tried_parts = sum(len(fitted.parts) for _, fitted in tried)
     estimate.timed_parts = sum(min(len(fitted.parts), MAX_TIMED_PARTS) for _, fitted in tried)
     if tried:
-        # The mean of scaling by documents and by tokens, since only prompts vary in length.
+        # The mean of scaling by documents and by tokens, since only the prompts vary in length.
         by_documents = sum(fitted.tokens for _, fitted in tried) / len(tried) * len(seen)
         tokens = (by_documents + estimate.document_tokens) / 2
         estimate.seconds = round(_seconds_per_token(tried, summarize_all, draw) * tokens, 3)
@@ -281,7 +280,7 @@ def estimate_job(
 
 
 def _seconds_per_token(tried: list[tuple[Document, Parts]], summarize_all: SummarizeAll, draw: random.Random) -> float:
-    """Summarize documents, of a long one `MAX_TIMED_PARTS` neighbouring parts; seconds per token of those."""
+    """Summarize documents, at most `MAX_TIMED_PARTS` adjacent parts of each; returns the seconds per document token."""
     excerpts, tokens = [], 0
     for document, fitted in tried:
         begin = draw.randrange(max(0, len(fitted.parts) - MAX_TIMED_PARTS) + 1)

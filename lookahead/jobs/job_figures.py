@@ -18,7 +18,7 @@ _AGAINST_LOOPS = "--repetition-penalty and --no-repeat-ngram-size are against th
 
 
 def describe_summary(summary: Summary) -> str:
-    """One summary in a line."""
+    """One line about a summary."""
     parts = f" in {summary.parts} parts" if summary.parts > 1 else ""
     cut = f"; cut at {summary.summary_tokens} tokens; {_RAISE}" if summary.finish_reason == "length" else ""
     loops = f"; it loops: it repeats one phrase to its end; {_AGAINST_LOOPS}" if summary.loops else ""
@@ -29,9 +29,10 @@ def describe_summary(summary: Summary) -> str:
 
 
 def speed_of(totals: JobTotals, seconds: float) -> float:
-    """Tokens per second of a job that took `seconds` of wall time: documents are decoded together, so wall time counts.
+    """Tokens per second of a job that took `seconds` of wall time.
 
-    With one document, or with plain decoding in between, it is the speed of decoding.
+    Wall time counts since documents are decoded together. For one document, or if the job also decoded plainly, it is
+    the decoding speed.
     """
     if totals.plain is not None or totals.summarized <= 1 or not seconds:
         return totals.stats.tokens_per_s
@@ -39,7 +40,7 @@ def speed_of(totals: JobTotals, seconds: float) -> float:
 
 
 def describe_totals(totals: JobTotals, seconds: float) -> str:
-    """A job that took `seconds` in a line."""
+    """One line about a job that took `seconds`."""
     copied = f", {totals.copied} with the text of another" if totals.copied else ""
     earlier = f", {totals.earlier} finished before" if totals.earlier else ""
     failed = f", {totals.rejected} failed" if totals.rejected else ""
@@ -52,7 +53,7 @@ def describe_totals(totals: JobTotals, seconds: float) -> str:
 
 
 def _describe_loops(totals: JobTotals) -> str:
-    """How many summaries loop, and the speed with and without them."""
+    """The number of summaries that loop, and the speedup or tokens per pass with and without them."""
     verb = "loops: it repeats" if totals.loops == 1 else "loop: they repeat"
     said = f"{totals.loops} of {count(totals.summarized, 'summary', 'summaries')} {verb} one phrase to the end"
     if totals.plain is not None:
@@ -69,7 +70,7 @@ def _describe_loops(totals: JobTotals) -> str:
 
 
 def describe_stop(totals: JobTotals, output: Path | None) -> str:
-    """What a job had finished when it was stopped."""
+    """The number of finished summaries of a stopped job, and where they are."""
     finished = count(totals.written + totals.earlier, "finished summary", "finished summaries")
     if output is None:
         return f"{finished} in stdout; a job with --output can be resumed"
@@ -78,13 +79,13 @@ def describe_stop(totals: JobTotals, output: Path | None) -> str:
 
 
 def describe_failure(error: OSError) -> str:
-    """Which file could not be written and why."""
-    name = error.filename2 or error.filename  # of a renaming, the new name
+    """The file that could not be written, and why."""
+    name = error.filename2 or error.filename  # filename2 is the new name of a rename
     return f"writing {f'{name} ' if name else ''}failed: {error.strerror or error}"
 
 
 def describe_changes(error: ResultsError, output: Path | None) -> list[str]:
-    """Every file of a job that another program changed, the first one first, and how to go on."""
+    """The files of a job that another program changed, in order of detection, and how to continue."""
     changes: list[str] = []
     found: BaseException | None = error
     while isinstance(found, ResultsError):
@@ -95,7 +96,7 @@ def describe_changes(error: ResultsError, output: Path | None) -> list[str]:
 
 
 def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
-    """The figures of a job that took `seconds`, with their names."""
+    """Names and figures of a job that took `seconds`."""
     stats = totals.stats
     sources = sorted(stats.accepted_by_source.items(), key=lambda item: -item[1])
     rows = [
@@ -118,7 +119,7 @@ def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
 
 
 def describe_memory(memory: OutputFile, totals: JobTotals) -> str:
-    """How much of a job was drafted from earlier outputs, in a line."""
+    """One line about the tokens of a job that were drafted from earlier outputs."""
     emitted, accepted = totals.stats.emitted_tokens, totals.stats.accepted_by_source["outputs"]
     share = f" ({accepted / emitted:.0%})" if emitted else ""
     return (
@@ -128,7 +129,7 @@ def describe_memory(memory: OutputFile, totals: JobTotals) -> str:
 
 
 def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
-    """The figures of an estimate, with their names."""
+    """Names and figures of an estimate."""
     time = "-" if estimate.seconds is None else f"{estimate.seconds:,.1f} s ({estimate.seconds / 3600:,.2f} h)"
     measured = count(estimate.tried, "document")
     if estimate.timed_parts < estimate.tried_parts:
@@ -146,7 +147,7 @@ def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
 
 
 def describe_difference(totals: JobTotals, *, exact: bool) -> str:
-    """The documents for which plain decoding gave other tokens, and why that can be."""
+    """The documents for which plain decoding gave other tokens, and a possible reason."""
     names = ", ".join(map(str, totals.different))
     half = "half precision rounds by the shape of a batch; --dtype fp32 is exact"
     why = "in fp32 that is a bug, please report it" if exact else half
@@ -154,7 +155,7 @@ def describe_difference(totals: JobTotals, *, exact: bool) -> str:
 
 
 def comparison_row(name: str, stats: DecodingStats, plain: PlainFigures) -> dict[str, str]:
-    """A document decoded both ways, or all of them: the cells of a table by their headings."""
+    """Table cells, by heading, for a document decoded both ways or for all documents."""
     speedup = plain.speedup(stats)
     return {
         "document": name,

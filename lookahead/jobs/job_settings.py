@@ -1,4 +1,4 @@
-"""What a job does with every document, and with which model."""
+"""The settings of a job."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class JobSettings:
     """Everything a process needs to summarize the documents of a job.
 
     Attributes:
-        model: The model by its name, as for `lookahead.load`; so are dtype, device and quantize.
-        location: Where this process finds the model; `None` is `model`.
-        threads: CPU threads; `None` is as PyTorch chooses.
-        request: What the model is asked for.
-        max_new_tokens: Most tokens of a summary, at least 1.
-        num_beams: Beams of the search, at least 1; `None` is the model's own number.
+        model: The name of the model, as for `lookahead.load`; dtype, device and quantize are arguments of it too.
+        location: Where this process loads the model from; `None` is `model`.
+        threads: CPU threads; `None` is PyTorch's default.
+        request: The instruction for the model.
+        max_new_tokens: Maximum number of tokens of a summary, at least 1.
+        num_beams: Beams of the search, at least 1; `None` uses the model's own number.
         sampling: Other options of `model.generate`; greedy without `do_sample`.
-        seed: Of every call that samples.
+        seed: The seed of every call that samples.
         keep_parts: Whether the summaries of parts are written too.
-        compare: Whether every document is decoded plainly too.
+        compare: Whether every document is also decoded plainly.
         config: How drafts are made; `None` is the default.
-        rows: Most documents decoded together, 1 to 1024; `None` is decided by the device.
-        predicts: Whether documents may come with predictions of their summaries.
+        rows: Prompts decoded together, 1 to 1024; `None` chooses by device.
+        predicts: Whether documents may have predictions of their summaries.
     """
 
     model: str
@@ -53,11 +53,11 @@ class JobSettings:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that a summary depends on, besides the model and what `model.generate` is asked for."""
+        """The settings that a summary depends on, besides the model and the options of `model.generate`."""
         return {"max_new_tokens": self.max_new_tokens, **asdict(self.request), "keep_parts": self.keep_parts}
 
     def summarizer(self, loaded: LoadedModel) -> Summarizer:
-        """A summarizer with the loaded model; ConfigError if the model cannot do what is asked for."""
+        """A summarizer with the loaded model; ConfigError if the model cannot follow the settings."""
         from lookahead.summarization.summarizer import Summarizer
 
         return Summarizer(

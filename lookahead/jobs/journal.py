@@ -1,4 +1,4 @@
-"""Where a job writes: its files, checked before any work is done, and the journal or stream that goes to them."""
+"""The output files of a job, checked before any work, and the journal or stream that writes them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 from lookahead.utils.replacing import remove_leftovers, replacing
 
-EarlierOutcome = Literal["finished", "rejected"] | None  # what an earlier run did with a document
+EarlierOutcome = Literal["finished", "rejected"] | None  # the outcome of a document in an earlier run
 Sink = Callable[[Record], None]  # receives the lines of results
 
 VERSION = 1  # of the manifest
-_REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory
+_REMEMBERED = 4096  # newest lines of a stream that can be copied
 
 
 def manifest_path(results: Path) -> Path:
@@ -34,7 +34,7 @@ def manifest_path(results: Path) -> Path:
 
 
 def write_manifest(results: Path, identity: JobIdentity, documents: int | None = None) -> None:
-    """Write the manifest of a results file, atomically; a finished job has a number of documents."""
+    """Write the manifest of a results file atomically. `documents` is `None` while the job runs."""
     record = {
         "version": VERSION,
         "state": "running" if documents is None else "finished",
@@ -46,7 +46,7 @@ def write_manifest(results: Path, identity: JobIdentity, documents: int | None =
 
 
 def read_manifest(results: Path) -> dict[str, Any] | None:
-    """The manifest of a results file, with `state` and `job`, or `None`; ConfigError if it cannot be read here."""
+    """`state` and `job` of the manifest of a results file, `None` if there is none; ConfigError if it is unreadable."""
     path = manifest_path(results)
     try:
         record = read_json(path)
@@ -65,13 +65,13 @@ def read_manifest(results: Path) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class OutputPaths:
-    """The files a job writes."""
+    """The files that a job writes."""
 
-    results: Path | None = None  # `None` if the summaries are shown
-    rejects: Path | None = None  # `None` is `RESULTS.rejects.jsonl`, or no file without results
+    results: Path | None = None  # `None`: the summaries are shown
+    rejects: Path | None = None  # `None`: `RESULTS.rejects.jsonl`, or no file without results
     overwrite: bool = False  # replace existing files
-    resume: bool = False  # continue what an earlier run wrote
-    retry_rejects: bool = False  # try again what failed there
+    resume: bool = False  # continue the results of an earlier run
+    retry_rejects: bool = False  # retry documents that failed in an earlier run
     is_parquet: bool = field(init=False)  # whether the results become a Parquet file
     running: Path | None = field(init=False)  # the file of JSON lines while the job runs
 
@@ -83,7 +83,7 @@ class OutputPaths:
 
     @property
     def is_journal(self) -> bool:
-        """Whether the results go to a file that can be resumed, not to a pipe or a device."""
+        """Whether the results are written to a file that can be resumed, not to a pipe or a device."""
         return self.results is not None and (self.results.is_file() or not self.results.exists())
 
     @property
@@ -93,7 +93,7 @@ class OutputPaths:
         return list(dict.fromkeys(path for path in (self.results, *journal, self.rejects) if path is not None))
 
     def check(self, inputs: Sequence[Input]) -> None:
-        """Refuse a path that cannot be written or that holds something else with a ConfigError, before any work."""
+        """Raise a ConfigError, before any work, for a path that cannot be written or that holds something else."""
         results = self.results
         if self.resume and self.overwrite:
             raise ConfigError("--resume goes on with an output and --overwrite begins anew; pass one of them")
@@ -122,9 +122,9 @@ class OutputPaths:
             check_output(path, inputs, overwrite=self.overwrite or self.resume)
 
     def clear(self) -> None:
-        """With `overwrite`, empty the files of an earlier job, which keep their modes; call it after `check`.
+        """With `overwrite`, empty the files of an earlier job and keep their modes; call it after `check`.
 
-        Its manifest stays until another one replaces it.
+        The manifest of that job stays until it is replaced.
         """
         for path in self.all if self.overwrite else ():
             if path.is_file() and not (self.results and path == manifest_path(self.results)):
@@ -137,23 +137,23 @@ class Stream(ExitStack):
 
     def __init__(self, paths: OutputPaths, shown: Sink | None) -> None:
         super().__init__()
-        self.lines = 0  # of results, written by this run
+        self.lines = 0  # lines of results written by this run
         paths.clear()
         self._rejects = self.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
         self._sink = self.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
         self._lines: dict[bytes, ResultLine] = {}  # by text hash, the newest last
 
     def register(self, document: Document) -> tuple[bytes | None, EarlierOutcome]:
-        """The hash of a document's text, `None` if its line is not written; and that no earlier run is known."""
+        """The hash of a document's text, `None` if its line is not written; and `None`, as there is no earlier run."""
         return (None if self._sink is None else text_hash(document.text)), None
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
-        """Write the line of a document that failed."""
+        """Write the line of a failed document."""
         if self._rejects is not None:
             self._rejects.write(RejectLine(id=reject.id, error=reject.error).to_json())
 
     def append(self, line: ResultLine, content: bytes) -> None:
-        """Write the line of a document with this text hash."""
+        """Write the line of a document. `content` is its text hash."""
         if self._sink is not None:
             self._sink(line.to_json())
             self._lines.pop(content, None)
@@ -163,7 +163,7 @@ class Stream(ExitStack):
         self.lines += 1
 
     def line_of(self, content: bytes) -> ResultLine | None:
-        """A line with this text hash, if one is among the newest."""
+        """The newest line with a text hash; `None` if it is not among the last lines."""
         return self._lines.get(content)
 
 
@@ -171,10 +171,18 @@ class Journal(ExitStack):
     """The results, rejects and manifest of a job that can be resumed.
 
     A document is finished if it has a line with its id and the hash of its text. Lines are appended as documents
-    finish; at the end they are sorted into the order of the inputs. With `is_part` the lines of documents that are not
-    taken are kept. What the user should know about the files is added to `notes` at once. ConfigError if another job
-    wrote the results, another process writes them, or they are damaged. ResultsError if another program changes or
-    removes the files meanwhile: the lines are kept, and the manifest too, so that the job can be resumed.
+    finish, and sorted into the order of the inputs at the end.
+
+    Args:
+        paths: The files.
+        identity: The identity of the job.
+        notes: Receives messages to the user about the files.
+        is_part: Whether the job takes only a part of the inputs; the lines of other documents are kept.
+
+    Raises:
+        ConfigError: The results belong to another job, are being written by another process, or are damaged.
+        ResultsError: Another program changed or removed the files while the job ran. The lines and the manifest are
+            kept, so that the job can be resumed.
     """
 
     def __init__(self, paths: OutputPaths, identity: JobIdentity, notes: list[str], *, is_part: bool = False) -> None:
@@ -182,15 +190,15 @@ class Journal(ExitStack):
         assert paths.results is not None and paths.running is not None and paths.rejects is not None
         self._identity, self._notes, self._is_part, self._is_parquet = identity, notes, is_part, paths.is_parquet
         self._results, self._running, self._rejects = paths.results, paths.running, paths.rejects
-        self._finished: Counter[bytes] = Counter()  # lines of earlier runs by key, less those taken
-        self._offsets: dict[bytes, int] = {}  # of the first line of each text, by text hash
+        self._finished: Counter[bytes] = Counter()  # unmatched lines of earlier runs, by key
+        self._offsets: dict[bytes, int] = {}  # the offset of the first line of each text, by text hash
         self._order: list[bytes] = []  # keys of the documents of the inputs
         self._text_of_id: dict[bytes, bytes] = {}  # the first text hash of each id, by its key
-        self._unreadable: set[bytes] = set()  # keys of the ids of documents that could not be read, without `is_part`
-        self._same_ids: list[DocumentId] = []  # of documents with the id of another and a different text
+        self._unreadable: set[bytes] = set()  # keys of the ids of unreadable documents, without `is_part`
+        self._same_ids: list[DocumentId] = []  # ids of documents that share an id with a different text
         with ExitStack() as files:  # releases the lock if opening fails
             files.enter_context(_lock(self._results))
-            if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # other jobs may have been given the same
+            if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # may be shared with other jobs
                 files.enter_context(_lock(self._rejects))
             paths.clear()
             earlier = None if paths.overwrite else read_manifest(self._results)
@@ -202,7 +210,7 @@ class Journal(ExitStack):
             try:
                 self._prepare(paths)
                 self._read_earlier(paths)
-                write_manifest(self._results, identity)  # after the lines, which may be of another job without one
+                write_manifest(self._results, identity)  # after reading the lines, which may be of another job
             except OSError as error:
                 raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
             files.callback(self._keep_manifest)
@@ -211,18 +219,18 @@ class Journal(ExitStack):
             self.enter_context(files.pop_all())
 
     def _prepare(self, paths: OutputPaths) -> None:
-        """Make the file of lines of a Parquet file that is there, with its mode."""
+        """Remove leftovers, and unpack an existing Parquet file to JSON lines with its mode."""
         for path in paths.all:
             remove_leftovers(path)
         if self._is_parquet and self._results.is_file() and not self._running.exists():
-            if self._results.stat().st_size == 0:  # emptied to begin anew
+            if self._results.stat().st_size == 0:  # emptied to start over
                 with replacing(self._running, like=self._results.stat()):
                     pass
             else:
                 unpack_parquet(self._results, self._running, self._result_of)
 
     def _read_earlier(self, paths: OutputPaths) -> None:
-        """Find what earlier runs finished and rejected."""
+        """Read the documents that earlier runs finished and rejected."""
         for offset, line in self._read_lines(self._running, self._result_of):
             self._finished[line.key] += 1
             self._offsets.setdefault(bytes.fromhex(line.document), offset)
@@ -237,11 +245,11 @@ class Journal(ExitStack):
 
     @property
     def lines(self) -> int:
-        """Lines of results, written by this run."""
+        """Lines of results written by this run."""
         return self._file.whole[1]
 
     def register(self, document: Document) -> tuple[bytes | None, EarlierOutcome]:
-        """Register a document of the inputs; returns the hash of its text and what an earlier run did with it."""
+        """Register a document of the inputs; returns the hash of its text and its outcome in an earlier run."""
         content = text_hash(document.text)
         key = key_of(document.id, content)
         self._order.append(key)
@@ -253,7 +261,7 @@ class Journal(ExitStack):
         return content, "rejected" if key in self._rejected else None
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
-        """Write the line of a document that failed, unless an earlier run did; `content` is its text hash, if read."""
+        """Write the line of a failed document unless an earlier run did; `content` is its text hash, if readable."""
         key = key_of(reject.id, content or reject.error)
         if content is None and not self._is_part:
             self._unreadable.add(key_of(reject.id))
@@ -266,7 +274,7 @@ class Journal(ExitStack):
     def finish(self) -> None:
         """Sort the lines into the order of the inputs and mark the job as finished.
 
-        An OSError leaves the lines, and so does a ResultsError because another program changed them.
+        The lines are kept after an OSError, and after a ResultsError, which means that another program changed them.
         """
         self._file.release()
         self._reject_file.release()
@@ -276,13 +284,13 @@ class Journal(ExitStack):
                 f"{have} the id of another with a different text, the first of them {self._same_ids[0]!r}; lines of "
                 "one id stand in the order of the inputs"
             )
-        # A line that matches no document of this run is outdated if its id is that of one.
+        # A line that matches no document of this run is outdated if a document of this run has its id.
         ids = set() if self._is_part else {*self._text_of_id}
         kept, dropped = sort_lines(self._running, self._order, lambda line: key_of(line.id) in ids)
         if dropped:
             self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
-            # So are rejects that have a newer error, or whose documents are finished.
+            # Rejects are also outdated if they have a newer error, or if their document is finished.
             others, taken = ids | self._unreadable, {*self._order}
             sort_lines(
                 self._rejects,
@@ -299,13 +307,13 @@ class Journal(ExitStack):
             self._running.unlink()
 
     def append(self, line: ResultLine, content: bytes) -> None:
-        """Write the line of a document with this text hash; after an OSError the lines before it are whole."""
+        """Write the line of a document; `content` is its text hash. After an OSError the earlier lines are intact."""
         offset, _ = self._file.whole
         self._file.write(line.to_json())
         self._offsets.setdefault(content, offset)
 
     def line_of(self, content: bytes) -> ResultLine | None:
-        """The first line with this text hash, if there is one."""
+        """The first line with a text hash; `None` if there is none."""
         if (offset := self._offsets.get(content)) is None:
             return None
         self._file.check()
@@ -322,7 +330,7 @@ class Journal(ExitStack):
         return line
 
     def _read_lines(self, path: Path, read: Callable[[Record], LineT]) -> Iterator[tuple[int, LineT]]:
-        """The lines of a file with their byte offsets. A torn last line is cut off: a crash may lose part of it."""
+        """The lines of a file with their byte offsets. A torn last line, as after a crash, is cut off."""
         if not path.exists():
             return
         with open(path, "r+b") as file:
@@ -346,7 +354,7 @@ class Journal(ExitStack):
                 offset += len(encoded)
 
     def _result_of(self, record: Record) -> ResultLine:
-        """A line of results of this job; ValueError if it is none."""
+        """A line of results of this job; ValueError if it is not one."""
         line, fingerprint = ResultLine.from_json(record), self._identity.fingerprint
         if line.fingerprint != fingerprint:
             raise ValueError(f"is of job {line.fingerprint}, not of {fingerprint}")
@@ -354,7 +362,7 @@ class Journal(ExitStack):
 
 
 def _begins_with_result(path: Path) -> bool:
-    """Whether the first line of a file, if there is one, is of some job."""
+    """Whether a file is missing, is empty, or begins with a line of results."""
     if not path.is_file():
         return True
     with open(path, "rb") as file, suppress(ValueError):
@@ -364,7 +372,7 @@ def _begins_with_result(path: Path) -> bool:
 
 
 def _lock(output: Path) -> ExitStack:
-    """The lock of an output, held until the stack is closed; ConfigError if another process holds it."""
+    """Lock an output until the returned stack is closed; ConfigError if another process holds the lock."""
     stack = ExitStack()
     try:
         stack.enter_context(locked(output, timeout_s=0))

@@ -1,4 +1,4 @@
-"""The memory of earlier outputs, kept in a pool file for later jobs; several jobs may add to it at once."""
+"""The memory of earlier outputs, kept in a pool file for later jobs. Several jobs may add to it concurrently."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Item = TypeVar("Item")
 
 
 def is_memory(path: str | os.PathLike[str]) -> bool:
-    """Whether a pool file is a memory of outputs or does not exist yet; else it is a corpus."""
+    """Whether a pool file is a memory of outputs, or does not exist yet; otherwise it is a corpus."""
     with pool_errors(os.fspath(path)):
         return not os.path.lexists(path) or read_header(path).learned == 1
 
 
 class OutputFile:
-    """A model's memory of earlier outputs, in a pool file. PoolError if that is damaged, or of another tokenizer."""
+    """A model's memory of earlier outputs in a pool file. PoolError if it is damaged or of another tokenizer."""
 
     def __init__(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class OutputFile:
         self._outputs: ChainIndex = state_of(model).learned.of(ProposerState, ProposerState).memory.outputs
         self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._saved_at = time.monotonic()
-        self._saved: Counter[bytes] = Counter()  # outputs that are in the file or were, by their tokens
+        self._saved: Counter[bytes] = Counter()  # outputs that were loaded or saved, by their tokens
         if path.exists():
             pool = open_pool(str(path), fingerprint=self._fingerprint, vocabulary=vocabulary_size(model))
             self._outputs.append_documents(np.array(pool.tokens[1:]))
@@ -59,8 +59,8 @@ class OutputFile:
     def save(self) -> None:
         """Add the outputs since the last save to the file, under its lock and atomically; PoolError if that fails.
 
-        What other jobs added is kept; of more outputs than a memory holds the oldest go. A file that was removed since
-        gets all outputs.
+        Outputs of other jobs are kept. If there are more outputs than a memory holds, the oldest are dropped. If the
+        file was removed, all outputs are written.
         """
         self._saved_at = time.monotonic()
         outputs = _documents_of(self._outputs.tokens)
@@ -70,7 +70,7 @@ class OutputFile:
             left, new = known.copy(), []
             for i, output in enumerate(outputs):
                 left[key := _key(output)] -= 1
-                # The first one may be the end of a longer one, whose beginning made room.
+                # The first output may be the end of a saved one whose beginning was dropped.
                 if left[key] < 0 and (i or not any(each.endswith(key) for each in known)):
                     new.append(output)
             if new:
@@ -86,7 +86,7 @@ class OutputFile:
         return pool.tokens
 
     def save_while(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items of a job, and save now and then if that can be done, so that a killed job loses little."""
+        """Yield the items of a job, and save every `SAVE_EVERY_S` seconds, so that a killed job loses little."""
         for item in items:
             if time.monotonic() - self._saved_at >= SAVE_EVERY_S:
                 with suppress(PoolError):

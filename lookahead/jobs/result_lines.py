@@ -1,4 +1,4 @@
-"""Files of results and rejects: JSON lines, written whole or not at all, sorted, and turned into Parquet and back."""
+"""Files of results and rejects: JSON lines written atomically, sorted, and converted to Parquet and back."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ from lookahead.errors import ConfigError, ResultsError, count
 from lookahead.jobs.schema import Record, RejectLine, ResultLine, parquet_columns, parse_line, read_line
 from lookahead.utils.replacing import replacing, sync_folder
 
-RECOVERED = ".recovered.jsonl"  # suffix of the lines of a file that was replaced while a job ran
+RECOVERED = ".recovered.jsonl"  # suffix of the file with the lines of a results file that was replaced
 _BATCH_ROWS = 1024
 
 
 def encode_line(record: Record) -> bytes:
-    """A record as one line of JSON in UTF-8, line break included."""
-    # File names can hold bytes that are not text. Python keeps them as lone surrogates, which become JSON escapes.
+    """A record as one line of JSON in UTF-8, including the line break."""
+    # Python represents invalid bytes in file names as lone surrogates. They become JSON escapes.
     return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 class JsonLinesFile(ExitStack):
-    """A file of JSON lines, each written whole or not at all: in one unbuffered write, and synced to the disk.
+    """A file of JSON lines. Each line is written atomically: in one unbuffered write, synced to disk.
 
-    If the write fails (no space left) or is interrupted, the file is truncated to its last whole line. Lines that stand
-    there are kept. With `lazy` the file is created with its first line, and removed if it holds none. ConfigError if it
-    cannot be created. ResultsError, before the next line and at the end, if another program changed it meanwhile; what
-    it held is kept as far as that can be done.
+    If a write fails (no space left) or is interrupted, the file is truncated to its last whole line. Existing lines are
+    kept. With `lazy`, the file is created with its first line, and removed if it ends up empty.
+
+    Raises:
+        ConfigError: The file cannot be created.
+        ResultsError: Another program changed the file; raised before the next line and at the end. Its content is kept
+            as far as possible.
     """
 
     def __init__(self, path: Path, *, lazy: bool = False) -> None:
         super().__init__()
         self.path = path
-        # Bytes of whole lines, and lines of this run. One tuple: an interrupt must not come between the two.
+        # Bytes of whole lines, and lines of this run. One tuple, so that an interrupt cannot separate them.
         self.whole = (path.stat().st_size if path.exists() else 0, 0)
         self._is_released = False
         if lazy:
@@ -69,9 +72,9 @@ class JsonLinesFile(ExitStack):
             raise
 
     def check(self, line: bytes = b"") -> None:
-        """ResultsError if another program changed the file; what it held is kept with `line`, and no more is written.
+        """Raise a ResultsError if another program changed the file. Its content and `line` are kept; writing ends.
 
-        A file that was deleted is written again. If something else has its name, a file beside it gets the lines.
+        A deleted file is written again. If its name is taken, the lines go to a file next to it.
         """
         if self._file is None or self._is_released:
             return
@@ -84,12 +87,12 @@ class JsonLinesFile(ExitStack):
         raise ResultsError(self._repair(self._file, line) if is_there else self._recover(self._file, line))
 
     def release(self) -> None:
-        """Check the file for the last time: from now on it may be replaced."""
+        """Check the file for the last time. After this call it may be replaced."""
         self.check()
         self._is_released = True
 
     def _recover(self, file: FileIO, line: bytes) -> str:
-        """Write the lines of a file that has no name any more; returns what became of them."""
+        """Write the lines of a deleted file again; returns a message with the result."""
         what = f"{self.path} was deleted or replaced by another program while the job ran"
         place = Path(f"{self.path}{RECOVERED}")
         try:
@@ -103,14 +106,14 @@ class JsonLinesFile(ExitStack):
             return f"{what}, and its lines are lost: {place} cannot be written: {error.strerror}"
         lines = count(place.read_bytes().count(b"\n"), "line")
         if not earlier:
-            with suppress(OSError):  # something else has the name, or the file system has no links
+            with suppress(OSError):  # the name is taken, or the file system has no links
                 os.link(place, self.path)
                 place.unlink()
                 return f"{what}; what it held was written again ({lines})"
         return f"{what}; what it held is in {place} ({lines}): move that to {self.path} to go on with it"
 
     def _repair(self, file: FileIO, line: bytes) -> str:
-        """Append a line to a file that was changed, behind its last whole line; returns where it was changed."""
+        """Append a line after the last whole line of a changed file; returns a message with the place of the change."""
         file.seek(0)
         *lines, torn = file.readall().split(b"\n")
         size = sum(len(each) + 1 for each in lines)
@@ -132,13 +135,13 @@ class JsonLinesFile(ExitStack):
                 self.path.unlink()
 
     def _open(self) -> FileIO:
-        """Open the file without a buffer, which would write parts of lines."""
+        """Open the file without a buffer, since a buffer could write parts of lines."""
         try:
             is_new = not self.path.exists()
-            is_regular = is_new or self.path.is_file()  # a pipe cannot be read too
+            is_regular = is_new or self.path.is_file()  # a pipe cannot be opened for reading as well
             file = self.enter_context(FileIO(self.path, "ab+" if is_regular else "ab"))
             self.callback(self.release)
-            if is_new:  # the lines of a file whose name is lost with the power are lost too
+            if is_new:  # otherwise a power failure could lose the name of the file
                 sync_folder(self.path.parent)
             return file
         except OSError as error:
@@ -146,7 +149,7 @@ class JsonLinesFile(ExitStack):
 
 
 def describe_damage(path: Path, number: int, what: str) -> str:
-    """What is wrong with a line that another program changed while a job ran; `number` begins at 1."""
+    """The error message for a line that another program changed while a job ran; `number` begins at 1."""
     changed = "another program changed it while the job ran"
     return f"{path}:{number}: no line of this job: it {what}; {changed}; remove the line"
 
@@ -154,7 +157,7 @@ def describe_damage(path: Path, number: int, what: str) -> str:
 def _sync(file: FileIO) -> None:
     try:
         os.fsync(file.fileno())
-    except OSError as error:  # pipes, devices and some network drives cannot do it
+    except OSError as error:  # pipes, devices and some network drives do not support it
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
             raise
 
@@ -165,7 +168,7 @@ def print_line(record: Record) -> None:
         sys.stdout.buffer.write(encode_line(record))
         sys.stdout.buffer.flush()
     except OSError:
-        # Python flushes the buffer at exit, and would print the same error again.
+        # Without this, Python would flush the buffer at exit and print the same error again.
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
@@ -178,12 +181,20 @@ def sort_lines(
     *,
     newest_only: bool = False,
 ) -> tuple[int, int]:
-    """Sort the lines of a file, which is replaced atomically, and only if a line moves or goes.
+    """Sort the lines of a file. It is replaced atomically, and only if a line moves or is dropped.
 
-    `order` names the keys of the lines, and a key perhaps more than once. Lines that no key names follow at the end,
-    but those that are outdated are dropped. With `newest_only` only the last line of each key is kept. Returns the
-    number of lines kept and of lines dropped; after an OSError, or a ResultsError for a damaged line, the
-    file is unchanged.
+    Args:
+        path: The file.
+        order: Keys of lines in the wanted order; a key may repeat. Lines without a key in it come last.
+        is_outdated: Whether to drop a line without a key in `order`.
+        newest_only: Whether only the last line of each key is kept.
+
+    Returns:
+        The number of lines kept and the number dropped.
+
+    Raises:
+        OSError: The file cannot be written; it is unchanged.
+        ResultsError: A line is damaged; the file is unchanged.
     """
     places: defaultdict[bytes, deque[tuple[int, int, bool]]] = defaultdict(deque)  # offset, length, is outdated
     number = offset = 0
@@ -210,7 +221,7 @@ def sort_lines(
 
 
 def write_parquet(lines: Path, path: Path) -> None:
-    """Write results as Parquet. Ids are numbers if all of them are; objects and lists are JSON text."""
+    """Write results as Parquet. Ids are int64 if all fit, else strings. Objects and lists are JSON text."""
     arrow, parquet = load_packages("parquet", str(path))
     columns = parquet_columns()
     ids = [name for name, column in columns.items() if column == "id"]
@@ -227,10 +238,10 @@ def write_parquet(lines: Path, path: Path) -> None:
 
 
 def unpack_parquet(path: Path, lines: Path, read: Callable[[Record], ResultLine]) -> None:
-    """Write the JSON lines that a Parquet file was made of; `read` refuses those of another job with a ValueError.
+    """Convert a Parquet file back to JSON lines. `read` raises a ValueError for a row of another job.
 
     Raises:
-        ConfigError: A row is none of this job, or the file cannot be read.
+        ConfigError: A row is not of this job, or the file cannot be read.
     """
     try:
         with replacing(lines, like=path.stat()) as file:
@@ -240,7 +251,7 @@ def unpack_parquet(path: Path, lines: Path, read: Callable[[Record], ResultLine]
                 except ValueError as error:
                     raise ValueError(f"row {number} is none of this job: it {error}") from error
                 file.write(encode_line(line.to_json()))
-    except (ValueError, TypeError) as error:  # a TypeError: a column of another program holds what is no JSON
+    except (ValueError, TypeError) as error:  # a TypeError: a column of another program has a type that is not JSON
         what = " ".join(str(error).removeprefix(f"{path}: ").split())
         raise ConfigError(f"{path} holds no results to go on with: {what}; pass --overwrite to begin anew") from error
 
@@ -250,7 +261,7 @@ def _result(line: bytes) -> ResultLine:
 
 
 def _cell(value: Any, column: str) -> Any:
-    """A value as that of a column. Lone surrogates, which Parquet cannot hold, become escapes."""
+    """A value converted to the type of its column. Lone surrogates, which Parquet cannot hold, become escapes."""
     if value is None or column in ("float64", "bool_"):
         return value
     if column == "int64":

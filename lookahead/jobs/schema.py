@@ -1,7 +1,7 @@
-"""The lines of results and of rejects: their fields, and what each may hold.
+"""The lines of results and of rejects: their fields and types.
 
-Whoever writes, reads or shows a line does so through these classes. An error about a line is a predicate of it ("has no
-id"), to which the reader adds the file and the number of the line.
+All code that writes, reads or shows a line uses these classes. The message of an error about a line is a predicate
+("has no id"). The reader adds the file and the line number.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TextHash = str
 
 
 class _Kind(NamedTuple):
-    """What a field holds."""
+    """The type of a field."""
 
     name: str  # in error messages
-    types: tuple[type, ...]  # exactly these: bool is a subclass of int
-    column: str  # type of its Parquet column: of pyarrow, `id`, or `json` for JSON text
+    types: tuple[type, ...]  # exact types, since bool is a subclass of int
+    column: str  # type of its Parquet column: a pyarrow type, `id`, or `json` for JSON text
     check: Callable[[Any], object] = lambda _: True
 
     def holds(self, value: Any) -> bool:
@@ -44,7 +44,7 @@ def _is_count(number: float) -> bool:
     return 0 <= number < 1 << 63 and number % 1 == 0  # programs that fill gaps with NaN write 5.0
 
 
-_KINDS = {  # by the annotation of a field
+_KINDS = {  # by annotation
     "DocumentId": _Kind("a string or a whole number", (str, int), "id"),
     "TextHash": _Kind("32 hexadecimal digits", (str,), "string", re.compile("[0-9a-f]{32}").fullmatch),
     "str": _Kind("a string", (str,), "string"),
@@ -58,7 +58,7 @@ LineT = TypeVar("LineT", bound="Line")
 
 
 def _as_text(value: Any) -> str:
-    """Text as it is, and any other value as JSON."""
+    """Text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -66,10 +66,10 @@ class _LineField(NamedTuple):
     name: str
     kind: _Kind
     is_required: bool
-    gap: Callable[[Any], str | None] | None  # what a wrong value is read as, if gaps are left
+    gap: Callable[[Any], str | None] | None  # replaces a wrong value with `leaves_gaps`
 
     def value_in(self, record: Mapping[str, Any], *, leaves_gaps: bool) -> Any:
-        """The value in a JSON object; ValueError if it is none of the kind."""
+        """The value in a JSON object; ValueError if it is not of the kind."""
         value = record.get(self.name)
         if self.kind.column == "json" and isinstance(value, str):
             with suppress(ValueError):
@@ -85,7 +85,7 @@ class _LineField(NamedTuple):
 
 @cache
 def _fields_of(declared: tuple[Field[Any], ...]) -> dict[str, _LineField]:
-    """The fields of a dataclass by name, in their order in a line."""
+    """The fields of a dataclass by name, in line order."""
     found = {}
     for each in declared:
         if each.name != "others":
@@ -101,21 +101,21 @@ def _is_result(record: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line about a document. Fields that this release does not know are kept in `others`."""
+    """A line about a document. Fields unknown to this release are kept in `others`."""
 
     id: DocumentId = field(metadata={"gap": _as_text})
     others: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls: type[LineT], record: Mapping[str, Any], *, leaves_gaps: bool = False) -> LineT:
-        """The line of a JSON object, or of a row of a Parquet file, where objects and lists are JSON text.
+        """The line of a JSON object, or of a Parquet row, where objects and lists are JSON text.
 
         Args:
-            record: The values of its fields; `None` stands for a field that is missing.
-            leaves_gaps: Read what is missing or wrong as a gap: `None`, empty text, or the JSON text of an id or model.
+            record: The values of its fields; `None` stands for a missing field.
+            leaves_gaps: Replace missing or wrong values by `None`, empty text, or for an id or model its JSON text.
 
         Raises:
-            ValueError: A field is missing or wrong. The message is a predicate of the line: "has no id".
+            ValueError: A field is missing or wrong. The message is a predicate: "has no id".
         """
         known = _fields_of(fields(cls))
         values = {name: each.value_in(record, leaves_gaps=leaves_gaps) for name, each in known.items()}
@@ -129,34 +129,34 @@ class Line:
 
     @property
     def _nulls(self) -> tuple[str, ...]:
-        """Fields that are written also where they are `None`."""
+        """Fields that are written even if they are `None`."""
         return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLine(Line):
-    """A line of results: a document and its summary."""
+    """A line of results: the summary of a document."""
 
     summary: str | None = None
     document_tokens: int | None = None
     summary_tokens: int | None = None
-    parts: int | None = None  # that the document was cut into, 1 if it fitted
-    split: str | None = None  # where it was cut
+    parts: int | None = None  # number of parts of the document, 1 if it fitted
+    split: str | None = None  # where it was cut, see `Parts`
     finish_reason: str | None = None  # "length" if the token limit cut the summary off, else "stop"
-    loops: bool | None = None  # whether it, or the summary of a part, repeats one phrase up to its end
+    loops: bool | None = None  # whether the summary, or the summary of a part, repeats one phrase to its end
     stats: Record | None = None  # counters of the decoding; `None` for a copy
-    tree: list[Any] | None = None  # summaries of the parts, level by level, if they are kept
-    plain: Record | None = None  # counters of plain decoding, if it is compared
-    speedup: float | None = None  # likewise; of tokens per second
-    identical: bool | None = None  # likewise; whether the tokens are the same
+    tree: list[Any] | None = None  # summaries of the parts, level by level, if kept
+    plain: Record | None = None  # counters of plain decoding, if compared
+    speedup: float | None = None  # in tokens per second, over plain decoding
+    identical: bool | None = None  # whether plain decoding gave the same tokens
     document: TextHash = field(metadata={"gap": lambda _: ""})
     model: str | None = field(default=None, metadata={"gap": _as_text})
     fingerprint: str = field(metadata={"gap": lambda _: ""})  # of the job
-    copy_of: DocumentId | None = None  # the document of the same text whose summary was copied
+    copy_of: DocumentId | None = None  # the document with the same text whose summary was copied
 
     @classmethod
     def of(cls, done: Summarized, content: bytes, identity: JobIdentity) -> ResultLine:
-        """The line of a document with this text hash, 16 bytes, that a job summarized."""
+        """The line of a document that a job summarized. `content` is its text hash, 16 bytes."""
         return cls(
             id=done.document.id,
             document=content.hex(),
@@ -170,7 +170,7 @@ class ResultLine(Line):
         """See `Line.from_json`. A line of results has a summary or stats.
 
         Raises:
-            ValueError: It has neither, or a field is missing or wrong.
+            ValueError: The line has neither, or a field is missing or wrong.
         """
         if not _is_result(record):
             names = ", ".join(map(repr, islice(record, 4))) or "nothing"
@@ -188,7 +188,7 @@ class ResultLine(Line):
         return key_of(self.id, self.document)
 
     def copied(self, name: DocumentId) -> ResultLine:
-        """The line of another document of the same text. Measurements are not copied."""
+        """The line of another document with the same text. Measurements are not copied."""
         first = self.id if self.copy_of is None else self.copy_of
         return replace(self, id=name, stats=None, plain=None, speedup=None, identical=None, copy_of=first)
 
@@ -198,7 +198,7 @@ class RejectLine(Line):
     """A line of rejects: a document that failed."""
 
     error: str
-    document: TextHash | None = None  # if its text could be read
+    document: TextHash | None = None  # `None` if its text could not be read
 
     @property
     def key(self) -> bytes:
@@ -210,7 +210,7 @@ def parse_line(line: bytes) -> Record:
     """The JSON object of a line of text.
 
     Raises:
-        ValueError: It holds something else, or has no line break. The message is a predicate: "is no JSON: …".
+        ValueError: The line is not a JSON object, or has no line break. The message is a predicate: "is no JSON: …".
     """
     if not line.endswith(b"\n"):
         raise ValueError("is torn")
@@ -225,16 +225,16 @@ def parse_line(line: bytes) -> Record:
 
 
 def read_line(line: bytes) -> ResultLine | RejectLine:
-    """A line of results or of rejects; ValueError, with a predicate of the line, if it is neither."""
+    """A line of results or of rejects; ValueError, with a predicate as its message, if it is neither."""
     record = parse_line(line)
     is_reject = "error" in record and not _is_result(record)
     return RejectLine.from_json(record) if is_reject else ResultLine.from_json(record)
 
 
 def parquet_columns() -> dict[str, str]:
-    """The columns of results and their types: names of pyarrow's, `id`, or `json` for JSON text.
+    """The columns of results and their types: a pyarrow type, `id`, or `json` for JSON text.
 
-    Columns that few lines fill stand last.
+    JSON, float and boolean columns, which few lines fill, come last.
     """
     columns = {name: each.kind.column for name, each in _fields_of(fields(ResultLine)).items()}
     return dict(sorted(columns.items(), key=lambda each: each[1] in ("json", "float64", "bool_")))

@@ -1,7 +1,7 @@
-"""A pool of workers on a Ray cluster, used like one summarizer; `docs/ray.md` says why it is not `map_batches`.
+"""A pool of workers on a Ray cluster, used like one summarizer; `docs/ray.md` explains why it is not `map_batches`.
 
-A worker is a Ray actor with an engine, and a document is one call. A worker has a few more in flight than it has rows.
-Documents of a dead worker go to others; those that several workers died with are retried last and alone.
+A worker is a Ray actor with an engine. A document is one call. A worker has a few more documents in flight than rows.
+The documents of a dead worker go to other workers. Their last try comes after all other documents, alone on a worker.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.summarization.summarizer import Outcome, Summarized, Summarizer, Summary
 
-TRIES = 3  # workers that may die with a document in flight before it is rejected
-FAILED_STARTS = 3  # workers in a row that may die while they start before no more are added
-_MAX_CONCURRENCY = 2048  # concurrent calls of an actor: more than it ever gets
+TRIES = 3  # worker deaths with a document in flight until it is rejected
+FAILED_STARTS = 3  # consecutive worker deaths during startup until no more are added
+_MAX_CONCURRENCY = 2048  # concurrent calls of an actor, more than it ever gets
 _CONNECT_S = 10.0
 
 
 class RayWorker:
-    """An actor that summarizes documents: its calls are awaited concurrently, and a thread decodes them together."""
+    """An actor that summarizes documents. Its calls are awaited concurrently, and one thread decodes them together."""
 
     def __init__(self, settings: JobSettings) -> None:
         self._settings = settings
@@ -40,7 +40,7 @@ class RayWorker:
         self._in_flight: dict[int, tuple[Document, Future[Summary | str]]] = {}  # by the `id` of the document
 
     async def start(self) -> tuple[JobIdentity, int] | LookaheadError:
-        """Load the model and start the engine; returns the job with this model, and how many rows are decoded together.
+        """Load the model and start the engine; returns the identity of the job and the number of rows.
 
         An error in the settings is returned, not raised.
         """
@@ -51,7 +51,7 @@ class RayWorker:
             prepare_process(settings.threads)
             name = settings.location or settings.model
             loaded = load(name, dtype=settings.dtype, device=settings.device, quantize=settings.quantize)
-            with suppress(OSError):  # the costs are measured, but not saved
+            with suppress(OSError):  # the costs were measured but cannot be saved
                 prepare_costs(loaded.model)
             summarizer = settings.summarizer(loaded)
             rows = summarizer.rows_together(settings.rows)
@@ -73,17 +73,17 @@ class RayWorker:
                 _, answer = self._in_flight.pop(id(outcome.document))
                 answer.set_result(outcome.summary if isinstance(outcome, Summarized) else outcome.error)
             raise RuntimeError("the engine ended before its input did")
-        except BaseException as error:  # no caller sees it in this thread: fail the pending calls and all later ones
+        except BaseException as error:  # no caller in this thread sees it: fail the pending and all later calls
             for _, answer in chain(self._in_flight.values(), iter(self._inbox.get, None)):
                 answer.set_exception(RuntimeError(f"the engine stopped: {error!r}"))
 
     def _documents(self) -> Iterator[Document | None]:
-        """The documents as they arrive. While some are in flight, None instead of waiting."""
+        """The documents as they arrive; None instead of waiting while documents are in flight."""
         while True:
             if self._in_flight and self._inbox.empty():
                 yield None
                 continue
-            document, answer = self._inbox.get()  # by this thread alone
+            document, answer = self._inbox.get()  # no other thread reads the inbox
             self._in_flight[id(document)] = document, answer
             yield document
 
@@ -91,28 +91,28 @@ class RayWorker:
 @dataclass(slots=True, eq=False)
 class _Worker:
     handle: Any
-    capacity: int = 0  # documents it may have in flight; 0 until it is ready
+    capacity: int = 0  # maximum documents in flight; 0 until the worker is ready
     in_flight: int = 0
 
 
 class _Call(NamedTuple):
-    """A pending call: to start, or to summarize a document that `deaths` workers died with."""
+    """A pending call: to start, or to summarize a document with which `deaths` workers died."""
 
     worker: _Worker
     document: Document | None = None
     deaths: int = 0
-    size: int = 0  # of the worker's capacity
+    size: int = 0  # used part of the worker's capacity
 
 
 class WorkerPool:
     """Summarizes documents with a number of workers on a cluster.
 
-    Ray counts their threads as CPUs. Workers without room wait, and let an autoscaling cluster grow.
+    Ray counts their threads as CPUs. Workers without resources wait, so that an autoscaling cluster grows.
 
     Args:
         ray: The module, connected to a cluster.
-        settings: What every worker does; `threads` is a number.
-        workers: How many there are, at least 1.
+        settings: The settings of every worker; `threads` must be a number.
+        workers: Number of workers, at least 1.
         gpus: GPUs of each worker.
     """
 
@@ -122,11 +122,11 @@ class WorkerPool:
         self._make = ray.remote(RayWorker).options(**resources).remote
         self._workers: list[_Worker] = []
         self._calls: dict[Any, _Call] = {}
-        self._retries: list[tuple[Document, int]] = []  # by the number of workers that died with the document
-        self._identity: JobIdentity | None = None  # of the first worker that was ready
+        self._retries: list[tuple[Document, int]] = []  # documents and their worker deaths, fewest deaths first
+        self._identity: JobIdentity | None = None  # of the first ready worker
         self._failed_starts = 0
         self._last_words = ""  # why the last worker was removed
-        self.notes: list[str] = []  # what the user should know about workers
+        self.notes: list[str] = []  # messages to the user about workers
 
     def __enter__(self) -> WorkerPool:
         for _ in range(self._size):
@@ -138,7 +138,7 @@ class WorkerPool:
             self._ray.kill(worker.handle)
 
     def wait_ready(self, workers: int = 1) -> JobIdentity:
-        """Wait until so many workers are ready. LookaheadError if options are wrong, or all died while they started."""
+        """Wait until `workers` are ready. LookaheadError if options are wrong, or all workers died during startup."""
         while self._identity is None or sum(worker.capacity > 0 for worker in self._workers) < workers:
             list(self._collect(waits=True))
         return self._identity
@@ -146,8 +146,10 @@ class WorkerPool:
     def summarize_all(self, documents: Iterable[Document]) -> Iterator[Outcome]:
         """Summarize documents. They are taken when a worker has room, and yielded as they finish.
 
-        If `documents` raises, what is in flight is finished and yielded first. ClusterError if no worker is left, and
-        none can be started.
+        If `documents` raises, the documents in flight are finished and yielded first.
+
+        Raises:
+            ClusterError: No worker is left, and none can be started.
         """
         source, is_open = iter(documents), True
         error: Exception | None = None
@@ -164,7 +166,7 @@ class WorkerPool:
                     is_open, error = False, None if isinstance(raised, StopIteration) else raised
                     continue
             if worker and document:
-                size = worker.capacity if deaths == TRIES - 1 else 1  # the last try is alone, after all others
+                size = worker.capacity if deaths == TRIES - 1 else 1  # the last try is alone on its worker
                 self._calls[worker.handle.summarize.remote(document)] = _Call(worker, document, deaths, size)
                 worker.in_flight += size
             is_busy = any(call.document is not None for call in self._calls.values())
@@ -180,7 +182,7 @@ class WorkerPool:
         self._calls[worker.handle.start.remote()] = _Call(worker)
 
     def _collect(self, *, waits: bool) -> Iterator[Outcome]:
-        """Yield what is finished; with `waits`, wait for at least one answer. ClusterError if no worker is left."""
+        """Yield finished documents; with `waits`, wait for at least one answer. ClusterError if no worker is left."""
         calls = list(self._calls)
         done, _ = self._ray.wait(calls, num_returns=1 if waits else len(calls), timeout=None if waits else 0)
         for each in done:
@@ -200,14 +202,14 @@ class WorkerPool:
             raise ClusterError(f"no worker is left; the last one: {self._last_words}")
 
     def _accept(self, worker: _Worker, answer: tuple[JobIdentity, int] | LookaheadError) -> None:
-        """Use a worker that is ready, if its job is that of the others."""
+        """Use a ready worker if its job equals the job of the others."""
         if not isinstance(answer, LookaheadError):
             identity, rows = answer
             self._identity = self._identity or identity
             different = identity.differences(self._identity.to_dict())
             if not different:
                 self._failed_starts = 0
-                worker.capacity = rows + max(1, rows // 4)  # so that no row waits for the next document
+                worker.capacity = rows + max(1, rows // 4)  # spare documents, so that no row waits for one
                 return
             answer = ClusterError(f"it would do another job: {different}")
         if self._identity is None:
@@ -217,7 +219,7 @@ class WorkerPool:
 
     def _fail(self, call: _Call, reason: str) -> Iterator[Outcome]:
         """Replace a worker that died, and retry or reject the document it had in flight."""
-        if call.worker in self._workers:  # its first call to fail
+        if call.worker in self._workers:  # the worker's first failed call
             self._remove(call.worker, reason)
             if call.document is None:
                 self._failed_starts += 1
@@ -240,10 +242,10 @@ class WorkerPool:
 
 @contextmanager
 def connect(address: str | None) -> Iterator[Any]:
-    """Connect to a cluster while the context lasts; yields the module `ray`.
+    """Connect to a cluster for the duration of the context; yields the module `ray`.
 
-    The address is as for `ray.init`: `"HOST:PORT"`, `"ray://HOST:PORT"`, `"auto"` or `"local"`. `None` is the existing
-    connection of the process, else the variable RAY_ADDRESS, else `"auto"` or `"local"`.
+    The address is an address for `ray.init`: `"HOST:PORT"`, `"ray://HOST:PORT"`, `"auto"` or `"local"`. `None` uses the
+    existing connection of the process, else the variable RAY_ADDRESS, else `"auto"` or `"local"`.
     """
     try:
         import ray
@@ -257,7 +259,7 @@ def connect(address: str | None) -> Iterator[Any]:
     options = {"include_dashboard": False} if address in (None, "local") else {}
     try:
         host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-        if host and port.isdecimal():  # Ray itself retries for minutes
+        if host and port.isdecimal():  # Ray would retry for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
     except Exception as error:  # OSError, ValueError, RuntimeError and Ray's own types
@@ -269,7 +271,7 @@ def connect(address: str | None) -> Iterator[Any]:
 
 
 class OwnStdout:
-    """Standard output of this thread. Drops what Ray's threads would print between the results."""
+    """Standard output of this thread. It drops the output of Ray's threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._thread = stream, get_ident()
@@ -283,9 +285,10 @@ class OwnStdout:
 
 
 def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str | None) -> tuple[int, int, int]:
-    """The workers of a cluster, and the threads and GPUs of each: by default a worker with one thread for each GPU.
+    """The number of workers of a cluster, and the threads and GPUs of each.
 
-    Without GPUs it is one for each machine, and the CPUs are divided among them.
+    The default is a worker with one thread for each GPU. Without GPUs it is a worker for each machine, and the workers
+    share the CPUs.
     """
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(
