@@ -1,4 +1,4 @@
-"""HTML pages from the Jinja2 templates, every value escaped, and charts, which `charts.html.j2` draws as SVG."""
+"""HTML pages from Jinja2 templates with all values escaped, and charts, drawn as SVG by `charts.html.j2`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lookahead.errors import ConfigError
 Values = NDArray[np.float64]
 
 MAX_POINTS = 500  # points of a scatter plot; more documents are binned
-_LOG_FROM = 100.0  # ratio of the largest to the smallest value from which a scale is logarithmic
-_BINS = (8, 24)  # least and largest number of bins aimed at
+_LOG_FROM = 100.0  # ratio of largest to smallest value from which a scale is logarithmic
+_BINS = (8, 24)  # range of the target number of bins
 _TAIL = 100  # number of values from which the largest 1% may share the last bin
 _MARK = '<meta name="generator" content="lookahead {}">'  # of the templates
 _MARK_WITHIN = 1000  # bytes
-# Control characters, lone surrogates and noncharacters are invalid in HTML. Direction marks would reorder the text
-# around them.
+# Control characters, lone surrogates and noncharacters are invalid in HTML. Direction marks reorder the text around
+# them.
 _INVALID = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
 
 
@@ -36,10 +36,10 @@ class Scale:
     low: float  # above 0 if the axis is logarithmic
     high: float
     is_log: bool = False
-    least_step: float = 0.0  # between marks, 1 for counts
+    least_step: float = 0.0  # minimum distance of marks, 1 for counts
 
     def place(self, value: Any) -> Any:
-        """Position of a value, or of an array of values, from 0 to 1."""
+        """The position of a value or of an array of values, from 0 to 1."""
         if self.is_log:
             return np.log(value / self.low) / np.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -85,13 +85,13 @@ def exact(value: float) -> str:
 
 
 def brief(value: float) -> str:
-    """A value at an axis: `0.5`, `250`, `1.5k`, `2M`."""
+    """An axis label: `0.5`, `250`, `1.5k`, `2M`."""
     power = sum(abs(value) >= size for size in (1e3, 1e6, 1e9, 1e12))
     return f"{value / 1000**power:.4g}{('', 'k', 'M', 'G', 'T')[power]}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in seconds, minutes or hours; a dash for NaN."""
+    """A duration in seconds, minutes or hours; a dash for NaN."""
     if math.isnan(seconds):
         return "–"
     if seconds < 120:
@@ -102,7 +102,7 @@ def duration(seconds: float) -> str:
 
 
 class Bins(NamedTuple):
-    """A histogram: `[bins + 1]` edges, the counts, and how many of the last count are above the last edge."""
+    """A histogram: `[bins + 1]` edges, the counts, and the number of values above the last edge."""
 
     edges: Values
     counts: list[int]
@@ -121,7 +121,7 @@ class Chart:
     y: Scale
     x_name: str
     y_name: str
-    bins: Bins | None = None  # as bars
+    bins: Bins | None = None  # drawn as bars
     rules: Mapping[str, float] = field(default_factory=dict)  # vertical lines, by style
     points: Sequence[tuple[float, float, str]] = ()  # with names
     cells: Sequence[tuple[int, int, int, int]] = ()  # columns, rows, counts and shades
@@ -137,7 +137,7 @@ class Chart:
 
 
 def bin_values(values: Values) -> Bins:
-    """A histogram of at least one value, with bins of a round width. The last bin counts a long tail too."""
+    """A histogram of at least one value, with bins of a round width. The last bin includes a long tail."""
     low, high = float(values.min()), float(values.max())
     if values.size >= _TAIL and high - low > 2 * (cut := float(np.quantile(values, 0.99)) - low):
         high = low + cut if cut else high
@@ -155,11 +155,11 @@ def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str
     """A point for each document, or shaded cells for more than `MAX_POINTS` documents.
 
     Args:
-        x: Values at the horizontal axis, float64 `[documents]`.
-        y: Values at the vertical axis, float64 `[documents]`.
-        names: Names of the documents, of the first `MAX_POINTS` at least.
-        x_name: What the horizontal axis shows.
-        y_name: What the vertical axis shows.
+        x: Values on the horizontal axis, float64 `[documents]`.
+        y: Values on the vertical axis, float64 `[documents]`.
+        names: Names of the documents, at least of the first `MAX_POINTS`.
+        x_name: The title of the horizontal axis.
+        y_name: The title of the vertical axis.
     """
     chart = Chart(x=scale_of(x.min(), x.max()), y=scale_of(y.min(), y.max()), x_name=x_name, y_name=y_name)
     if x.size <= MAX_POINTS:
@@ -185,12 +185,12 @@ _TEMPLATES.tests["known"] = math.isfinite
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template of `templates/`. Text is escaped; characters that are invalid in HTML become U+FFFD."""
+    """Render a template of `templates/`. Text is escaped. Characters that are invalid in HTML become U+FFFD."""
     return _INVALID.sub("\ufffd", _TEMPLATES.get_template(template).render(values))
 
 
 def check_page(path: Path, option: str, command: str) -> None:
-    """Refuse a page that cannot be written, or would replace a file that is no page of `command`, before any work."""
+    """Raise a ConfigError, before any work, for a page that cannot be written or replaces a file of another kind."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
     if not path.exists():

@@ -1,4 +1,4 @@
-"""What serves a user here: the machine, the installed packages, the caches, and what a model is decoded by."""
+"""Diagnosis of an installation: the machine, the packages, the caches, and the decoding paths of a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lookahead.ngram import search
 from lookahead.utils.machine import processor
 
 Facts = dict[str, Any]
-"""Facts that are ready for JSON; sizes are in bytes, and what the system does not tell is None."""
+"""JSON-ready facts. Sizes are in bytes. Unknown values are None."""
 
 EXTRAS = {
     "documents": "PDF and Word files",
@@ -44,7 +44,7 @@ EXTRAS = {
     "tables": "Parquet files",
     "train": "lookahead train",
 }
-"""The extras of the package, and what needs them."""
+"""The extras of the package, and the features that need them."""
 
 _PACKAGE = "lookahead-decoding"
 _FEATURES = (
@@ -52,15 +52,15 @@ _FEATURES = (
     *("amx-tile", "amx-bf16", "amx-int8", "neon", "bf16", "i8mm", "sve"),
 )
 _CACHES = ("products", "kernels", "costs", "models", "verdicts")
-_COPIED = 1 << 28  # bytes that are copied where no model says how many
+_COPIED = 1 << 28  # bytes copied to measure the bandwidth if no model is loaded
 _TEST_S = 2.0
 _TEST_TOKENS = 32  # of each prompt
 
 
 def diagnose(device: torch.device, dtype: torch.dtype | str, loaded: LoadedModel | None = None) -> Facts:
-    """All facts, those of a model only if one is loaded, and what is broken.
+    """All facts, including the model if one is loaded, and all faults.
 
-    The device is measured in the model's dtype; without a model in the dtype named, and in bfloat16 for `"auto"`.
+    The device is measured in the model's dtype; without a model in `dtype`, or in bfloat16 for `"auto"`.
     """
     facts: Facts = {**package_facts(), "caches": cache_facts()}
     if loaded is None:
@@ -91,9 +91,9 @@ def _machine(device: torch.device, dtype: torch.dtype, weights: int) -> Facts:
 
 
 def package_facts() -> Facts:
-    """The versions that count, what each extra lacks, and the private names that torch and transformers lack."""
+    """The versions of packages, the missing packages of each extra, and missing private names in other packages."""
     lacking: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
-    with suppress(metadata.PackageNotFoundError):  # it runs from its sources
+    with suppress(metadata.PackageNotFoundError):  # not installed, run from source
         for requirement in map(Requirement, metadata.requires(_PACKAGE) or ()):
             for extra, lacks in lacking.items():
                 is_asked = requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
@@ -117,7 +117,7 @@ def _installed(package: str) -> str | None:
 
 
 def cache_facts() -> dict[str, Facts]:
-    """The folder of each cache, the bytes in it, and whether it can be written."""
+    """The folder of each cache, its size, and whether it can be written."""
     root = user_cache_path("lookahead", appauthor=False)
     files = {name: (root / name, "*") for name in _CACHES}
     for name, function in (("numba, indexes", search.grow), ("numba, kernels", scalars.exp)):
@@ -134,13 +134,13 @@ def cache_facts() -> dict[str, Facts]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which may have to be made first."""
+    """Whether files can be created in a folder, which may have to be created first."""
     found = next(each for each in (folder, *folder.parents) if each.exists())
     return found.is_dir() and os.access(found, os.W_OK)
 
 
 def model_facts(loaded: LoadedModel) -> Facts:
-    """What a model is, the paths that serve it, and how fast it is with drafts and without."""
+    """The properties of a model, the paths that serve it, and its speed with and without drafts."""
     model, speed = loaded.model, _speed(loaded)
     return {
         "name": model.name_or_path,
@@ -157,7 +157,7 @@ def model_facts(loaded: LoadedModel) -> Facts:
 
 
 def _products(model: Any) -> list[Facts]:
-    """The linear layers by shape and by what multiplies their rows, behind passes."""
+    """The linear layers by shape and kind of product. Products are known after the first pass."""
     packed = state_of(model).linears
     layers: Any = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
     kinds = Counter((each.out_features, each.in_features, "quantized") for each in layers)
@@ -169,14 +169,14 @@ def _products(model: Any) -> list[Facts]:
 
 
 def _resident_bytes() -> int | None:
-    """Bytes of this process that lie in memory."""
+    """Resident memory of this process in bytes."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
     return None
 
 
 def _speed(loaded: LoadedModel) -> Facts:
-    """Milliseconds of a token behind the first, by `model.generate` and by `generate`, over two seconds of prompts."""
+    """Milliseconds per token after the first, for `model.generate` and `generate`, over two seconds of prompts."""
     options: Any = {"max_new_tokens": _TEST_TOKENS, "do_sample": False, "num_beams": 1}
     plain, ours = compare(*loaded, PROMPTS, {"lookahead": None}, seconds=_TEST_S, **options).values()
     return {
@@ -189,7 +189,7 @@ def _speed(loaded: LoadedModel) -> Facts:
 
 
 def faults(facts: Facts) -> list[str]:
-    """What is broken: names that are gone, and tokens in float32 that are not those of `model.generate`."""
+    """The faults: missing private names, and tokens in float32 that differ from `model.generate`."""
     found = []
     if names := facts["missing_names"]:
         found.append(f"nothing is drafted, as torch or transformers lack {', '.join(names)}")

@@ -14,11 +14,11 @@ from lookahead.utils.atomic import write_atomically
 
 _MAX_REASON_ROWS = 12  # rows of the table of failures
 _MAX_SPEED_POINTS = 60  # points of the speed over the job
-_LEAST_VALUES = 5  # of a histogram
+_LEAST_VALUES = 5  # minimum number of values for a histogram
 
 
 class WrittenReport(NamedTuple):
-    """A page that was written, the documents summarized and failed, and what could not be read."""
+    """A written page, the number of summarized and failed documents, and problems with reading the files."""
 
     path: Path
     documents: int
@@ -29,8 +29,10 @@ class WrittenReport(NamedTuple):
 def write_report(results: Path, output: Path | None = None, rejects: Path | None = None) -> WrittenReport:
     """Write an HTML page about the results of `lookahead summarize`, atomically.
 
-    ConfigError if the page cannot be written, or exists and is no report; DocumentError if the results are none;
-    OSError if a file cannot be read.
+    Raises:
+        ConfigError: The page cannot be written, or exists and is not a report.
+        DocumentError: The file holds no results.
+        OSError: A file cannot be read.
     """
     page = Path(f"{results}.report.html") if output is None else output
     charts.check_page(page, "output", "report")
@@ -69,7 +71,7 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
 
 
 def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[str, float]) -> dict[str, Any] | None:
-    """A column and its histogram, with lines at the median and at `rules`; `None` if no line has it."""
+    """A column and its histogram, with lines at the median and at `rules`; `None` if no line has a value."""
     (values,) = aggregate.known(column)
     if not values.size:
         return None
@@ -83,7 +85,7 @@ def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[st
 
 
 def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
-    """Tokens per second along the file, in stretches of `stretch` documents."""
+    """Tokens per second over the course of the file, averaged over `stretch` documents."""
     lines = {}
     for style, prefix in (("ours", ""), ("plain-line", "plain_")):
         decoded, seconds = aggregate.column(f"{prefix}decoded"), aggregate.column(f"{prefix}decode_s")
@@ -103,7 +105,7 @@ def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
 
 
 def _times(aggregate: Aggregate, what: str) -> tuple[charts.Chart, int] | None:
-    """A plot of seconds by the tokens of the document or summary, and its number of documents; `None` without any."""
+    """A plot of seconds over the tokens of the document or summary, and the number of documents; `None` for none."""
     tokens, seconds = aggregate.column(f"{what}_tokens"), aggregate.column("seconds")
     whole = np.flatnonzero(np.isfinite(tokens + seconds))
     if not whole.size:

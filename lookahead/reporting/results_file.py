@@ -1,6 +1,6 @@
-"""Results and rejects, read leniently: a malformed line is counted and named, a missing figure is NaN; their totals.
+"""Totals of results and rejects. Reading is lenient: a malformed line is counted and reported, a missing figure is NaN.
 
-Memory grows by a few numbers per document and by no text.
+Memory grows by a few numbers per document. Only a bounded number of texts is kept.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lookahead.errors import DocumentError
 from lookahead.jobs.schema import LineT, Record, RejectLine, ResultLine, parse_line
 from lookahead.reporting.charts import Values
 
-MAX_LISTED_DOCUMENTS = 5  # documents of a list
+MAX_LISTED_DOCUMENTS = 5  # documents in a list
 MAX_NAMED_DOCUMENTS = 500  # documents whose ids are kept for the scatter plots
-MAX_DIFFERENT_IDS = 20  # ids kept of documents with other tokens by plain decoding
+MAX_DIFFERENT_IDS = 20  # ids kept of documents whose plain decoding gave other tokens
 MAX_REASONS = 1000  # distinct failure reasons
-MAX_IDS_PER_REASON = 3  # ids per reason
-MAX_KINDS = 50  # distinct models, and proposers; further ones are "others"
+MAX_IDS_PER_REASON = 3
+MAX_KINDS = 50  # distinct models, and distinct proposers; the rest is counted as "others"
 MAX_TEXT_CHARS = 1200  # characters kept of a summary
 MAX_ID_CHARS = 200  # characters kept of an id
 MAX_NUMBER = 1e15  # largest number accepted
-MAX_LINE_BYTES = 64 << 20  # of a line
+MAX_LINE_BYTES = 64 << 20
 MAX_COMPLAINTS = 5
-PATIENCE = 1000  # malformed lines after which a file without a valid one is given up
+PATIENCE = 1000  # malformed lines without a valid one until reading stops
 _LOCATION = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `
 _LENGTH = re.compile("[0-9]{1,9}")
 _OF_STATS = ("target_forwards", "drafted_tokens", "accepted_tokens", "mean_acceptance_length", "prefill_s", "decode_s")
@@ -43,7 +43,7 @@ _RANKED = ("seconds", "speedup", "mean_acceptance_length")
 
 
 class Result(NamedTuple):
-    """What is shown of a line of results. A figure that the line lacks, or holds with another type, is NaN."""
+    """The shown part of a line of results. A figure that is missing or has a wrong type is NaN."""
 
     name: str  # the id
     text: str
@@ -52,12 +52,12 @@ class Result(NamedTuple):
 
 @dataclass(slots=True)
 class Reading:
-    """A file that is read, and counts of its lines."""
+    """A file being read, and the counts of its lines."""
 
     path: Path
     taken: int = 0  # valid lines
     malformed: int = 0  # other lines
-    complaints: list[str] = field(default_factory=list)  # what is wrong with the first of those
+    complaints: list[str] = field(default_factory=list)  # messages about the first malformed lines
     is_torn: bool = False  # the last line is incomplete
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Reading:
             self.complaints.append(f"line {number} {what}")
 
     def describe(self) -> str:
-        """The lines that could not be read."""
+        """A message about the malformed lines."""
         more = "; …" if self.malformed > len(self.complaints) else ""
         torn = " The last line is incomplete: the job was stopped, or is writing it." if self.is_torn else ""
         lines = "1 line was" if self.malformed == 1 else f"{self.malformed:,} lines were"
@@ -98,7 +98,7 @@ class Reading:
                     break
 
     def lines(self, kind: type[LineT]) -> Iterator[LineT]:
-        """The lines of results or of rejects; the others are malformed."""
+        """The lines of a kind, results or rejects; all others are malformed."""
         for number, record in self._records():
             try:
                 line = kind.from_json(record, leaves_gaps=True)
@@ -110,7 +110,7 @@ class Reading:
 
 
 def read_results(reading: Reading) -> Iterator[ResultLine]:
-    """The lines of a results file, JSON or `.parquet`; DocumentError if it holds none, OSError if unreadable."""
+    """The lines of a results file, JSON or `.parquet`; DocumentError if it has none, OSError if it is unreadable."""
     yield from reading.lines(ResultLine)
     if not reading.taken and reading.malformed:
         raise DocumentError(
@@ -124,7 +124,7 @@ class Failures:
 
     def __init__(self, reading: Reading) -> None:
         self.count: Counter[str] = Counter()
-        self.shown: dict[str, tuple[str, list[str]]] = {}  # the first message of each reason, and its first ids
+        self.shown: dict[str, tuple[str, list[str]]] = {}  # the first message and the first ids of each reason
         for line in reading.lines(RejectLine):
             name = str(line.id)
             message = _LOCATION.sub("", line.error.removeprefix(f"{name}: ")).strip()[:MAX_ID_CHARS]
@@ -142,12 +142,12 @@ class Aggregate:
     """Totals, columns and rankings of the lines of a results file."""
 
     def __init__(self, lines: Iterable[ResultLine]) -> None:
-        self.documents = 0  # lines
+        self.documents = 0
         self.names: list[str] = []  # of the first lines
-        self.names_of_different: list[str] = []  # of the first lines with other tokens by plain decoding
+        self.names_of_different: list[str] = []  # of the first lines whose plain decoding gave other tokens
         self.models: Counter[str] = Counter()
         self.sources: dict[str, dict[str, float]] = {}  # draft nodes by proposer
-        # The lines with the smallest values of a column, or with sign -1 the largest; the earlier of equal values.
+        # The lines with the smallest values of a column (sign 1) or the largest (sign -1); of equal values the earlier.
         self.ranked: dict[tuple[str, int], list[Result]] = {(name, sign): [] for name in _RANKED for sign in (1, -1)}
         empty = ResultLine(id="", document="", fingerprint="")
         self._columns = {name: array("d") for name in _figures(empty)}
@@ -155,7 +155,7 @@ class Aggregate:
             self._add(line)
 
     def column(self, name: str) -> Values:
-        """A value of every line, in the order of the file; NaN if a line has none."""
+        """A value of every line, in file order; NaN if a line has none."""
         return np.array(self._columns[name], np.float64)
 
     def known(self, *names: str) -> Values:
@@ -173,25 +173,25 @@ class Aggregate:
         return float(known.sum()) if known.size else math.nan
 
     def ratio(self, above: str, below: str, *names: str) -> float:
-        """Quotient of the sums of two columns, over the lines that have these and `names`; NaN if there is none."""
+        """Ratio of the sums of two columns, over the lines that have both and `names`; NaN if there are none."""
         above_sum, below_sum, *_ = self.known(above, below, *names).sum(axis=1).tolist()
         return above_sum / below_sum if below_sum else math.nan
 
     @property
     def speedup(self) -> float:
-        """Tokens per second over those of plain decoding, of all documents decoded both ways."""
+        """Speedup in tokens per second over plain decoding, for all documents decoded both ways."""
         ours, plain = ("decoded", "decode_s"), ("plain_decoded", "plain_decode_s")
         return self.ratio(*ours, *plain) / (self.ratio(*plain, *ours) or math.nan)
 
     def straight_ratio(self, above: str, below: str, *names: str) -> float:
-        """`ratio` over those of the lines whose summaries are known not to loop."""
+        """`ratio` over the lines whose summaries are known not to loop."""
         columns = self.known(above, below, "is_looping", *names)
         above_sum, below_sum, *_ = columns[:, columns[2] == 0].sum(axis=1).tolist()
         return above_sum / below_sum if below_sum else math.nan
 
     @property
     def straight_speedup(self) -> float:
-        """`speedup` over those of the documents whose summaries do not loop."""
+        """`speedup` over the documents whose summaries do not loop."""
         ours, plain = ("decoded", "decode_s"), ("plain_decoded", "plain_decode_s")
         return self.straight_ratio(*ours, *plain) / (self.straight_ratio(*plain, *ours) or math.nan)
 
@@ -242,12 +242,12 @@ def _figures(line: ResultLine) -> dict[str, float]:
         "is_identical": math.nan if line.identical is None else float(line.identical),  # to plain decoding
         "is_cut": float(reason == "length") if reason in ("stop", "length") else math.nan,  # by the token limit
         "is_looping": math.nan if line.loops is None else float(line.loops),  # repeats one phrase to its end
-        "is_copy": float(line.copy_of is not None),  # of an equal document; then there are no statistics
+        "is_copy": float(line.copy_of is not None),  # of the summary of an equal document; without statistics
     }
 
 
 def _number(value: Any, missing: float = math.nan) -> float:
-    """A number from 0 to `MAX_NUMBER`, else `missing`; below 1 / `MAX_NUMBER` it is 0."""
+    """A number from 0 to `MAX_NUMBER`, else `missing`. Values below 1 / `MAX_NUMBER` become 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:  # false for NaN
         return missing
     return float(value) if value >= 1 / MAX_NUMBER else 0.0
@@ -259,6 +259,6 @@ def _mapping(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _kind(name: str, known: Mapping[str, Any]) -> str:
-    """The name to count under: a results file may hold any number of names."""
+    """The name to count under, `"others"` after `MAX_KINDS` names: a file may hold any number of names."""
     name = name[:MAX_ID_CHARS]
     return name if name in known or len(known) < MAX_KINDS else "others"

@@ -1,4 +1,4 @@
-"""A decoding step by step: the source of every token, the figures of every step, and the HTML page about them."""
+"""A decoding step by step: the source of every token, the figures of every step, and an HTML page about them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lookahead.stats import DecodingStats
 class TracePiece:
     """One emitted token."""
 
-    text: str  # that is certain with it; empty for a special token, and until a character is complete
-    sources: tuple[str, ...] = ()  # that drafted it; empty if it is the model's own
+    text: str  # the text that it completes; empty for a special token or an incomplete character
+    sources: tuple[str, ...] = ()  # the proposers that drafted it; empty if the model chose it
     special: str = ""  # name of a special token
 
     @property
@@ -40,7 +40,7 @@ class Step:
 
     pieces: list[TracePiece]
     drafted: int  # draft nodes verified
-    expected: float  # to be accepted: the sum of their path probabilities
+    expected: float  # expected number of accepted nodes: the sum of their path probabilities
     accepted: int
     seconds: float
 
@@ -49,12 +49,12 @@ class Step:
 class Trace:
     """The decoding of one prompt."""
 
-    prompt: str  # chat messages as the model reads them
+    prompt: str  # chat messages are rendered as the model reads them
     sources: list[str]  # names of all proposers
     steps: list[Step]
     stats: DecodingStats
-    model: str = ""  # a line about it, if known
-    plain: DecodingStats | None = None  # of decoding without drafts, if that was done
+    model: str = ""  # one line about the model, if known
+    plain: DecodingStats | None = None  # of decoding without drafts, if measured
 
 
 def trace(
@@ -67,7 +67,7 @@ def trace(
     clock: Callable[[], float] = time.perf_counter,
     **generate_kwargs: Any,
 ) -> Trace:
-    """Generate as `lookahead.generate` does, and record every step.
+    """Generate like `lookahead.generate`, and record every step.
 
     Args:
         model: The model.
@@ -75,11 +75,11 @@ def trace(
         prompt: A text or chat messages.
         config: How drafts are made.
         truncate: Which end to cut off a prompt that is too long.
-        clock: Gives the time in seconds.
+        clock: Returns the time in seconds.
         **generate_kwargs: Arguments of `model.generate`.
 
     Raises:
-        LookaheadError: As of `lookahead.generate`.
+        LookaheadError: See `lookahead.generate`.
     """
     reader = PromptReader(model, tokenizer, config, truncate=truncate, **generate_kwargs)
     ids = reader.read(prompt, 0)
@@ -106,7 +106,7 @@ def _step(
         origins = draft.tree.sources[step_output.path[1:]].tolist()
         drafted, expected = len(draft.tree) - 1, float(np.sum(draft.path_probs)) - 1.0
     pieces = []
-    # The last token is the model's own, as all are without a draft. After a stop there are fewer tokens than origins.
+    # The last token, and every token without a draft, is the model's own. A stop leaves fewer tokens than origins.
     for token, origin in zip(step_output.tokens.tolist(), chain(origins, repeat(0)), strict=False):
         added = text.put([token])
         is_special = not added and token in tokenizer.all_special_ids
@@ -116,14 +116,14 @@ def _step(
 
 
 def _add_text(steps: list[Step], text: str) -> None:
-    """Give text that was held back to the newest token that is not special."""
+    """Add pending text to the last token that is not special."""
     places = [(step.pieces, i) for step in steps for i, piece in enumerate(step.pieces) if not piece.special]
     pieces, at = places[-1] if places else (steps[-1].pieces, -1)
     pieces[at] = replace(pieces[at], text=pieces[at].text + text)
 
 
 def step_rows(trace: Trace) -> list[dict[str, str]]:
-    """A row for each step, its cells by their headings."""
+    """A row for each step, with cells by heading."""
     return [
         {
             "step": str(number),
@@ -137,7 +137,7 @@ def step_rows(trace: Trace) -> list[dict[str, str]]:
 
 
 def source_rows(trace: Trace) -> list[dict[str, str]]:
-    """A row for each proposer that drafted, and the sums; cells by their headings."""
+    """A row for each proposer that drafted, and a row of sums, with cells by heading."""
     stats = trace.stats
     drafted, expected, accepted = stats.drafted_by_source, stats.expected_by_source, stats.accepted_by_source
     rows = [
@@ -153,7 +153,7 @@ def source_rows(trace: Trace) -> list[dict[str, str]]:
 
 
 def total_line(trace: Trace) -> str:
-    """The sums of a trace in a line."""
+    """One line with the totals of a trace."""
     stats, plain = trace.stats, trace.plain
     compared = ""
     if plain is not None and plain.tokens_per_s > 0.0:
@@ -167,6 +167,6 @@ def total_line(trace: Trace) -> str:
 
 
 def render_trace(trace: Trace) -> str:
-    """A self-contained HTML page: the text coloured by source, every step, and the sums."""
+    """A self-contained HTML page: the text coloured by source, all steps, and the totals."""
     sources, steps = source_rows(trace), step_rows(trace)
     return render("trace.html.j2", trace=trace, total=total_line(trace), source_rows=sources, step_rows=steps)

@@ -1,4 +1,4 @@
-"""Arrays at addresses: compiled functions that take many arrays find them by one record of addresses."""
+"""Arrays by address: a compiled function that takes many arrays receives one record of their addresses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 
 
 class KeepsAddresses:
-    """Base class of objects that keep addresses of arrays, for compiled functions.
+    """Base class of objects that keep addresses of arrays for compiled functions.
 
-    A copy that kept the addresses of the original would read and write the memory of the original, even after that is
-    freed. So every copy, shallow, deep or from a pickle, has arrays of its own, and `_readdress` writes their addresses
-    into it. A class without `_readdress` cannot be copied.
+    A copy with the addresses of the original would access the memory of the original, even after it is freed. So every
+    copy (shallow, deep or from a pickle) has its own arrays, and `_readdress` stores their addresses. A class without
+    `_readdress` cannot be copied.
     """
 
     __slots__ = ()
 
     def _readdress(self) -> None:
-        """Write the addresses of the arrays that the object has now."""
+        """Store the addresses of the object's current arrays."""
         raise TypeError(f"{type(self).__name__} keeps addresses of memory that it does not own, and cannot be copied")
 
     def __copy__(self) -> Any:
@@ -44,9 +44,9 @@ class KeepsAddresses:
 
 
 def addresses_of(arrays: Iterable[NDArray[Any]]) -> list[int]:
-    """The addresses of arrays; ValueError unless compiled functions can read and write them as `array_at` has them.
+    """The addresses of arrays; ValueError unless all are writable, aligned and in C order, as `array_at` requires.
 
-    Whoever keeps an address derives from `KeepsAddresses`.
+    A class that keeps an address derives from `KeepsAddresses`.
     """
     addresses = []
     for each in arrays:
@@ -57,9 +57,9 @@ def addresses_of(arrays: Iterable[NDArray[Any]]) -> list[int]:
 
 
 def array_at(address: Any, shape: Any, dtype: Any) -> NDArray[Any]:
-    """The array of a shape, in order and without gaps, at an address: many arrays take long to pass one by one.
+    """The contiguous C-order array at an address. Passing many arrays one by one would be slow.
 
-    Whoever gave the address keeps the array.
+    The owner of the array must keep it alive.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.ndarray(shape, dtype, (ctypes.c_byte * size).from_address(int(address)))

@@ -1,4 +1,4 @@
-"""Where files are kept from one process to the next if no folder of the package or of the user can be written."""
+"""Cache folders, and a temporary folder that replaces them if they cannot be written."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 @functools.cache
 def temporary_folder(contents: str, remedy: str) -> Path:
-    """A private folder for temporary files, the same in every process of a user; a warning names it once.
+    """A private temporary folder, the same in every process of a user. A warning names it once.
 
     Args:
-        contents: What is kept there, for the warning: `"compiled functions"`.
-        remedy: How to name another folder: `"set NUMBA_CACHE_DIR to a folder that can be written"`.
+        contents: The kind of files, for the warning: `"compiled functions"`.
+        remedy: How to choose another folder: `"set NUMBA_CACHE_DIR to a folder that can be written"`.
 
     Raises:
         OSError: There is no folder for temporary files.
@@ -30,7 +30,7 @@ def temporary_folder(contents: str, remedy: str) -> Path:
 
 
 def writable_folder(folder: Path, contents: str) -> Path:
-    """A cache folder, made where it is missing; `temporary_folder` if it cannot be written."""
+    """A cache folder, created if it is missing; `temporary_folder` if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -40,7 +40,7 @@ def writable_folder(folder: Path, contents: str) -> Path:
 
 
 def _private_folder() -> Path:
-    """A folder that no other user can write: what stands there is run as code."""
+    """A folder that no other user can write, since its files are run as code."""
     owner = os.getuid() if hasattr(os, "getuid") else 0  # Windows has a temporary folder for each user
     folder = Path(tempfile.gettempdir()) / f"lookahead-{owner}"
     try:

@@ -1,4 +1,4 @@
-"""The instructions of this CPU, by which kernels are chosen."""
+"""The instruction sets of this CPU, by which kernels are chosen."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import llvmlite.binding as llvm
 
 @cache
 def cpu_features() -> dict[str, bool]:
-    """The instructions by LLVM's names; none where LLVM cannot read them, as on some ARM systems.
+    """The instruction sets by LLVM name; empty if LLVM cannot detect them, as on some ARM systems.
 
-    A kernel that needs an instruction which is not named here does not serve.
+    A kernel is used only if all instruction sets that it needs are listed here.
     """
     try:
         return dict(llvm.get_host_cpu_features())

@@ -1,4 +1,4 @@
-"""Fingerprints of tokenizers and of weights, which are stored in files."""
+"""Fingerprints of tokenizers and weights. They are stored in files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _known: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> int:
-    """64 bits that are equal for tokenizers that give the same ids to the same text.
+    """64 bits, equal for tokenizers that give the same ids to the same text.
 
-    Added tokens count. Special tokens around a text, truncation, padding and decoding do not count. The fingerprint is
+    Added tokens count. Special tokens around a text, truncation, padding and decoding do not. The fingerprint is
     computed once for each tokenizer, and again when its length changes.
     """
     size = len(tokenizer)
@@ -38,10 +38,10 @@ def tokenizer_fingerprint(tokenizer: Any) -> int:
 
 
 def model_fingerprint(model: Any, body: nn.Module) -> str:
-    """16 hexadecimal digits that are equal for every copy of a model, whatever its dtype or device.
+    """16 hexadecimal digits, equal for every copy of a model in any dtype and on any device.
 
-    They depend on the sizes of the model, some rows of its embedding, and the norms and biases of its body, the model
-    without its head, which training changes and quantization does not. Values are rounded to bfloat16, which makes them
+    They depend on the sizes of the model, some rows of its embedding, and the norms and biases of its body (the model
+    without its head). Training changes these values, quantization does not. They are rounded to bfloat16 to be
     independent of the loaded precision.
     """
     config: Any = model.config.get_text_config()
@@ -50,7 +50,7 @@ def model_fingerprint(model: Any, body: nn.Module) -> str:
     weight: Tensor = embedding.weight
     if weight.is_floating_point():
         rows = _spaced(weight, _ROWS, torch.float32)
-    else:  # blocks of a file
+    else:  # quantized blocks of a file
         rows = embedding(_spaced(torch.arange(embedding.num_embeddings, device=weight.device), _ROWS, torch.float32))
     for values in (rows, *(each for each in body.parameters() if each.ndim == 1)):
         digest.update(values.detach().to("cpu", torch.float32).bfloat16().view(torch.int16).numpy().tobytes())
@@ -60,8 +60,8 @@ def model_fingerprint(model: Any, body: nn.Module) -> str:
 def weights_fingerprint(model: nn.Module) -> str:
     """16 hexadecimal digits that depend on the sizes and some values of every parameter.
 
-    Training may change a few matrices only, for example when a LoRA is merged. Of offloaded parameters, and of those of
-    a quantized class, only the sizes count.
+    Every parameter counts since training may change only a few matrices, for example when a LoRA is merged. For
+    offloaded and quantized parameters only the sizes count.
     """
     digest = xxhash.xxh3_64()
     for name, parameter in model.named_parameters():
@@ -73,6 +73,6 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 
 def _spaced(values: Tensor, most: int, dtype: torch.dtype) -> Tensor:
-    """At most so many evenly spaced entries; the dtype of the positions rounds them, and so belongs to fingerprints."""
+    """At most `most` evenly spaced entries. The dtype of the positions affects rounding, and so the fingerprint."""
     places = torch.linspace(0, len(values) - 1, min(most, len(values)), dtype=dtype, device="cpu").long()
     return values[places.to(values.device)]

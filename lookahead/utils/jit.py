@@ -1,13 +1,13 @@
-"""Numba's decorators for functions whose compiled code is kept on disk, also where Numba finds no folder for it.
+"""Numba's decorators with an on-disk cache that is safe for concurrent processes and has a fallback folder.
 
-Numba numbers the files of a function, and writes its index of them without a lock. So of two processes that compile it
-at once, for different types or with different parts, one can load the code of the other for its own. Here a file has a
-name that no other has, and an index is changed under its lock. The code of parts in other files is compiled in, so that
-an edit of any file with such code, or another release, makes all functions be compiled again.
+Numba numbers the cache files of a function, and writes its index without a lock. If two processes compile a function
+concurrently for different types, one can load the code of the other. Here every cache file has a unique name, and an
+index is changed under its lock. A function includes compiled code from other files, so an edit of any file with
+compiled functions, or another release, invalidates the cache of all functions.
 
-Numba also numbers what it compiles, from 1 in every process, and the numbers are all that tells the machine code of
-two closures of one name apart. Where code of two processes is loaded, one function then calls the part of another. So
-here every process numbers from a place of its own.
+Numba also numbers what it compiles, from 1 in every process. Machine code of two closures with the same name differs
+only by these numbers, so if cached code of two processes is loaded, a function can call the wrong closure. Here every
+process starts numbering at a random number.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _NumbasCache: Any = caching.FunctionCache
 _NumbasFile: Any = caching.IndexDataCacheFile
 _NumbasIdentity: Any = bytecode.FunctionIdentity
 _log = logging.getLogger(__name__)
-_SILENT_S = 1.0  # compilation that takes less is not told
+_SILENT_S = 1.0  # shorter compilation is not reported
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
 
 
 def _number_apart() -> None:
-    """Let Numba number what it compiles from a place that no other process has."""
+    """Start Numba's numbering of compiled functions at a random number, different in every process."""
     _NumbasIdentity._unique_ids = itertools.count(secrets.randbits(63))
 
 
@@ -61,27 +61,27 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _stamp() -> tuple[str, bytes]:
-    """What compiled functions depend on beside their own files."""
+    """The dependencies of compiled functions besides their own files: the release and all compiled sources."""
     release = ""
-    with suppress(metadata.PackageNotFoundError):  # it runs from its sources
+    with suppress(metadata.PackageNotFoundError):  # not installed, run from source
         release = metadata.version("lookahead-decoding")
     return release, sources_digest(compiled_files())
 
 
 def compiled_files() -> list[Path]:
-    """The source files of this package that hold compiled functions, or parts of those of other files."""
+    """The source files of this package with compiled functions, or with code that is inlined into them."""
     return [each for each in source_files() if _COMPILED.search(each.read_bytes())]
 
 
 class _CacheFile(_NumbasFile):  # type: ignore[misc]
-    """The index of the compiled code of a function, and the files with that code."""
+    """The index of a function's compiled code, and the files with the code."""
 
     def __init__(self, folder: str, stem: str, stamp: object) -> None:
         super().__init__(folder, stem, stamp)
         self.folder, self.stem = Path(folder), stem
 
     def save(self, key: Any, data: Any) -> None:
-        """Keep code. Where it cannot be written, every process compiles it."""
+        """Save code. If it cannot be written, every process compiles the function."""
         name = f"{self.stem}.{uuid.uuid4().hex}.nbc"
         try:
             with locked(self.folder / "index"):
@@ -90,13 +90,13 @@ class _CacheFile(_NumbasFile):  # type: ignore[misc]
                 kept[key] = name
                 self._save_index(kept)
                 for file in self.folder.glob(f"{glob.escape(self.stem)}.*.nbc"):
-                    if file.name not in kept.values():  # of other sources, or replaced
+                    if file.name not in kept.values():  # outdated or replaced
                         file.unlink(missing_ok=True)
         except OSError as error:
             _log.info("the compiled code of %s is not kept: %s", self.stem, error)
 
     def load(self, key: Any) -> Any:
-        """The code that was kept; None if there is none, or it cannot be read."""
+        """The saved code; None if there is none or it cannot be read."""
         try:
             return super().load(key)
         except _UNREADABLE:
@@ -110,7 +110,7 @@ class _CacheFile(_NumbasFile):  # type: ignore[misc]
 
 
 class _Cache(_NumbasCache):  # type: ignore[misc]
-    """What Numba keeps of a function, in files of our own names."""
+    """Numba's cache of a function, with a `_CacheFile`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -119,10 +119,9 @@ class _Cache(_NumbasCache):  # type: ignore[misc]
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
-    """The cache of a function; None where there is no folder for one.
+    """The cache of a function; None if there is no folder for it.
 
-    Numba looks for a folder that can be written: the one that `NUMBA_CACHE_DIR` names, `__pycache__` beside the source,
-    and the cache folder of the user.
+    Numba looks for a writable folder: `NUMBA_CACHE_DIR`, `__pycache__` next to the source, and the user's cache folder.
     """
     try:
         return _Cache(function)
@@ -176,9 +175,9 @@ def _temporary_cache() -> str | None:
 
 
 class _Compilation(event.Listener):
-    """Says once in a process that functions of this package are compiled, where that takes more than a second."""
+    """Reports once per process that functions of this package are being compiled, if that takes over a second."""
 
-    tell: Callable[[str], object] = staticmethod(_log.warning)  # which Python shows on stderr; commands have their own
+    tell: Callable[[str], object] = staticmethod(_log.warning)  # shown on stderr by default; commands replace it
     _is_told, _depth, _began, _spent_s = False, 0, 0.0, 0.0
 
     def on_start(self, event: Any) -> None:

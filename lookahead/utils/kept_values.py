@@ -1,7 +1,7 @@
-"""Small results that a later process finds again: JSON files of values by name, below the cache folder.
+"""Small results that are cached for later processes: JSON files of values by name, in the cache folder.
 
-A file that holds something else is ignored and written anew. Where the folder cannot be written, every process finds
-its results itself.
+A file with other content is ignored and rewritten. If the folder cannot be written, every process computes its own
+results.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from lookahead.utils.locks import locked
 
 T = TypeVar("T")
 Parse = Callable[[Any], T]
-"""Makes a result of a value of JSON; KeyError, TypeError or ValueError if that is none."""
+"""Converts a JSON value to a result; KeyError, TypeError or ValueError if it is invalid."""
 
 MAX_FILES = 128
-"""Files of a folder, of a kilobyte or so each; those written first go when there are more."""
+"""Maximum number of files in a folder, about 1 KB each. The oldest are removed first."""
 _NOT_SUCH = (KeyError, TypeError, ValueError)
 _log = logging.getLogger(__name__)
 
 
 def truth(value: Any) -> bool:
-    """A truth value that was kept; TypeError for anything else."""
+    """Parse a boolean result; TypeError for any other value."""
     if not isinstance(value, bool):
         raise TypeError(f"it must be true or false, got {value!r}")
     return value
 
 
 def kept_file(kind: str, name: str) -> Path:
-    """The file of a name among those of a kind."""
+    """The cache file `name` of a kind of results."""
     return user_cache_path("lookahead", appauthor=False) / kind / f"{name}.json"
 
 
 def kept(file: Path, name: str, parse: Parse[T], make: Callable[[], T]) -> T:
-    """The result of a name: as it is kept, or made and kept now."""
+    """The cached result of a name; if there is none, it is made and cached."""
     found = find_kept(file, name, parse)
     return keep(file, name, make(), parse) if found is None else found
 
 
 def find_kept(file: Path, name: str, parse: Parse[T]) -> T | None:
-    """The result of a name; None where none is kept."""
+    """The cached result of a name; None if there is none."""
     try:
         return _parsed(_read(file), name, parse)
     except OSError:
@@ -57,7 +57,7 @@ def find_kept(file: Path, name: str, parse: Parse[T]) -> T | None:
 
 
 def keep(file: Path, name: str, result: T, parse: Parse[T]) -> T:
-    """Keep a result, of a type that JSON has or a dataclass, and return it; what another process kept first stays."""
+    """Cache a result, a JSON type or a dataclass. Returns it, or the result that another process cached first."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file):
@@ -72,7 +72,7 @@ def keep(file: Path, name: str, result: T, parse: Parse[T]) -> T:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The values of a file; none where there is no such file, or it holds something else."""
+    """The values in a file; empty if the file is missing or has other content."""
     with suppress(FileNotFoundError, *_NOT_SUCH):
         return {str(name): value for name, value in dict(read_json(file)["values"]).items()}
     return {}

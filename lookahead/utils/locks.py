@@ -1,7 +1,6 @@
-"""Locks of files.
+"""File locks.
 
-Every file that is read, changed and written is changed under its lock, so that what another process wrote meanwhile is
-not lost.
+Every read-modify-write of a file happens under its lock, so that concurrent changes of other processes are not lost.
 """
 
 from __future__ import annotations
@@ -17,22 +16,23 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-_LOCK_S = 60.0  # of waiting for another process, which writes for less than a second
+_LOCK_S = 60.0  # seconds to wait for another process, which usually writes for less than a second
 
 
 @contextmanager
 def locked(path: Path, timeout_s: float = _LOCK_S) -> Iterator[None]:
-    """Hold the lock of a file, or of a folder, that is read, changed and written; other processes wait for it.
+    """Hold the lock of a file or folder. Other processes wait for it.
 
-    The lock has its own file `.NAME.lock` beside it, since the other one is replaced; who may write that may take the
-    lock. Without locks in the file system nothing is locked. A negative timeout waits without end.
+    The lock is a file `.NAME.lock` next to `path`, since `path` itself may be replaced. It has the permissions of
+    `path`, so that every process that can write `path` can lock it. On a file system without locks nothing is locked.
+    A negative timeout waits forever.
 
     Raises:
-        TimeoutError: Another process held the lock all the time.
-        OSError: The lock cannot be made, since the folder takes no files.
+        TimeoutError: Another process held the lock for `timeout_s` seconds.
+        OSError: The lock file cannot be created because the folder is not writable.
     """
     path = Path(os.path.realpath(path))
-    try:  # without this, filelock makes a folder that is missing, and waits where a folder takes no files
+    try:  # without this check, filelock creates a missing folder, and waits if the folder is not writable
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What identifies the machine, the releases and the sources that a kept result holds for."""
+"""The identity of the machine, releases and sources for which a cached result is valid."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lookahead.utils.cpu_features import cpu_features
 from lookahead.utils.shipped import source_files, sources_digest
 
 _PACKAGES = ("torch", "transformers", "numba", "llvmlite", "numpy")
-# Of environment variables that choose the instructions of torch's libraries and of Numba, and so the bits of a product.
+# Prefixes of environment variables that choose instructions in torch's libraries and Numba, and so the bits of results.
 _SETTINGS = ("ATEN_CPU", "BLIS_", "DNNL_", "MKL_", "NUMBA_CPU", "NUMBA_DISABLE", "NUMBA_OPT", "ONEDNN_", "OPENBLAS_")
 
 
 def processor() -> str:
-    """The name of the CPU, or the number of an ARM one; as Python knows it where Linux does not tell."""
+    """The name of the CPU, or its part number on ARM; Python's name if /proc/cpuinfo has neither."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         found = next(line for line in lines if line.startswith(("model name", "CPU part")))
@@ -31,7 +31,7 @@ def processor() -> str:
 
 
 def memory_bytes() -> int:
-    """Bytes of the machine's memory; 0 where it does not tell, as Windows."""
+    """Bytes of the machine's memory; 0 if unknown, as on Windows."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -40,10 +40,10 @@ def memory_bytes() -> int:
 
 @cache
 def machine_fingerprint() -> str:
-    """16 hexadecimal digits for the CPU, the releases that compute on it, and the sources of this package.
+    """16 hexadecimal digits for the CPU, the installed releases, and the sources of this package.
 
-    Results that are kept under it are found anew after an update of any of these. Settings of torch's libraries that
-    are read from the environment count, the number of threads does not.
+    Results cached under it are recomputed when any of these changes. Environment settings of torch's libraries count,
+    the number of threads does not.
     """
     described = (
         processor(),
@@ -60,6 +60,6 @@ def machine_fingerprint() -> str:
 
 
 def _release(package: str) -> str:
-    with suppress(metadata.PackageNotFoundError):  # it runs from its sources
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return ""

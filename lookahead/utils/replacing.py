@@ -1,4 +1,4 @@
-"""Atomic replacement of files, which keep their mode, and their owner where the process may give them away."""
+"""Atomic replacement of files. They keep their mode, and their owner if the process may set it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PRIVATE = 0o600  # mode of a file that nobody else may read or write
 
 @contextmanager
 def replacing(path: Path, like: os.stat_result | None = None) -> Iterator[BinaryIO]:
-    """Write a temporary file beside `path` that replaces it once it is complete and on the disk.
+    """Write a temporary file next to `path` that replaces it once it is complete and synced to disk.
 
-    It has the mode and the owner of the file that it replaces from the beginning, or those of `like` if there is none.
-    On an error it is removed. Files left by killed processes are removed first.
+    From the beginning it has the mode and the owner of the file that it replaces, or of `like` if there is none. On an
+    error it is removed. Files left by killed processes are removed first.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
     with contextlib.suppress(OSError):
@@ -52,9 +52,9 @@ def replacing(path: Path, like: os.stat_result | None = None) -> Iterator[Binary
 
 
 def _create(path: Path, like: os.stat_result | None) -> BinaryIO:
-    """Create a file with the mode and, where this process may give it away, the owner and the group of another one.
+    """Create a file with the mode and, if this process may set them, the owner and group of another file.
 
-    It is never more readable than that: a group that could not be kept has no more rights than everybody.
+    It is never more accessible than the other file: if the group cannot be set, it gets no more rights than others.
     """
     if like is None or not hasattr(os, "fchown"):  # Windows
         return open(path, "xb")
@@ -71,7 +71,7 @@ def _create(path: Path, like: os.stat_result | None) -> BinaryIO:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporary files left beside `path` by processes that were killed while replacing it.
+    """Remove temporary files left next to `path` by processes that were killed while replacing it.
 
     A process that is still writing holds a lock on its file. On file systems without locks nothing is removed.
     """
@@ -83,7 +83,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _lock(descriptor: int, *, waits: bool) -> bool:
-    """Lock an open file; False if another process holds the lock, or there are no locks."""
+    """Lock an open file; False if another process holds the lock, or locks are not supported."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -96,7 +96,7 @@ def _lock(descriptor: int, *, waits: bool) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder to disk, so that the name of a new file survives a crash; does nothing on Windows."""
+    """Sync a folder to disk, so that the name of a new file survives a crash. Does nothing on Windows."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""Which code is that of torch and transformers, and the sources of this package."""
+"""Detection of code that belongs to torch and transformers, and the sources of this package."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _COMPILED = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, Ge
 
 
 def is_shipped(function: Any, *, or_ours: bool = False) -> bool:
-    """Whether a callable and all that it wraps stand in files of transformers or torch, or are compiled code.
+    """Whether a callable and everything that it wraps is defined in transformers or torch, or is compiled code.
 
-    With `or_ours` files of this package count too.
+    With `or_ours`, code of this package counts too.
     """
     folders = (*_FOLDERS, _OWN) if or_ours else _FOLDERS
     while function is not None:
         if isinstance(function, functools.partial) and (function.args or function.keywords):
-            return False  # the arguments are a user's
+            return False  # the arguments come from a user
         if isinstance(function, functools.partial):
             function = function.func
         elif isinstance(function, MethodType):
@@ -48,7 +48,7 @@ def is_shipped(function: Any, *, or_ours: bool = False) -> bool:
             if (not file.startswith(folders) and file not in _DECORATORS) or file.endswith(_AUTOCAST):
                 return False
             function = getattr(function, "__wrapped__", None)
-        elif hasattr(function, "__wrapped__"):  # a cache of functools
+        elif hasattr(function, "__wrapped__"):  # a functools cache
             function = function.__wrapped__
         else:
             package = type(function).__module__.partition(".")[0]
@@ -57,7 +57,7 @@ def is_shipped(function: Any, *, or_ours: bool = False) -> bool:
 
 
 def sources_digest(files: Iterable[Path]) -> bytes:
-    """16 bytes that depend on the names and the contents of source files; one that is missing counts by its name."""
+    """16 bytes that depend on the names and contents of source files. For a missing file only the name counts."""
     digest = xxhash.xxh3_128()
     for file in sorted(files):
         digest.update(file.name.encode())
@@ -68,6 +68,6 @@ def sources_digest(files: Iterable[Path]) -> bytes:
 
 @functools.cache
 def source_files() -> list[Path]:
-    """The source files of this package, and those of folders that are linked into it."""
+    """The source files of this package, including folders that are linked into it."""
     found = os.walk(_OWN, followlinks=True)
     return [Path(place, name) for place, _, names in found for name in names if name.endswith(".py")]

@@ -1,4 +1,4 @@
-"""Training examples of heads: texts, prompts with outputs, and prompts that the model answers itself."""
+"""Training examples for heads: texts, prompts with outputs, and prompts that the model answers itself."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from lookahead.utils.atomic import parse_json, read_regular, write_atomically
 _JSON = (".jsonl", ".ndjson")
 
 Say = Callable[[str], None]
-"""Receives lines about the progress."""
+"""Receives progress messages, one line each."""
 Example = dict[str, Tensor]
-"""`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: the tokens that the model writes, which heads guess."""
+"""`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: whether a token is model output, which heads guess."""
 
 
 class Record(NamedTuple):
     """One line of a training file."""
 
     prompt: str | None  # None for plain text
-    output: str | None  # or the plain text; None if the model is to answer
+    output: str | None  # the output or the plain text; None if the model answers the prompt
 
 
 def read_records(path: Path) -> list[Record]:
     """Read a text file, or JSON lines (`.jsonl`) with `prompt` and `output`, with `prompt` alone, or with `text`.
 
-    TrainingError if it cannot be read, or a line is none of these; the message names the line.
+    TrainingError if the file cannot be read or a line is invalid; the message names the line.
     """
     try:
         with opened(str(path)) as file:  # with a timeout for pipes
@@ -76,25 +76,25 @@ def _record(line: str, place: str) -> Record:
 def answer_prompts(
     loaded: LoadedModel, prompts: Sequence[str], file: Path, *, max_new_tokens: int, say: Say = lambda line: None
 ) -> list[list[int]]:
-    """Answer prompts greedily with a model, several together, and keep the answers in a file that another start reads.
+    """Answer prompts greedily in batches, and keep the answers in a file for a resumed run.
 
-    Heads learn most from the model's own outputs. The file has an answer a line, an end-of-sequence token included,
-    after a first line that identifies the prompts.
+    Heads learn most from the model's own outputs. The first line of the file identifies the prompts. Each later line
+    is an answer, including an end-of-sequence token.
 
     Source: Cai et al. 2024, "Medusa", §2.3.2 (self-distillation).
 
     Args:
         loaded: The model.
         prompts: The prompts.
-        file: The file of the answers; those that it holds are kept.
-        max_new_tokens: The most tokens of an answer, at least 1.
-        say: Is called with a line for every 100 answers.
+        file: The file of answers; existing answers are kept.
+        max_new_tokens: Maximum number of tokens of an answer, at least 1.
+        say: Receives a line for every 100 answers.
 
     Returns:
         The token ids of the answer to each prompt.
 
     Raises:
-        TrainingError: The file is damaged, or holds the answers to other prompts.
+        TrainingError: The file is damaged, or holds answers to other prompts.
         LookaheadError: A prompt cannot be answered.
     """
     asked = xxhash.xxh3_64_hexdigest(json.dumps(prompts).encode())
@@ -102,7 +102,7 @@ def answer_prompts(
     answers = _read_answers(file, first, len(prompts), vocabulary_size(loaded.model)) if file.exists() else []
     write_atomically(file, "".join(json.dumps(each) + "\n" for each in [first, *answers]))
     left, first_left = prompts[len(answers) :], len(answers)
-    early: dict[int, list[int]] = {}  # answers that wait for those before them
+    early: dict[int, list[int]] = {}  # finished answers whose predecessors are missing
     with file.open("a", encoding="utf-8") as written:
         for done in stream_many(*loaded, left, max_new_tokens=max_new_tokens, do_sample=False):
             if done.error is not None:
@@ -142,9 +142,10 @@ def _read_answers(file: Path, first: object, most: int, vocabulary: int) -> list
 def make_examples(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, answers: Mapping[str, list[int]], max_length: int
 ) -> list[Example]:
-    """Make examples of at most `max_length` tokens, in the order of the records; `answers` has the model's, by prompt.
+    """Make examples of at most `max_length` tokens, in the order of the records.
 
-    Plain text is split into pieces of that length; all but the first token of each are wanted.
+    `answers` holds the model's answers by prompt. Plain text is split into pieces of `max_length`; all tokens of a
+    piece but the first are wanted.
     """
 
     def encode(text: str, **options: Any) -> list[int]:
@@ -165,13 +166,13 @@ def make_examples(
 
 
 def make_example(prompt: Sequence[int], output: Sequence[int], max_length: int) -> Example:
-    """The example of a prompt and its output, cut off after `max_length` tokens."""
+    """The example of a prompt and its output, truncated to `max_length` tokens."""
     ids = torch.tensor([*prompt, *output], dtype=torch.int64)[:max_length]
     return {"input_ids": ids, "wanted": torch.arange(len(ids)) >= len(prompt)}
 
 
 def split_examples(examples: Sequence[Example], every: int) -> tuple[list[Example], list[Example]]:
-    """Split examples: one in `every` is held out; examples with nothing to guess are dropped."""
+    """Split examples into training and held-out ones, one in `every`. Examples with nothing to guess are dropped."""
     useful = [example for example in examples if example["wanted"].sum() > 1]
     held_out = useful[every // 2 :: every]
     train = [example for i, example in enumerate(useful) if i % every != every // 2]
@@ -183,5 +184,5 @@ def split_examples(examples: Sequence[Example], every: int) -> tuple[list[Exampl
 
 
 def collate(examples: Sequence[Example]) -> Example:
-    """Make one batch of examples, padded on the right with tokens that are not wanted."""
+    """Make a batch of examples, padded on the right with tokens that are not wanted."""
     return {name: pad_sequence([example[name] for example in examples], batch_first=True) for name in examples[0]}

@@ -1,4 +1,4 @@
-"""The training loop of heads: transformers' Trainer, which runs the model and trains the heads."""
+"""The training loop of heads, based on transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lookahead.heads.layers import hidden_states, lm_head
 from lookahead.jobs.training.examples import Example, Say, collate
 from lookahead.jobs.training.learners import Learner
 
-HEADS_RATE = 4.0  # learning rate of heads relative to that of a model trained with them
-HEAD_START = 0.25  # share of the steps before a model trained with its heads is trained too
-KEPT_IN_MEMORY = 2 << 30  # bytes of hidden states; more are kept in a file
+HEADS_RATE = 4.0  # learning rate of the heads relative to the learning rate of the model in joint training
+HEAD_START = 0.25  # share of the steps that train only the heads in joint training
+KEPT_IN_MEMORY = 2 << 30  # bytes of hidden states kept in memory; more go to a file
 
 
 class EpochSampler(LengthGroupedSampler):
-    """Draws the order of an epoch from its number, so that a run resumed in any epoch has the same order."""
+    """Seeds the order of an epoch by its number, so that a resumed run has the same order."""
 
     def __init__(self, trainer: Trainer, examples: Any) -> None:
         super().__init__(trainer.args.train_batch_size, examples)
@@ -44,9 +44,9 @@ class EpochSampler(LengthGroupedSampler):
 class HeadTrainer(Trainer):
     """Trains heads, and the model with them if its parameters require gradients.
 
-    A frozen model is not part of the checkpoints, and reads an example that is needed several times once. A model that
-    is trained too starts after `HEAD_START` of the steps, when the heads no longer guess at random, and at a lower
-    rate. `say` receives a line for each log entry, since the callbacks of `Trainer` would write to stdout.
+    A frozen model is not part of the checkpoints, and reads an example of several epochs once. In joint training the
+    model starts after `HEAD_START` of the steps, when the heads no longer guess at random, at a lower learning rate.
+    `say` receives a line for each log entry, since the callbacks of `Trainer` would write to stdout.
 
     Source: Cai et al. 2024, "Medusa", §2.2.2 (differential learning rates and heads warm-up).
     """
@@ -65,7 +65,7 @@ class HeadTrainer(Trainer):
         groups: list[dict[str, Any]] = [{"params": list(learner.parameters()), "lr": args.learning_rate}]
         if self._is_joint:
             groups.append({"params": list(model.parameters()), "lr": args.learning_rate / HEADS_RATE})
-        # Each weight once: safetensors takes no tied weights.
+        # A parameter list holds each weight once: safetensors does not accept tied weights.
         both = nn.ModuleDict({"learner": learner, "weights": nn.ParameterList(model.parameters())})
         super().__init__(
             model=both if self._is_joint else learner,
@@ -85,7 +85,7 @@ class HeadTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run the model, then each loss forward and backward in turn, then the model backward if it is trained."""
+        """Run the model forward, each loss forward and backward in turn, and the model backward if it is trained."""
         self._learner.train()
         self._base.train(self._is_joint)
         batch = self._prepare_inputs(inputs)
@@ -128,7 +128,7 @@ class HeadTrainer(Trainer):
             self._say(f"step {self.state.global_step:,} of {self.state.max_steps:,}: {figures}")
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        """The schedule of `rate_scale`; a model that is trained too starts later."""
+        """The schedule of `rate_scale`. In joint training the model starts later than the heads."""
         if self.lr_scheduler is None:
             warm_up = max(1, int(self.args.get_warmup_steps(num_training_steps)))
             starts = (0, int(HEAD_START * num_training_steps)) if self._is_joint else (0,)
@@ -144,9 +144,9 @@ class HeadTrainer(Trainer):
         return self._states(self._prepare_inputs(collate([dict(example)])))[0]
 
     def _keep(self, examples: list[Example]) -> None:
-        """Read examples and keep their hidden states in bfloat16, unless neither memory nor disk has room for them.
+        """Read examples and keep their hidden states in bfloat16 if memory or disk has room.
 
-        The groups read together do not depend on the sampling, so that a resumed run has the same states.
+        The batches do not depend on the sampling, so that a resumed run has the same states.
         """
         tokens = sum(len(example["input_ids"]) for example in examples)
         size = lm_head(self._base).weight.shape[1] * max(1, len(self._learner.layers))
@@ -174,19 +174,19 @@ class HeadTrainer(Trainer):
 
 
 def room_for(tokens: int, size: int, folder: Path) -> Tensor | None:
-    """A bfloat16 tensor `[tokens, size]`: in memory up to a bound, beyond it in a file that vanishes with it.
+    """A bfloat16 tensor `[tokens, size]`: in memory up to `KEPT_IN_MEMORY` bytes, else in a temporary file.
 
-    None if the file would take more than half of what is free on the disk of the folder.
+    None if the file would take more than half of the free space on the disk of `folder`.
     """
     if (count := 2 * tokens * size) <= KEPT_IN_MEMORY:
         return torch.empty(tokens, size, dtype=torch.bfloat16)
     if count > shutil.disk_usage(folder).free // 2:
         return None
-    with TemporaryFile(dir=folder) as file:  # without a name, so that a killed process leaves nothing
+    with TemporaryFile(dir=folder) as file:  # it has no name, so that a killed process leaves nothing
         return torch.from_numpy(np.memmap(file, np.int16, "w+", shape=(tokens, size))).view(torch.bfloat16)
 
 
 def rate_scale(step: int, *, start: int, warm_up: int, end: int) -> float:
-    """Factor on the learning rate: half a cosine up to `end`, 0 before `start`, with a linear warm-up from there."""
+    """Factor on the learning rate: 0 before `start`, a linear warm-up from there, and half a cosine up to `end`."""
     warmth = min(1.0, max(0.0, (step - start + 1) / warm_up))
     return warmth * 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / end)))

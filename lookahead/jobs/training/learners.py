@@ -1,4 +1,4 @@
-"""The losses that train each kind of heads, and how often the heads guess right."""
+"""The training losses and the accuracy of each kind of heads."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lookahead.heads.eagle import EagleHead, FusedEagleHead
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.layers import gather_positions, unembed
 
-DECAY = 0.8  # weight of a head's or step's loss relative to the one before: later tokens are harder, and needed less
-HEADS_SHARE = 0.2  # weight of the heads' losses relative to the model's own, if both are trained
+DECAY = 0.8  # weight of a head's or step's loss relative to the previous one: later tokens are harder and matter less
+HEADS_SHARE = 0.2  # weight of the heads' losses relative to the model's loss in joint training
 TOKEN_SHARE = 0.1  # weight of the token loss relative to the feature loss of EAGLE
-NOISE = 0.1  # maximum noise on features relative to their size: at drafting they are predicted, not exact
+NOISE = 0.1  # maximum noise on features relative to their size: in drafting they are predicted, not exact
 
 
 class Learner(nn.Module, ABC):
     """Heads in training on the hidden states `[batch, tokens, size]` of a model."""
 
     layers: tuple[int, ...] = ()  # the decoder layers whose inputs are read; empty for the input of the LM head
-    depth: int  # tokens guessed
+    depth: int  # number of tokens to guess
 
     @abstractmethod
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
@@ -33,14 +33,14 @@ class Learner(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, model: PreTrainedModel, states: Tensor, starts: DraftStarts) -> Iterator[Tensor]:
-        """Logits `[n, tokens]` of each token guessed in turn, at the n starts that have such a token."""
+        """Logits `[n, tokens]` of each guessed token in turn, at the `n` starts that have this token."""
 
     def token_ids(self, guesses: Tensor) -> Tensor:
-        """The model's token ids of indices into the logits."""
+        """The model's token ids for indices into the logits."""
         return guesses
 
     def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """For each token guessed: right first guesses, right ones among five, and trials, int64 `[depth, 3]`."""
+        """int64 `[depth, 3]`: for each guessed token the top-1 hits, top-5 hits and trials."""
         starts, counts = DraftStarts.of(batch), []
         for step, logits in enumerate(self.logits(model, states, starts)):
             labels = starts.labels(step)[1]
@@ -51,11 +51,11 @@ class Learner(nn.Module, ABC):
 
 
 class IndependentHeadsLearner(Learner):
-    """Cross-entropy of every head with the token it guesses.
+    """Cross-entropy of every head with its token.
 
     The backward pass of a head runs before the next head's logits are computed: with a vocabulary V and a hidden size d
-    the peak memory is O(V + d) a token, not O(heads · V + d). If the model is trained too, which its states show, the
-    loss is its own and `HEADS_SHARE` of theirs.
+    the peak memory per token is O(V + d), not O(heads · V + d). In joint training (the states require gradients) the
+    loss is the model's own loss and `HEADS_SHARE` times the losses of the heads.
 
     Source: Cai et al. 2024, "Medusa", §2.2.1 (the loss and its decay) and §2.2.2 (joint training); Gloeckle et al.
         2024, "Better & Faster Large Language Models via Multi-token Prediction", §2 (one head after the other).
@@ -84,7 +84,7 @@ class IndependentHeadsLearner(Learner):
 
 
 class DraftStarts(NamedTuple):
-    """The positions of a batch at which drafting may begin: the next token was written by the model."""
+    """The positions of a batch at which drafting may begin: positions whose next token is model output."""
 
     batch: dict[str, Tensor]  # `input_ids` and `wanted`, [batch, tokens]
     positions: Tensor  # int64 [batch, starts], ascending; 0 after the last
@@ -92,7 +92,7 @@ class DraftStarts(NamedTuple):
 
     @classmethod
     def of(cls, batch: dict[str, Tensor]) -> DraftStarts:
-        """Those of a batch of `input_ids` and `wanted`."""
+        """The starts of a batch of `input_ids` and `wanted`."""
         begins = batch["wanted"][:, 1:]
         order = begins.float().argsort(dim=1, descending=True, stable=True)
         most = int(begins.sum(1).max())
@@ -100,9 +100,9 @@ class DraftStarts(NamedTuple):
         return cls(batch, order[:, :most] * is_start, is_start)
 
     def labels(self, step: int) -> tuple[Tensor, Tensor]:
-        """Which starts have a token written by the model for this step to guess, and that token.
+        """Which starts have a model-written token for this step to guess, and the tokens.
 
-        Step 0 guesses the second token after a start: the model itself chooses the first.
+        Step 0 guesses the second token after a start, since the model itself chooses the first.
         """
         ids, at = self.batch["input_ids"], self.positions + 2 + step
         inside = at.clamp(max=ids.shape[1] - 1)
@@ -111,9 +111,9 @@ class DraftStarts(NamedTuple):
 
 
 class EagleLearner(Learner):
-    """Smooth L1 between predicted features and the model's, and a share of cross-entropy between their tokens.
+    """Smooth L1 loss of predicted features, and a share of the cross-entropy of their token distributions.
 
-    One step is trained, and `depth` steps are measured on held-out text.
+    One step is trained. `depth` steps are measured on held-out text.
 
     Source: Li et al. 2024, "EAGLE", §3.2 (both losses, their weights, and noise on the features).
     """
@@ -145,7 +145,7 @@ class EagleLearner(Learner):
         return self.head.token_ids(guesses)
 
     def _inputs(self, states: Tensor) -> Tensor:
-        """The hidden states that the head reads; where it reads layers, those of the last one come after them."""
+        """The hidden states that the head reads. With `layers`, the states of the last layer come after them."""
         return states[..., : -self.head.config.hidden_size] if self.layers else states
 
 
@@ -183,20 +183,23 @@ class FusedEagleLearner(EagleLearner):
 def unroll(
     head: EagleHead, model: PreTrainedModel, features: Tensor, starts: DraftStarts, steps: int
 ) -> Iterator[Tensor]:
-    """Run a head as drafting does: the first step on the model's features, further steps on its own output.
+    """Run a head as in drafting: the first step on the model's features, later steps on its own output.
 
-    The tokens are those of the text. At the first step a start attends to all pairs of feature and token up to its own;
-    at later steps also to its own later pairs. So the steps of all starts run together. Yields `[batch, starts,
-    hidden]`: at step s, from 0, the output for the token s + 2 positions after each start, undefined beyond the text.
+    The input tokens are the tokens of the text. In the first step a start attends to all pairs of feature and token up
+    to its own; in later steps also to its own later pairs. The steps of all starts run together.
 
     Source: Li et al. 2025, "EAGLE-3", §3.2 (training-time test).
 
     Args:
         head: The head.
         model: The model, for its embedding.
-        features: `[batch, tokens, size]`, what the head reads of the model.
+        features: `[batch, tokens, size]`, the features of the model that the head reads.
         starts: The positions where drafting begins, and the tokens.
         steps: Number of steps, at least 1.
+
+    Yields:
+        `[batch, starts, hidden]`: at step s, from 0, the output for the token s + 2 positions after each start,
+        undefined beyond the text.
     """
     layer, ids = head.layer, starts.batch["input_ids"]
     embeddings = model.get_input_embeddings()(ids).to(features.dtype)

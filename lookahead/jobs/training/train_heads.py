@@ -1,4 +1,4 @@
-"""A training run: from a file of examples to a folder of heads."""
+"""A training run, from a file of examples to a folder of heads."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ KINDS = ("medusa", "eagle", "eagle3", "mtp")
 _JOINT = ("medusa", "mtp")
 _SETTINGS = "run.json"
 _ANSWERS = "answers.jsonl"  # the model's answers to the prompts of the data
-_RATE, _RATE_OF_MAPS = 1e-3, 1e-4  # peak learning rates; the first step of a higher one undoes a linear map
+_RATE, _RATE_OF_MAPS = 1e-3, 1e-4  # peak learning rates; a higher one undoes a head that begins as a linear map
 _DONE = "trainer_state.json"  # written last into a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a run, as `lookahead train --help` tells them; TrainingError if a value is out of its range."""
+    """The settings of a run, see `lookahead train --help`; TrainingError if a value is out of range."""
 
     kind: str
     heads: int = 4
@@ -48,7 +48,7 @@ class Settings:
     draft_vocab: int = DRAFT_VOCAB
     steps: int | None = None
     batch_size: int = 8
-    learning_rate: float | None = None  # that of the kind
+    learning_rate: float | None = None  # `None`: the default of the kind
     max_length: int = 1024
     max_new_tokens: int = 256
     hold_out_every: int = 20
@@ -71,7 +71,7 @@ class Settings:
 
 
 def check_trainer() -> None:
-    """Refuse to train without accelerate, which transformers' Trainer needs."""
+    """Raise a TrainingError if accelerate is missing, which transformers' Trainer needs."""
     if importlib.util.find_spec("accelerate") is None:
         raise TrainingError(
             "training needs accelerate, which is not installed; pip install 'lookahead-decoding[train]'"
@@ -92,18 +92,18 @@ def train_heads(
     Args:
         loaded: The model.
         data: The file of examples.
-        output: The folder that gets the heads, the checkpoints, and in `model` a model that was trained too.
+        output: The folder for the heads, the checkpoints, and in joint training the model (`model`).
         settings: The settings of the run.
-        resume: Go on with the run in `output`, from its last checkpoint.
-        say: Is called with lines about the progress.
+        resume: Whether to continue the run in `output` from its last checkpoint.
+        say: Receives progress messages.
 
     Returns:
-        On held-out examples, the share of right first guesses for each token guessed, `eval_accuracy_1` and so on, and
-        of right ones among five, `eval_top_5_1` and so on.
+        For each guessed token, the top-1 accuracy on held-out examples, `eval_accuracy_1` and so on, and the top-5
+        accuracy, `eval_top_5_1` and so on.
 
     Raises:
         TrainingError: accelerate is missing, the data is unusable, or the folder belongs to another run.
-        HeadsError: The model takes no heads.
+        HeadsError: The model does not support heads.
     """
     check_trainer()
     records = read_records(data)
@@ -133,9 +133,9 @@ def train_heads(
 
 @contextmanager
 def _cleaning_up(model: PreTrainedModel, output: Path) -> Iterator[None]:
-    """Restore which parameters require gradients, and whether the model is in training mode.
+    """Restore `requires_grad` of the parameters and the training mode of the model at the end.
 
-    Removes the files of a run that fails before its first checkpoint, but the answers only if it was refused.
+    If a run fails before its first checkpoint, its files are removed, unless it has answers and was not refused.
     """
     took, was_training = [parameter.requires_grad for parameter in model.parameters()], model.training
     try:
@@ -145,7 +145,7 @@ def _cleaning_up(model: PreTrainedModel, output: Path) -> Iterator[None]:
         if is_refused and _last_checkpoint(output) is None:
             for name in (_SETTINGS, _ANSWERS):
                 (output / name).unlink(missing_ok=True)
-            with suppress(OSError):  # it holds other files
+            with suppress(OSError):  # the folder holds other files
                 output.rmdir()
         raise
     finally:
@@ -161,7 +161,7 @@ def _last_checkpoint(output: Path) -> Path | None:
 
 @contextmanager
 def _entered(output: Path, run: dict[str, Any], *, resume: bool) -> Iterator[None]:
-    """Hold the lock of the folder of a run, which is made or holds the same run; another process is refused."""
+    """Lock the folder of a run, and create it. TrainingError if it holds another run or another process uses it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     path = output / _SETTINGS
     with ExitStack() as stack:
@@ -213,14 +213,14 @@ def _prepare(
         eval_strategy="steps",
         eval_steps=0.25,
         logging_steps=0.01,
-        # On a CPU only if the model is bfloat16: without its instructions it is slower.
+        # On a CPU only for a bfloat16 model: without bfloat16 instructions it is slower.
         bf16=model.dtype == torch.bfloat16 if on_cpu else torch.cuda.is_bf16_supported(),
         use_cpu=on_cpu,
         report_to=[],
         remove_unused_columns=False,
         seed=settings.seed,
     )
-    trainer = HeadTrainer(model, learner, arguments, train, held_out, say)  # which sets the seed, too
+    trainer = HeadTrainer(model, learner, arguments, train, held_out, say)  # also sets the seed
     if isinstance(heads, MtpHeads):
         begin_mtp(heads, model, train, trainer.read)
     elif isinstance(heads, FusedEagleHead) and is_mapped:
@@ -243,7 +243,7 @@ def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) 
 
 
 def frequent_tokens(examples: list[Example], model: PreTrainedModel, most: int) -> list[int]:
-    """The `most` tokens that the model writes most often in some examples, ascending; at most the vocabulary."""
+    """The `most` most frequent output tokens of examples, ascending; at most the vocabulary."""
     written = torch.cat([each["input_ids"][each["wanted"]] for each in examples])
     counts = torch.bincount(written, minlength=len(lm_head(model).weight))
     chosen: list[int] = counts.argsort(descending=True, stable=True)[:most].sort().values.tolist()
