@@ -1,4 +1,4 @@
-"""What each source of drafts is worth on a real model: tokens per pass of each alone, and of several together.
+"""Tokens per pass of each source of drafts on a real model, alone and in combination.
 
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --nodes 31
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --memory shared --sources "prompt,prompt+recycled"
@@ -7,19 +7,24 @@
     python -m bench.ablation --prompts traces.jsonl --field prompt --memory shared --sources "prompt,suffix tree"
     python -m bench.ablation --prompts spec_bench.jsonl --sources retrieval --datastore novels.jsonl
 
-Every prompt is decoded with at most `--nodes` draft nodes a step and no cost model, so that figures do not depend on
-the machine. `window W N G` is the lookahead branch with these sizes, and `heads DIR` are trained heads. Rules of
-others, each alone: `prompt lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decoding) draft
-chains as long as the nodes allow, `token recycling` a static tree of as many nodes (80 in the paper), `suffix tree`
-(SuffixDecoding, by the package `arctic-inference`) and `retrieval` (REST, from `--datastore`) the likeliest nodes of
-theirs; `sam + token recycling` (SAM decoding, its static automaton from `--datastore` if there is one), `racer` and
-`logitspec` both text and logits. What they scale to the nodes is in their docstrings. With `--memory shared` each
-combination remembers the prompts before; with `request` none, and with a memory file what that holds. "Before loops"
-counts the tokens up to the place where 16 of an output repeat, which flatters n-grams. In fp32 a token that is not that
-of `model.generate` ends the run.
+Every prompt is decoded with at most `--nodes` draft nodes per step and without a cost model, so that the figures do not
+depend on the machine. `window W N G` is the lookahead branch with these sizes. `heads DIR` are trained heads. The
+drafting rules of other projects run alone:
 
-"Calibration" says of sources with probabilities how many tokens they promised and how many of these were accepted, by
-source and depth, after the first 2,000 tokens: what `bench.calibration` counts.
+- `prompt lookup` (transformers), `longest suffix` (vLLM) and `first occurrence` (SAM decoding) draft chains of at most
+  `--nodes` tokens.
+- `token recycling` drafts a static tree of `--nodes` nodes (80 in the paper).
+- `suffix tree` (SuffixDecoding, by the package `arctic-inference`) and `retrieval` (REST, from `--datastore`) draft
+  their likeliest nodes.
+- `sam + token recycling` (SAM decoding, with a static automaton from `--datastore` if given), `racer` and `logitspec`
+  draft from both text and logits. Their docstrings say what is scaled to `--nodes`.
+
+With `--memory shared` each combination remembers the previous prompts; with `request` it remembers none, and with a
+memory file the content of the file. "Before loops" counts the tokens up to the place where 16 tokens of an output
+repeat, since loops flatter n-grams. In fp32 a token that differs from `model.generate` ends the run.
+
+"Calibration" shows the expected and the accepted tokens of sources with probabilities, by source and depth, after the
+first 2,000 tokens (see `bench.calibration`).
 """
 
 from __future__ import annotations
@@ -65,7 +70,7 @@ RULES: dict[str, Callable[[Call, int, Datastore | None], Proposer]] = {
 
 
 class Rule:
-    """Makes the proposer of a rule of others, one for all calls where they share what it remembers."""
+    """Makes the proposer of another project's rule: one per call, or one for all calls with a shared memory."""
 
     def __init__(self, name: str, nodes: int, memory: str, store: Datastore | None) -> None:
         self._make = partial(RULES[name], nodes=nodes, store=store)
@@ -83,11 +88,11 @@ class Decoded(NamedTuple):
 
     category: str  # of its prompt
     tokens: list[int]
-    steps: list[int]  # how many tokens each pass gave; the first is the prefill
-    drafted: int  # nodes of all passes
+    steps: list[int]  # tokens of each pass; the first is the prefill
+    drafted: int  # draft nodes of all passes
 
     def rate(self, end: int | None = None) -> tuple[int, int]:
-        """Tokens up to `end` and the passes that began before it, the prefill left out."""
+        """Tokens up to `end` and the passes that began before it, without the prefill."""
         limit = len(self.tokens) if end is None else end
         begin, passes = self.steps[0], 0
         for step in self.steps[1:]:
@@ -99,7 +104,7 @@ class Decoded(NamedTuple):
 
 
 def config_of(name: str, nodes: int, memory: Any, store: Datastore | None = None) -> LookaheadConfig:
-    """The configuration of sources joined by `+`, or of a rule of others."""
+    """The configuration of sources joined by `+`, or of a rule in `RULES`."""
     sources = name.split("+")
     windows = [each for each in sources if each.startswith("window")]
     others = [each for each in sources if each not in windows]
@@ -121,7 +126,7 @@ def decode(
     config: LookaheadConfig,
     calibration: Calibration | None = None,
 ) -> Decoded:
-    """Decode one prompt, noting what each pass gave."""
+    """Decode one prompt, and record the tokens of each pass."""
     engine, emitted = make_engine(model, prompt.ids, config, **sampling(options)), list[list[int]]()
     for output in chain.from_iterable(engine.run()):
         emitted.append(output.tokens.tolist())
@@ -138,17 +143,17 @@ def decode_all(
     config: LookaheadConfig,
     calibration: Calibration | None = None,
 ) -> list[Decoded]:
-    """Decode prompts one after the other, each with what a memory file holds, if the configuration has one."""
+    """Decode prompts one after the other, each with a fresh read of the memory file if the configuration has one."""
     learned, outputs = LearnedState(), []
     for each in prompts:
-        learned.of(ProposerState, ProposerState).files.clear()  # so that the file is read again
+        learned.of(ProposerState, ProposerState).files.clear()  # the file is read again
         with use_learned(model, learned):
             outputs.append(decode(model, each, options, config, calibration))
     return outputs
 
 
 def figures(outputs: Sequence[Decoded]) -> dict[str, Any]:
-    """Tokens per pass in all, before the loops and by category, and draft nodes per pass."""
+    """Tokens per pass: total, before loops and by category; and draft nodes per pass."""
 
     def rate(counts: Sequence[tuple[int, int]]) -> float:
         return round(sum(tokens for tokens, _ in counts) / max(1, sum(passes for _, passes in counts)), 3)

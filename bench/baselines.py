@@ -1,6 +1,6 @@
-"""The drafting rules of others: chains, and what all rules share as proposers of a model.
+"""Drafting rules of other projects: chains, and the common base of all rules as proposers.
 
-Their trees are in `bench.recycling`, `bench.racer` and `bench.datastores`.
+Rules that draft trees are in `bench.recycling`, `bench.racer` and `bench.datastores`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lookahead.drafting.proposal import Feedback, Proposal
 
 IntArray = NDArray[np.int32]
 Draft = Callable[[IntArray], IntArray]
-"""The chain that may follow the tokens so far, int32 `[n]`; possibly nothing."""
+"""Drafts a chain after the tokens so far, int32 `[n]`; it may be empty."""
 _CERTAIN = 0.999  # probability of a drafted token: the whole draft is verified
 
 
 def prompt_lookup(length: int = 10) -> Draft:
-    """transformers' own prompt lookup: what followed the first place where the last 2 tokens, or the last, stood."""
+    """transformers' prompt lookup: the tokens after the first occurrence of the last 2 tokens, or of the last one."""
     generator = PromptLookupCandidateGenerator(
         eos_token_id=torch.tensor([-1]),  # old releases of transformers fail without one
         num_output_tokens=length,
@@ -37,7 +37,7 @@ def prompt_lookup(length: int = 10) -> Draft:
 
 
 def longest_suffix(shortest: int = 2, longest: int = 5, length: int = 10) -> Draft:
-    """The rule of vLLM's n-gram proposer: the first place of the longest match of 2 to 5 tokens, 10 drafted."""
+    """The rule of vLLM's n-gram proposer: 10 tokens after the first of the longest matches of 2 to 5 tokens."""
 
     def draft(tokens: IntArray) -> IntArray:
         place, _ = first_longest(tokens, shortest, longest)
@@ -47,7 +47,7 @@ def longest_suffix(shortest: int = 2, longest: int = 5, length: int = 10) -> Dra
 
 
 def first_occurrence(length: int = 40) -> Draft:
-    """The rule of SAM decoding: the first place of the longest match of any length, 40 tokens drafted.
+    """The rule of SAM decoding: 40 tokens after the first of the longest matches of any length.
 
     Source: Hu et al. 2024, "SAM Decoding: Speculative Decoding via Suffix Automaton", §3.1 (the automaton's states
         keep the end of their first occurrence).
@@ -56,19 +56,19 @@ def first_occurrence(length: int = 40) -> Draft:
 
 
 class DraftTree:
-    """A draft of at most `max_nodes` nodes in the making; two children of a node never hold the same token."""
+    """A draft of at most `max_nodes` nodes under construction. The children of a node have different tokens."""
 
     def __init__(self, root: int, max_nodes: int) -> None:
         self.tokens, self.parents = [root], [0]
         self._max_nodes = max_nodes
-        self._places: dict[tuple[int, int], int] = {}  # of nodes, by parent and token
+        self._places: dict[tuple[int, int], int] = {}  # nodes by parent and token
 
     @property
     def is_full(self) -> bool:
         return len(self.tokens) > self._max_nodes
 
     def child(self, parent: int, token: int) -> int | None:
-        """The child of a node that holds a token, new if there was none; None where it no longer fits."""
+        """The child of a node with a token, created if missing; None if the tree is full."""
         place = self._places.get((parent, token))
         if place is None and not self.is_full:
             place = self._places[parent, token] = len(self.tokens)
@@ -77,20 +77,20 @@ class DraftTree:
         return place
 
     def add(self, path: Iterable[int]) -> None:
-        """Add the tokens of a path from the root, as far as they fit."""
+        """Add the tokens of a path from the root until the tree is full."""
         place: int | None = 0
         for token in path:
             if place is not None:
                 place = self.child(place, int(token))
 
     def proposal(self) -> Proposal:
-        """A proposal of which every node is verified."""
+        """A proposal whose nodes are all verified."""
         chances = np.full(len(self.tokens), _CERTAIN, np.float32)
         return Proposal(np.array(self.tokens, np.int32), np.array(self.parents, np.int32), chances)
 
 
 class RuleRows:
-    """What proposers of fixed rules share: they keep the text of every row, and their drafts are not sized."""
+    """Base class of proposers with fixed rules. They keep the text of every row, and their drafts are not sized."""
 
     sources: tuple[str, ...] = ("rule",)
     needs_argmax = False
@@ -111,7 +111,7 @@ class RuleRows:
 
 
 class ChainRule(RuleRows):
-    """A proposer of the chain of a rule, cut at the nodes allowed."""
+    """A proposer of the chain of a rule, truncated to the allowed nodes."""
 
     def __init__(self, draft: Draft) -> None:
         super().__init__()
@@ -124,13 +124,13 @@ class ChainRule(RuleRows):
 
 
 def first_longest(tokens: IntArray, shortest: int, longest: int, ahead: int = 1) -> tuple[int, int]:
-    """Where the first of the longest matches of the end goes on, and the length of the match; zeros without one.
+    """The position after the first of the longest matches of the end of a text, and the match length; zeros if none.
 
     Args:
         tokens: int32 `[n]`, a text.
-        shortest: Tokens of the shortest match.
-        longest: Tokens that are compared.
-        ahead: Tokens that must follow a match.
+        shortest: Minimum length of a match, in tokens.
+        longest: Maximum number of tokens compared.
+        ahead: Minimum number of tokens after a match.
     """
     place, length = _first_longest(tokens, shortest, min(longest, len(tokens)), ahead)
     return int(place), int(length)
@@ -138,10 +138,10 @@ def first_longest(tokens: IntArray, shortest: int, longest: int, ahead: int = 1)
 
 @njit(cache=True)
 def _first_longest(tokens, shortest, longest, ahead):
-    """The arguments and results are those of `first_longest`.
+    """See `first_longest` for arguments and results.
 
-    Source: Knuth, Morris & Pratt 1977, "Fast Pattern Matching in Strings", §2: the text is read backwards, and each of
-        its places knows how far it agrees with the end.
+    Source: Knuth, Morris & Pratt 1977, "Fast Pattern Matching in Strings", §2: the text is read backwards, and the
+        length of the match with the end is known at each position.
     """
     size = tokens.size
     agrees = np.zeros(longest, np.int32)
@@ -155,7 +155,7 @@ def _first_longest(tokens, shortest, longest, ahead):
         if back < longest:
             agrees[back] = length
         match = length
-        while match > 0 and match - back > 1 - ahead:  # less follows
+        while match > 0 and match - back > 1 - ahead:  # too few tokens follow
             match = agrees[match - 1]
         if match >= max(best, shortest):
             best, place = match, size - 1 - back + match

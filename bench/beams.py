@@ -1,15 +1,15 @@
-"""Beam search: the sequences and scores of `model.generate`, and its time and memory.
+"""Beam search: whether sequences and scores equal `model.generate`, and its time and memory.
 
     python -m bench.beams --families all
     python -m bench.beams --model DIR --prompts spec_bench.jsonl --dtype bf16
     python -m bench.beams --encoder-decoder
 
-With `--families` tiny models of many architectures search with 2, 4 and 8 beams, for one prompt and three ragged ones,
-with the options of beam search; where sequences or beam indices differ, or scores by more than 1e-5, the command fails.
-Otherwise one model searches on one core, transformers and lookahead in turn on every prompt, and their order rotates;
-in fp32, and in bf16 where rows keep their bits, a difference ends the run. `fast` is lookahead with
-`exactness="fast"`. The keys and values of a search are the most that its caches hold at a time.
-`--encoder-decoder` takes a model of BART-base's shape with random weights and inputs of 700 tokens.
+With `--families`, tiny models of many architectures search with 2, 4 and 8 beams, for one prompt and for three ragged
+prompts, with the options of beam search. The command fails if sequences or beam indices differ, or scores differ by
+more than 1e-5. Otherwise one model searches on one core, with transformers and lookahead in turn on every prompt, in
+rotating order. A difference ends the run in fp32, and in bf16 if rows keep their bits. `fast` is lookahead with
+`exactness="fast"`. KV memory is the peak size of the caches of a search. `--encoder-decoder` uses a model of
+BART-base's shape with random weights, and inputs of 700 tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def outcome(model: PreTrainedModel, ours: bool, **options: Any) -> Outcome:
 
 
 def check_family(family: Family) -> tuple[int, list[str]]:
-    """Compare every option, number of beams and batch in fp32; the runs and those that differ."""
+    """Compare every option, number of beams and batch in fp32; returns the number of runs and the differing runs."""
     model, runs, failures = build(family), 0, []
     for batch, inputs in batches():
         for count in BEAMS:
@@ -90,7 +90,7 @@ def held(cache: Any) -> int:
 
 @contextmanager
 def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
-    """Watch a search; the function tells the bytes of its keys and values from what it returned."""
+    """Watch a search. The yielded function returns the bytes of keys and values, given the output of the search."""
     searches: list[BeamModel] = []
     at_prefill: list[int] = []
     prefill = BeamModel._prefill
@@ -114,7 +114,7 @@ def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
 
 
 def search(model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
-    """One timed search; what it returned, and its seconds by clock, with the bytes that can be counted."""
+    """Run one timed search; returns its output, and its seconds by clock with the bytes of its caches if known."""
     with watched() as figures:
         begin = read_clocks()
         out = model.generate(
@@ -127,9 +127,9 @@ def search(model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Any]
 def compare(
     model: PreTrainedModel, prompts: Sequence[torch.Tensor], ways: Mapping[str, Mapping[str, Any]], must_agree: str
 ) -> list[dict[str, Any]]:
-    """Search for every prompt in every way, in turn; the first way is that of transformers.
+    """Search for every prompt in every way, in turn. The first way is transformers.
 
-    A difference of the way `must_agree` ends the run.
+    A difference between it and the way `must_agree` ends the run.
     """
     names, rows = list(ways), []
     for i, ids in enumerate(prompts):
@@ -149,13 +149,13 @@ def compare(
 
 
 def kv_share(rows: Sequence[Mapping[str, Any]], theirs: str, name: str) -> dict[str, float]:
-    """Keys and values as a share of those of transformers, the largest of any prompt."""
+    """Bytes of keys and values relative to transformers, the maximum over prompts."""
     shares = [row[name]["kv_bytes"] / row[theirs]["kv_bytes"] for row in rows if "kv_bytes" in row[name]]
     return {"kv_share": round(max(shares), 3)} if shares else {}
 
 
 def summary(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str, Any]:
-    """Speeds of the whole, and how many prompts had the same sequences."""
+    """Total speeds, and the number of prompts with the same sequences."""
     total = {name: {clock: sum(row[name][clock] for row in rows) for clock in ("cpu", "wall")} for name in ways}
     return {
         name: {
@@ -170,7 +170,7 @@ def summary(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str,
 
 
 def bart_base() -> PreTrainedModel:
-    """A model of the shape of facebook/bart-base, with random weights; the defaults are those of bart-large."""
+    """A model of the shape of facebook/bart-base with random weights; the config's defaults are bart-large."""
     config = BartConfig(
         d_model=768, encoder_layers=6, decoder_layers=6, encoder_attention_heads=12, decoder_attention_heads=12,
         encoder_ffn_dim=3072, decoder_ffn_dim=3072, vocab_size=50265, forced_eos_token_id=None,

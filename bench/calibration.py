@@ -1,4 +1,4 @@
-"""Whether drafts keep what they promise: the probabilities of drafted tokens against what the target chose."""
+"""Calibration of drafts: the probabilities of drafted tokens against the tokens that the target chose."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from lookahead.engine.row import StepOutput
 
 LEARNED = 2_000
-"""Tokens after which drafts must know what they promise."""
-_DEPTHS = {1: "1", 2: "2", 3: "3-4", 5: "5-8", 9: "9+"}  # by the least of them
+"""Tokens after which drafts must be calibrated."""
+_DEPTHS = {1: "1", 2: "2", 3: "3-4", 5: "5-8", 9: "9+"}  # by smallest depth
 
 
 class Kept(TypedDict):
-    """Tokens that drafts promised, and those of them that the target chose."""
+    """The sum of the probabilities of drafted tokens, and the number of them that the target chose."""
 
     promised: float
     accepted: int
@@ -25,11 +25,11 @@ class Kept(TypedDict):
 class Calibration:
     """Counts promised and accepted tokens by source and depth.
 
-    A drafted token counts only where the target chose its parent: it promised its probability given the parent, and is
-    accepted if it is the token that the target chose next. A token that several sources offered counts for "several".
+    A drafted token counts only if the target chose its parent. It promises its probability given the parent, and is
+    accepted if the target chose it next. A token of several sources counts for "several".
 
     Args:
-        learned: The first tokens that are not counted.
+        learned: The number of first tokens that are not counted.
     """
 
     def __init__(self, learned: int = LEARNED) -> None:
@@ -39,7 +39,7 @@ class Calibration:
         )
 
     def count(self, names: Sequence[str], output: StepOutput) -> None:
-        """Count one row's step; `names` are the sources by their bits."""
+        """Count one row's step; `names` are the sources in bit order."""
         self._left, is_learning = self._left - len(output.tokens), self._left > 0
         if is_learning or output.draft is None:
             return
@@ -58,14 +58,14 @@ class Calibration:
                 cell["accepted"] += int(tree.tokens[node] == token)
 
     def report(self) -> dict[str, dict[str, Kept]]:
-        """What was promised and accepted, by source and by depth."""
+        """Promised and accepted tokens by source and by depth."""
         return {
             source: {depth: Kept(promised=round(each["promised"], 1), accepted=each["accepted"]) for depth, each in row}
             for source, row in ((source, depths.items()) for source, depths in self._kept.items())
         }
 
     def lines(self) -> Iterator[str]:
-        """A table of accepted tokens per promised token, and the promised tokens in brackets."""
+        """A table of accepted tokens per promised token, with the promised tokens in brackets."""
         if self._kept:
             yield f"{'accepted/promised':18}" + "".join(f"{depth:>16}" for depth in ("all", *_DEPTHS.values()))
         for source, depths in self._kept.items():

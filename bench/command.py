@@ -1,4 +1,4 @@
-"""What the benchmarks share: the command line, one thread on one core, and the figures as one JSON object."""
+"""Common code of the benchmarks: the command line, threads and cores, and the figures as a JSON object."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from lookahead.utils.machine import processor
 def parser_of(
     page: str | None, *, model: str | None = None, dtype: str | None = None, core: bool = False, threads: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser whose help is the docstring of a benchmark, with `--output` and the other options that are asked for.
+    """A parser whose help is the docstring of a benchmark, with `--output` and other common options.
 
-    `model` and `dtype` are the defaults of theirs; `--core` and `--threads` are for `stay_on_cores`.
+    `model` and `dtype` are defaults of their options. `core` and `threads` add the options for `stay_on_cores`.
     """
     page = f"{page}\nThe last line printed is one JSON object."
     parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,16 +50,16 @@ def parser_of(
 
 
 def use_one_thread() -> None:
-    """One thread, and no warnings or progress bars of transformers."""
+    """Use one thread, and turn off warnings and progress bars of transformers."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
 
 def stay_on_cores(core: int | None, threads: int = 1) -> None:
-    """So many threads and, where the system can, as many cores; processes started later stay on them too.
+    """Use `threads` threads and, if the system supports it, pin the process and its children to as many cores.
 
-    One thread stays on the core named, or on the last. Several are on the last cores.
+    One thread stays on `core`, by default the last. Several threads use the last cores.
     """
     use_one_thread()
     torch.set_num_threads(threads)
@@ -76,7 +76,7 @@ def stay_on_cores(core: int | None, threads: int = 1) -> None:
 
 
 def clock_of(threads: int) -> str:
-    """The clock that counts: with several threads the processor's would add up what they do side by side."""
+    """The clock of the figures: wall time for several threads, whose CPU times would add up, else CPU time."""
     return "cpu" if threads == 1 else "wall"
 
 
@@ -87,9 +87,9 @@ def make_engine(
     predictions: Sequence[Sequence[IntArray]] = (),
     **options: Any,
 ) -> Engine:
-    """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy unless told otherwise.
+    """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy by default.
 
-    `predictions` are what the outputs will largely be, by row.
+    `predictions` are predictions of the outputs by row.
     """
     shared = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
     plan = plan_request(resolve_call(model, ids, **shared), config)
@@ -99,14 +99,14 @@ def make_engine(
 
 
 def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
-    """Seconds of one call, the processor's unless another clock is given."""
+    """Seconds of one call, by default of CPU time."""
     begin = clock()
     work()
     return clock() - begin
 
 
 def setting_of(arguments: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """What is measured, and on what, by `--model` and `--dtype`, and the values of other options."""
+    """The setting of a measurement: model, dtype, device, threads, and the values of `options`."""
     model, device = Path(arguments.model).name, f"cpu, {processor()}"
     setting = {"model": model, "dtype": arguments.dtype, "device": device, "threads": getattr(arguments, "threads", 1)}
     return setting | {name: getattr(arguments, name) for name in options}
@@ -118,7 +118,7 @@ def resident_bytes() -> int:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that figures depend on."""
+    """The versions of Python and of the packages that affect the figures."""
     found = {"python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -129,7 +129,7 @@ def versions() -> dict[str, str]:
 
 
 def publish(report: Mapping[str, Any], output: Path | None) -> None:
-    """Print the figures and the versions as the last line, and write them to `output` too; those told already stay."""
+    """Print the figures and the versions as the last line, and write them to `output`; given versions stay."""
     report = {**report, "versions": {**versions(), **report.get("versions", {})}}
     if output:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

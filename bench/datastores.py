@@ -1,4 +1,4 @@
-"""Drafting rules of others that look up stored texts: trees of all outputs before, and datastores."""
+"""Drafting rules of other projects that look up stored texts: suffix trees of earlier outputs, and datastores."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lookahead.drafting.proposal import Feedback, Proposal
 
 
 class SuffixTrees(RuleRows):
-    """SuffixDecoding: the tree of the request or that of all outputs, whichever foretells more, by `arctic-inference`.
+    """SuffixDecoding by `arctic-inference`: the tree of the request or of all outputs, whichever predicts more tokens.
 
-    Neither the length of the match nor probability limits a draft, so that it has as many nodes as those of others;
-    `depth` is the longest match and the longest draft.
+    Neither match length nor probability limits a draft, so that it has as many nodes as the drafts of other rules.
+    `depth` is the maximum length of a match and of a draft.
 
     Source: Oliaro et al. 2024, "SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model Inference",
         §4.
@@ -55,7 +55,7 @@ class SuffixTrees(RuleRows):
 
 
 class Datastore:
-    """Texts, in token ids, in which what followed the end of another text is found; sizes are those of REST's code."""
+    """Texts as token ids, in which continuations of another text are looked up. Sizes are from REST's code."""
 
     LONGEST, SHORTEST = 16, 2  # tokens of a match
     LENGTH, MAX_CONTINUATIONS = 10, 5000  # tokens of a continuation, and continuations that are read
@@ -64,20 +64,20 @@ class Datastore:
         ends = [-1] * self.LENGTH
         self._tokens = np.concatenate([np.array([*text, *ends], np.int32) for text in texts])
         ranks, span = self._tokens.astype(np.int64) + 1, 1
-        while span < self.LONGEST:  # ranks of sequences twice as long, from those of their halves
+        while span < self.LONGEST:  # prefix doubling: ranks of twice the length, from the ranks of both halves
             behind = np.append(ranks[span:], np.full(span, -1)) + 1
             _, ranks = np.unique(ranks * (len(ranks) + ranks.max() + 2) + behind, return_inverse=True)
             span *= 2
         self._order = np.argsort(ranks, kind="stable")
 
     def continuations(self, text: IntArray) -> IntArray:
-        """What followed the longest suffix that is there; int32 `[n, 10]`, -1 behind the end of a text."""
+        """The tokens after the occurrences of the longest suffix found; int32 `[n, 10]`, -1 after the end of a text."""
         ends, _ = self._find(text)
         rows: IntArray = self._tokens[ends[: self.MAX_CONTINUATIONS, None] + np.arange(self.LENGTH)]
         return rows
 
     def first_longest(self, text: IntArray, length: int) -> tuple[IntArray, int]:
-        """What followed the first of the longest matches of any length, `length` tokens at most, and its own length."""
+        """At most `length` tokens after the first of the longest matches of any length, and the match length."""
         ends, match = self._find(text)
         while len(ends) and match >= self.LONGEST and match < len(text):
             longer = ends[self._tokens[ends - match - 1] == text[-match - 1]]
@@ -88,7 +88,7 @@ class Datastore:
         return following[: np.append(following, -1).tolist().index(-1)], match
 
     def _find(self, text: IntArray) -> tuple[NDArray[np.int64], int]:
-        """Where the text goes on after its longest suffix of at most `LONGEST` tokens that is there, and its length."""
+        """The positions after the occurrences of the longest suffix, at most `LONGEST` tokens, and its length."""
         for length in range(min(self.LONGEST, len(text)), self.SHORTEST - 1, -1):
             suffix = text[-length:].tolist()
             sides = [
@@ -101,7 +101,7 @@ class Datastore:
 
 
 class Retrieval(RuleRows):
-    """REST: the most frequent beginnings of what followed the newest tokens in a datastore, as a tree.
+    """REST: a tree of the most frequent prefixes of the continuations of the newest tokens in a datastore.
 
     Source: He et al. 2023, "REST: Retrieval-Based Speculative Decoding", §3.
     """
@@ -113,7 +113,7 @@ class Retrieval(RuleRows):
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         text, order = self.texts[row], count()
         tree = DraftTree(int(text[-1]), max_nodes)
-        tips: list[tuple[int, int, int, int, int, IntArray]] = []  # falling frequency first
+        tips: list[tuple[int, int, int, int, int, IntArray]] = []  # negated frequency first
 
         def grow(parent: int, depth: int, rows: IntArray) -> None:
             found, frequencies = np.unique(rows[:, depth], return_counts=True)

@@ -1,4 +1,4 @@
-"""Tokens per second of whole outputs: transformers' own decoding and ours, on the model's word and on a given one."""
+"""Tokens per second of whole outputs, for transformers and lookahead, with free outputs and with dictated ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PLAIN = LookaheadConfig(proposers=(), cuda_graphs=True)
 DRAFTS = LookaheadConfig(cuda_graphs=True, memory="request")
 GATE_DRAFTS = LookaheadConfig(cuda_graphs=True, memory="request", draft="fixed", max_nodes=15)
 GATE_TOKENS = 48
-_RAISE = 1e4  # logits stay finite, in half precision too, and nothing a model says comes near it
+_RAISE = 1e4  # far above any logit of a model, and still finite in half precision
 
 
 class Trace(NamedTuple):
-    """A recorded prompt and the output that followed it, in tokens."""
+    """A recorded prompt and its output, in tokens."""
 
     prompt: list[int]
     output: list[int]
@@ -40,11 +40,11 @@ class Trace(NamedTuple):
 
 @contextmanager
 def dictating(engine: Engine, trace: Trace, device: torch.device) -> Iterator[None]:
-    """Let an engine of one row that has not started write a trace's output, which it must do within the block.
+    """Let an engine of one row, not started yet, write the output of a trace within the block.
 
-    The logit of the given next token is raised where the logits are, after the pass and outside what is recorded of it;
-    the few numbers that takes go to the device before the pass, so that the host does not wait for it. A node at depth
-    d stands d places after the root, and is told what follows there, whatever token it holds.
+    The logit of the recorded next token is raised on the device, after the pass and outside the recorded graph. The
+    token ids are copied to the device before the pass, so that the host does not wait. The logits of a node at depth d
+    are raised for the token d + 1 places after the root, for any token of the node.
     """
     backend: Any = engine._backend
     script = np.array([*trace.prompt, *trace.output], np.int64)
@@ -74,14 +74,14 @@ def dictating(engine: Engine, trace: Trace, device: torch.device) -> Iterator[No
 class Step(NamedTuple):
     """One step of an engine."""
 
-    seconds: float  # by the clock on the wall
+    seconds: float  # wall time
     tokens: int  # emitted
-    is_replayed: bool  # its pass was a graph's
-    is_cold: bool  # it was one of those before a graph is there and was checked
+    is_replayed: bool  # its pass was a graph replay
+    is_cold: bool  # it ran before a graph was recorded and checked
 
 
 class Output(NamedTuple):
-    """What an engine wrote, in all of its steps but the prefill, and what its newest graph takes alone, if any."""
+    """The output of an engine, its steps without the prefill, and the time of its newest graph alone, if any."""
 
     tokens: list[int]
     steps: list[Step]
@@ -89,7 +89,7 @@ class Output(NamedTuple):
 
 
 class Ticks(BaseStreamer):
-    """When every token came: transformers hands over the prompt, and then each token once it is on the host."""
+    """Times of all tokens. transformers calls it with the prompt, and then with each token once it is on the host."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -98,18 +98,18 @@ class Ticks(BaseStreamer):
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, new: int) -> tuple[list[int], float]:
-    """New tokens of greedy `model.generate`, and its tokens per second from the first to the last."""
+    """New tokens of greedy `model.generate`, and its tokens per second from the first to the last token."""
     ticks = Ticks()
     whole = model.generate(ids, max_new_tokens=new, do_sample=False, streamer=ticks)
     return whole[0, ids.shape[1] :].tolist(), (new - 1) / (ticks.times[-1] - ticks.times[1])
 
 
 def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Output:
-    """Decode to the end; every step ends with its tokens on the host, so the clock on the wall times it."""
+    """Decode to the end. Every step ends with its tokens on the host, so wall time measures it."""
     backend: Any = engine._backend
     graphs = getattr(backend, "_graphs", None)
     replays = Replays(backend, device, by_hand=by_hand) if graphs is not None else None
@@ -131,13 +131,13 @@ def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Outpu
 
 
 def tokens_per_s(steps: list[Step]) -> float:
-    """Of the steps whose graph was there and checked; of all where there is no such step."""
+    """Tokens per second of the steps after their graph was checked; of all steps if there are none."""
     kept = [step for step in steps if not step.is_cold] or steps
     return sum(step.tokens for step in kept) / sum(step.seconds for step in kept)
 
 
 def check_lossless(model: PreTrainedModel, device: torch.device) -> None:
-    """The gate: recorded passes give the tokens of passes run by hand, and in fp32 all those of `model.generate`."""
+    """The gate: recorded passes give the same tokens as eager passes, and in fp32 as `model.generate`."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, 40), generator=generator).to(device)
 
@@ -159,7 +159,7 @@ def check_lossless(model: PreTrainedModel, device: torch.device) -> None:
 def compare_plain(
     model: PreTrainedModel, prompt: IntArray, new: int, rounds: int, device: torch.device
 ) -> dict[str, Any]:
-    """Plain decoding after a prompt: transformers, ours eager and ours with graphs, in turn."""
+    """Measure plain decoding after a prompt: transformers, ours eager and ours with graphs, in turn."""
     ids = torch.from_numpy(prompt).long()[None].to(device)
     rates: dict[str, list[float]] = {"transformers": [], "eager": [], "graphs": []}
     host: list[float] = []
@@ -181,7 +181,7 @@ def compare_plain(
 
 
 def compare_dictated(model: PreTrainedModel, traces: list[Trace], rounds: int, device: torch.device) -> dict[str, Any]:
-    """Recorded texts: transformers, which says what it likes, ours plain, and ours with drafts, in turn on each."""
+    """Measure recorded texts in turn: transformers (not dictated), ours plain, and ours with drafts."""
     rates: dict[str, list[float]] = {"transformers": [], "plain": [], "drafts": []}
     lengths = []
     for number in range(rounds + 1):
@@ -209,6 +209,6 @@ def compare_dictated(model: PreTrainedModel, traces: list[Trace], rounds: int, d
 
 
 def _compare(rates: dict[str, list[float]], ours: str) -> dict[str, Any]:
-    """The rates, and how many times transformers' in the same round one of them is."""
+    """The rates, and the ratio of `ours` to transformers in the same round."""
     ratios = [mine / theirs for mine, theirs in zip(rates[ours], rates["transformers"], strict=True)]
     return {"tokens_per_s": {name: summary(each, 1) for name, each in rates.items()}, "speedup": summary(ratios, 1)}

@@ -1,8 +1,8 @@
-"""What it costs to be a drop-in: turning the switch, and a call for a single token.
+"""The overhead of the drop-in: the time of enabling it, and of a call for a single token.
 
     python -m bench.dropin
 
-With the tests' summarizer on one thread: seconds of `enable` and `disable`; and a call with `max_new_tokens=1` with and
+With the tests' summarizer on one thread: seconds of `enable` and `disable`, and calls with `max_new_tokens=1` with and
 without lookahead, in turn, for several prompt lengths, as the ratio of medians.
 """
 
@@ -26,7 +26,7 @@ PROMPT_LENGTHS = (16, 128, 512, 1024)
 
 
 def single_token_ratios(model: PreTrainedModel, trials: int) -> dict[int, float]:
-    """Median seconds of a one-token call with lookahead over transformers' own, by prompt length."""
+    """Median seconds of a one-token call with lookahead relative to transformers, by prompt length."""
     ratios = {}
     for length in PROMPT_LENGTHS:
         ids = torch.randint(10, 4000, (1, length), generator=torch.Generator().manual_seed(length))

@@ -1,7 +1,7 @@
-"""Edited files that a real model is made to write: CPU seconds of every way to know the original.
+"""Edited files written by a real model: CPU seconds of every way to provide the original.
 
-Part of `bench.edits`. A logits processor dictates the text, to transformers and to ours alike: the model does all of
-its work, what it would have said itself is what ours learns of it, and drafts must be right.
+Part of `bench.edits`. A logits processor dictates the text to both transformers and ours. The model does all of its
+work, ours learns from the model's own logits, and drafts must match the text.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lookahead import LookaheadConfig
 from lookahead.hf.model_state import LearnedState, use_learned
 
 GREEDY_WITH_FILE, NO_DRAFTS = "greedy, file in the prompt", "no drafts"
-_RAISE = 1e4  # logits stay finite, and nothing a model says comes near it
+_RAISE = 1e4  # far above any logit of a model, and still finite
 
 
 class Given(NamedTuple):
-    """A prompt, the output that is dictated behind it, and what it is expected to be; int32 `[tokens]` each."""
+    """A prompt, its dictated output, and the prediction of the output; int32 `[tokens]` each."""
 
     prompt: IntArray
     output: IntArray
@@ -41,7 +41,7 @@ class Given(NamedTuple):
         return torch.from_numpy(self.prompt.astype(np.int64))[None]
 
     def options(self) -> dict[str, Any]:
-        """Of `model.generate`."""
+        """Options of `model.generate`."""
         return {"max_new_tokens": len(self.output), "logits_processor": [self._dictate], **ENDLESS}
 
     def _dictate(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def by_transformers(model: PreTrainedModel) -> Way:
 
 
 def by_ours(model: PreTrainedModel, **options: Any) -> Way:
-    """Ours, with hit rates and costs that are kept from edit to edit, and nothing else; `options` of its config."""
+    """Ours, with only hit rates and costs kept from edit to edit; `options` are options of its config."""
     learned, config = LearnedState(), LookaheadConfig(memory="request", **options)
 
     def blocks(given: Given) -> Iterator[list[int]]:
@@ -78,9 +78,9 @@ def by_ours(model: PreTrainedModel, **options: Any) -> Way:
 
 
 def sampled(way: Way, tokens: int) -> Way:
-    """A way whose cost grows evenly with the text: half of `tokens` are decoded at each end of the output.
+    """Sample a way whose cost per token grows linearly: decode half of `tokens` at each end of the output.
 
-    The mean of both ends is the time of a token, for the whole output.
+    The mean of both ends is the time per token of the whole output.
     """
 
     def run(given: Given) -> Run:
@@ -102,7 +102,7 @@ def sampled(way: Way, tokens: int) -> Way:
 def measure(
     ways: Mapping[str, Way], edits: Sequence[Mapping[str, Given]], warming: Sequence[Mapping[str, Given]]
 ) -> dict[str, list[Run]]:
-    """Every way on every edit, by name; which begins rotates. All must write what is dictated."""
+    """Run every way on every edit, in rotating order; returns runs by name. All must write the dictated text."""
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     names = list(ways)
     for at, edit in enumerate((*warming, *edits), start=-len(warming)):
@@ -118,13 +118,13 @@ def measure(
 
 
 def figures(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
-    """The figures of every way, over greedy decoding of the same prompt; also what useless predictions cost."""
+    """The figures of every way, over greedy decoding of the same prompt, and the cost of useless predictions."""
     everywhere, found = range(len(runs[GREEDY])), {}
     for name, each in runs.items():
         base = GREEDY_WITH_FILE if name in (GREEDY_WITH_FILE, "prompt", "both") else GREEDY
         found[name] = {**summarize(each, runs[base], everywhere), "over": base}
         found[name]["prefill_ms"] = round(1e3 * statistics.mean(run.prefill["cpu"] for run in each), 1)
-    # A model that is to edit a file would have to read it.
+    # Without a prediction, a model that edits a file must read it.
     whole = summarize(runs["prediction"], runs[GREEDY_WITH_FILE], everywhere)["end_to_end"]
     found["prediction"]["end_to_end_over_file_in_prompt"] = whole
     without, beside = runs["none"], runs["useless"]

@@ -1,24 +1,24 @@
-"""Real edits: how fast a file is written again of which the most is known, as the original or only as a prediction.
+"""Real edits: the speed of rewriting a file whose original is in the prompt or given as a prediction.
 
     python -m bench.edits --replay --half held-out
     python -m bench.edits --replay --half dev --limit 200 --nodes 16,64
     python -m bench.edits --dtype bf16 --half held-out
 
-An edit is a commit of a history (`bench.history`): its subject is the instruction, and the output is the file as it was
-afterwards. `prompt` has the file before in the prompt, `prediction` only as what the output is expected to be, `both`
-has both, `none` neither, and `useless` expects another file. Commits are split by their hashes: `dev` is there to
-choose by, `held-out` to confirm.
+An edit is a commit of a repository (`bench.history`). The instruction is the subject of the commit, and the output is
+the edited file. `prompt` has the original file in the prompt, `prediction` has it as a prediction of the output, `both`
+has both, `none` has neither, and `useless` predicts another file. Commits are split by their hashes into `dev`, for
+choosing settings, and `held-out`, for confirming them.
 
-A model is made to write the edited file: every way in turn on every edit, on one core, beside greedy decoding of
-transformers and ours without drafts. The gate comes first: all must write the given text, or no figure is printed.
-Seconds are the processor's. Of plain decoding `--plain-tokens` are decoded, half of them at each end of the output,
-and their mean is the time of a token; `none` and `useless` write the first `--useless-tokens` alone. Speedups are over
-greedy decoding of the same prompt; `of_none` is the time without a prediction over that with a useless one.
+A model is made to write the edited file in every way in turn, on one core, along with greedy decoding of transformers
+and ours without drafts. The gate comes first: all must write the given text, or no figure is printed. Seconds are CPU
+time. Plain decoding decodes `--plain-tokens`, half of them at each end of the output; their mean is the time per token.
+`none` and `useless` write only the first `--useless-tokens`. Speedups are over greedy decoding of the same prompt.
+`of_none` is the time without a prediction over the time with a useless one.
 
-With `--replay` no model runs and the recorded output is its choice: tokens a step by draft nodes, beside transformers'
-prompt lookup, the longest suffix (vLLM) and the first occurrence (SAM decoding), which have the file in the prompt and
-draft chains as long. Memory is fresh for each edit and hit rates are learned from the first on; `promised` and
-`accepted` say what drafts were worth after the first 2,000 tokens.
+With `--replay` no model runs; the recorded output stands for the model's choices. Figures are tokens per step by draft
+nodes, along with transformers' prompt lookup, the longest suffix (vLLM) and the first occurrence (SAM decoding), which
+have the file in the prompt and draft chains of the same size. Memory is fresh for each edit. Hit rates are learned from
+the first edit on. `promised` and `accepted` count drafted tokens after the first 2,000 tokens.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ WAYS = {
     "none": (False, None),
     "useless": (False, "other"),
 }
-"""Whether the file before stands in the prompt, and what the output is expected to be."""
+"""For each way, whether the original file is in the prompt, and the prediction of the output."""
 
 
 class Task(NamedTuple):
     """The token ids of an edit, int32 `[tokens]` each."""
 
     short: IntArray  # the prompt without the file
-    long: IntArray  # with it
+    long: IntArray  # the prompt with the file
     after: IntArray
     before: IntArray
-    other: IntArray  # the file before of another edit
+    other: IntArray  # the original file of another edit
 
     def pair(self, way: str) -> Pair:
-        """Prompt, output, and what is expected."""
+        """Prompt, output, and prediction."""
         has_file, expected = WAYS[way]
         pair = self.long if has_file else self.short, self.after
         return pair if expected is None else (*pair, getattr(self, expected))
 
 
 def read_tasks(edits: Sequence[Edit], tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Task]:
-    """The tasks of the first edits, each with the file of the next edit of another file as the useless one."""
+    """The tasks of the first edits. The useless prediction is the file of the next edit of another file."""
 
     def ids(text: str) -> IntArray:
         return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
@@ -90,7 +90,7 @@ def read_tasks(edits: Sequence[Edit], tokenizer: PreTrainedTokenizerBase, limit:
 
 
 def replayed(tasks: Sequence[Task], nodes: int) -> dict[str, dict[str, float]]:
-    """Figures of every method at so many draft nodes a step."""
+    """Figures of every method with `nodes` draft nodes per step."""
     rules: dict[str, Callable[[int], baselines.Draft]] = {
         "prompt lookup": baselines.prompt_lookup,
         "longest suffix": lambda length: baselines.longest_suffix(length=length),
@@ -115,7 +115,7 @@ def figures(tally: Counter[str]) -> dict[str, float]:
 
 
 def dictated(tasks: Sequence[Task], warming: Task, model: PreTrainedModel, arguments: Namespace) -> dict[str, Any]:
-    """Figures of every way on a real model; the beginning of another task warms up."""
+    """Figures of every way on a real model. The beginning of the task `warming` warms up."""
     plain, few = (partial(sampled, tokens=arguments.plain_tokens), arguments.useless_tokens)
     greedy = plain(by_transformers(model))
     ways = {GREEDY: greedy, GREEDY_WITH_FILE: greedy, NO_DRAFTS: plain(by_ours(model, proposers=()))}

@@ -1,16 +1,16 @@
-"""Are the tokens those of `model.generate`? Every family, adversarial drafts, greedy and sampled, ragged prompts.
+"""Whether tokens equal `model.generate`: every family, adversarial drafts, greedy and sampled, ragged prompts.
 
     python -m bench.exactness
     python -m bench.exactness --families Llama,Bloom --prompts squality_dev.jsonl --field document
     python -m bench.exactness --encoder-decoders
     python -m bench.exactness --model FOLDER --prompts spec_bench.jsonl --field turns --limit 6
 
-In fp32 every output must be the same, seed for seed; the command fails where one is not, and names it. In half
-precision a pass over several tokens rounds differently from a pass over one, unless every node attends alone. Models
-for which lookahead's own check says that it does must give the same outputs too. For the others the command reports the
-share of prompts that part from greedy decoding, and how near to a tie the two likeliest tokens were there, beside
-transformers' own prompt lookup. With `proposers=()` no prompt may part. `--prompts` includes the tests' summarizer on
-real passages; `--model` compares that model in bf16 alone.
+In fp32 every output must be the same, seed for seed; the command fails and names every difference. In half precision a
+pass over several tokens rounds differently from a pass over one, unless every node attends alone. Models that pass
+lookahead's own check of bits must give the same outputs too. For the others the command reports the share of prompts
+that diverge from greedy decoding, and the gap of the two likeliest logits there, along with transformers' own prompt
+lookup. With `proposers=()` no prompt may diverge. `--prompts` adds the tests' summarizer on real passages. `--model`
+compares only that model, in bf16.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MODES: dict[str, dict[str, Any]] = {
     "hot": {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
 }
 ROWS = ([5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31], [44, 17, 44, 17, 44], [5, 9, 31, 5, 9, 31, 5, 9])
-# What keeps a state, made anew for every call of so many rows.
+# Objects with state, created for every call by its number of rows.
 STATEFUL: dict[str, Callable[[int], dict[str, Any]]] = {
     "grammar": lambda rows: {"logits_processor": [Grammar()]},
     "done tracker": lambda rows: {"stopping_criteria": [DoneTracker([5], rows)]},
@@ -61,20 +61,20 @@ WAYS = ("without_drafts", "lookahead", "sampled", "prompt_lookup")  # of decodin
 
 
 def seeded(model: PreTrainedModel, **options: Any) -> Any:
-    """What `model.generate` returns after the same seed."""
+    """The output of `model.generate` after a fixed seed."""
     torch.manual_seed(7)
     return model.generate(**options)
 
 
 @dataclass(slots=True)
 class Divergence:
-    """Half precision against greedy decoding token by token."""
+    """Divergence of half precision from greedy decoding token by token."""
 
     runs: int = 0  # prompts compared
-    gaps: list[float] = field(default_factory=list)  # of the two likeliest logits, where a prompt parted
+    gaps: list[float] = field(default_factory=list)  # of the two likeliest logits, where a prompt diverged
 
     def note(self, whole: Any, begin: int, sequence: torch.Tensor) -> bool:
-        """Compare a sequence with what `model.generate` returned, from the token `begin` on; whether they part."""
+        """Compare a sequence with an output of `model.generate` from token `begin` on; returns whether they differ."""
         self.runs += 1
         expected, got = whole.sequences[0, begin:].tolist(), sequence[0, begin:].tolist()
         if expected == got:
@@ -95,7 +95,7 @@ class Divergence:
 
 
 def batches() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """One prompt, and three ragged ones, left-padded."""
+    """One prompt, and three ragged, left-padded prompts."""
     yield "one", {"input_ids": torch.tensor([ROWS[0]])}
     longest = max(map(len, ROWS))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in ROWS])
@@ -110,7 +110,7 @@ def texts_of(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[lis
 
 
 def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
-    """Compare every draft, batch and mode in fp32; returns the runs and those that differ."""
+    """Compare every draft, batch and mode in fp32; returns the number of runs and the differing runs."""
     model, runs, failures = build(family), 0, []
     vocab_size = model.config.get_text_config().vocab_size
     for batch, inputs in batches():
@@ -118,7 +118,7 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
             kwargs = {**inputs, **options, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
             expected = seeded(model, **kwargs)
             answers = texts_of(expected, inputs)
-            if family.name in ENCODER_DECODERS:  # proposers see the encoder's input, then all of the decoder's text
+            if family.name in ENCODER_DECODERS:  # proposers see the encoder's input, then the decoder's text
                 read = texts_of(inputs["input_ids"], inputs)
                 answers = [ids + said for ids, said in zip(read, expected.tolist(), strict=True)]
             offers = (nothing, perfect(answers), always_wrong(answers, vocab_size), None)
@@ -126,7 +126,7 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
             is_plain = family.decoded == "plain" or (is_alone and batch == "ragged")
             for name, offer in zip(DRAFTS, offers, strict=True):
                 if is_plain and offer is not None:
-                    continue  # nothing is drafted, whoever offers
+                    continue  # this family does not draft
                 with drafting_by(offer) if offer is not None else nullcontext():
                     got = seeded(model, **kwargs, **OURS, lookahead_config=None if is_plain else CONFIG)
                 runs += 1
@@ -137,8 +137,8 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
             if len({str(stateful_outcome(model, inputs, make, ours)) for ours in (False, True)}) > 1:
                 failures.append({"family": family.name, "batch": batch, "mode": name, "draft": "real"})
     if family.name in ENCODER_DECODERS:
-        return runs, failures  # several have a table of their own for the decoder
-    # Last, since it changes the model: what was learned of more tokens is not drafted from for fewer.
+        return runs, failures  # several have a separate embedding for the decoder
+    # Last, since it changes the model: nothing learned with the larger vocabulary may be drafted.
     model.resize_token_embeddings(vocab_size - 20)
     ids = torch.tensor([[token % (vocab_size - 20) for token in ROWS[0]]])
     kwargs = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
@@ -150,18 +150,18 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
 
 @dataclass(slots=True)
 class Half:
-    """How half precision parts: without drafts, with them, also sampled, and in transformers' prompt lookup."""
+    """Divergence in half precision: without drafts, with drafts, sampled, and of transformers' prompt lookup."""
 
     ways: dict[str, Divergence] = field(default_factory=lambda: {way: Divergence() for way in WAYS})
-    promised: int = 0  # outputs that parted though the model passed the check of bits
+    promised: int = 0  # outputs that diverged although the model passed the check of bits
 
     def compare(self, model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> list[int]:
-        """Decode one prompt in every way and note where each parts from token by token; the new tokens of greedy."""
+        """Decode one prompt in every way and record where each diverges; returns the new tokens of greedy decoding."""
         kwargs = {"do_sample": False, "pad_token_id": 0, **options}
         try:
             peer = model.generate(ids, **kwargs, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         except ValueError:
-            return []  # transformers does no prompt lookup with this model: there is nothing to stand beside
+            return []  # transformers has no prompt lookup for this model: there is nothing to compare with
         begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
         is_promised = not model.config.is_encoder_decoder and keeps_solo_bits(model)
         greedy: list[int] = []
@@ -181,7 +181,7 @@ class Half:
         return {name: each.report() for name, each in self.ways.items()}
 
     def failures(self, family: str) -> list[dict[str, str]]:
-        """One for every output that parted without drafts, or against the promise."""
+        """A failure for every output that diverged without drafts or against the check of bits."""
         drafts = ["none"] * len(self.ways["without_drafts"].gaps) + ["real"] * self.promised
         return [{"family": family, "batch": "one", "mode": "half", "draft": draft} for draft in drafts]
 
@@ -189,7 +189,7 @@ class Half:
 def stateful_outcome(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], make: Callable[[int], dict[str, Any]], ours: bool
 ) -> tuple[list[list[int]], list[Any]]:
-    """The tokens of a call with an object that keeps a state, and what that saw."""
+    """The tokens of a call with a stateful object, and the calls that the object saw."""
     options = {**inputs, **make(len(inputs["input_ids"])), "do_sample": False, "max_new_tokens": NEW_TOKENS}
     return model.generate(**options, pad_token_id=0, **(OURS if ours else {})).tolist(), calls_of(options)
 
@@ -259,9 +259,9 @@ def check_summarizer(arguments: argparse.Namespace, failures: list[dict[str, str
 
 
 def check_model(arguments: argparse.Namespace) -> int:
-    """Continue prompts, spread over the file, with a model in bf16; its chat template is used if it has one.
+    """Continue prompts spread over the file with a model in bf16, with its chat template if it has one.
 
-    At the end they are decoded together too, each to the tokens that it has alone.
+    At the end they are also decoded together, and each must give the same tokens as alone.
 
     Returns 1 if an output differs that must not.
     """

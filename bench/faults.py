@@ -1,14 +1,14 @@
-"""Kills at random moments over a job, which is resumed after each: is anything lost, doubled or different?
+"""Kills of a job at random moments, resumed after each: whether any result is lost, doubled or different.
 
     python -m bench.faults --documents 1000 --kills 200
     python -m bench.faults --documents 1000 --kills 200 --model none
 
-The documents are made of a seed: words, some texts twice, some lines malformed. A job summarizes them undisturbed. Then
-it runs in child processes that are killed with SIGKILL after a random time and resumed by the next, until it is done;
-where it ends before all kills are spent, another one begins. After some kills the last line of the results is cut at a
-random byte as well, as a loss of power can do. Every finished job is compared with the undisturbed one, byte by byte,
-the measured `stats` aside. The children are forked of a process that has the model loaded. With `--model none` a
-stand-in writes the first words of each document, so that only the journal is tried.
+The documents are generated from a seed: words, some duplicate texts, some malformed lines. A job summarizes them
+undisturbed. Then it runs in child processes that are killed with SIGKILL after a random time and resumed by the next,
+until it is done. If it ends before all kills are used, another job begins. After some kills the last line of the
+results is also cut at a random byte, as a power failure can do. Every finished job is compared with the undisturbed one
+byte by byte, except for the measured `stats`. The children are forked from a process that has loaded the model. With
+`--model none` a stand-in writes the first words of each document, to test only the journal.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from lookahead.summarization.summarizer import Summarizer
 from tests.support.stand_ins import StandIn
 
 WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept"
-TWINS, MALFORMED = 20, 50  # after so many documents comes one with the text of another; a line that is none
-WRONG = ("lost", "doubled", "different")  # what no document of a job may be
+TWINS, MALFORMED = 20, 50  # documents per duplicate text; documents per malformed line
+WRONG = ("lost", "doubled", "different")  # faults of a document
 
 
 def write_documents(path: Path, count: int, seed: int) -> None:
-    """Write a JSON line for each document, and some halves of lines."""
+    """Write a JSON line for each document, and some malformed lines."""
     draw, words = random.Random(seed), WORDS.split()
     texts: list[str] = []
     with path.open("w", encoding="utf-8") as file:
@@ -57,7 +57,7 @@ def write_documents(path: Path, count: int, seed: int) -> None:
 
 
 class Job:
-    """The job, to be run to its end or to a kill."""
+    """The job, run to its end or to a kill."""
 
     def __init__(self, model: str, documents: Path, max_new_tokens: int) -> None:
         self._inputs = find_inputs([str(documents)])
@@ -78,7 +78,7 @@ class Job:
         run_job(documents, self._summarize_all, paths, self._identity, totals=JobTotals())
 
     def run_and_kill(self, output: Path, delay_s: float) -> bool:
-        """Do what is missing in a child process that is killed after some time; whether it came to its end."""
+        """Resume the job in a child process, killed after `delay_s`; returns whether the job was finished."""
         child = os.fork()
         if child == 0:
             status = 1
@@ -96,13 +96,13 @@ class Job:
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of results or rejects, what was measured left out."""
+    """The lines of results or rejects, without measurements."""
     records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     return [json.dumps({key: value for key, value in record.items() if key != "stats"}) for record in records]
 
 
 def cut_last_line(path: Path, draw: random.Random) -> bool:
-    """Take some bytes off the end, fewer than the last line has."""
+    """Cut off a part of the last line; returns whether there was one."""
     data = path.read_bytes() if path.exists() else b""
     last = len(data) - (data.rfind(b"\n", 0, max(0, len(data) - 1)) + 1)
     if last < 2:
@@ -123,7 +123,7 @@ def compare(output: Path, expected: Sequence[str], counts: dict[str, int]) -> No
 def disturb(
     job: Job, folder: Path, expected: Sequence[str], seconds: float, arguments: argparse.Namespace
 ) -> tuple[dict[str, int], list[int]]:
-    """What the killed jobs came to, and the lines that were there at every kill."""
+    """The faults of the killed jobs, and the number of lines at every kill."""
     draw, at_kill = random.Random(arguments.seed), list[int]()
     counts = dict.fromkeys(("kills", "jobs", "lines_cut_after_kills", *WRONG), 0)
     while counts["kills"] < arguments.kills:

@@ -1,11 +1,11 @@
-"""Short generations under random settings, each compared with `model.generate`: no difference, no crash.
+"""Short generations under random settings, each compared with `model.generate`; no difference and no crash may occur.
 
     python -m bench.fuzz --runs 10000
 
-Each run is two generations: one under random settings, and one of a model whose code, hooks or flags a user changed,
+Each run is two generations: one under random settings, and one with a model whose code, hooks or flags were changed,
 with its text as a stream.
 
-Every case is drawn from its own number, so that a failing one can be run alone (`--first N --runs 1`).
+Every case is seeded by its number, so that a failing case can be run alone (`--first N --runs 1`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tests.support.small_layers import made
 from tests.support.stateful import DoneTracker, Grammar, calls_of
 from tests.support.text_tokenizers import TOKENIZERS
 
-# A full attention, a windowed one, sinks and prepared masks: what differs in how a tree is attended to.
+# Full attention, sliding windows, sinks and prepared masks, which differ in tree attention.
 MODELS = ("Llama", "Gemma2", "GptOss", "GPTJ")
 
 
 class StopAtMultiple(StoppingCriteria):
-    """A user's criterion: stop when the sum of the ids is a multiple of a number."""
+    """A custom criterion: stop when the sum of the ids is a multiple of a number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -55,8 +55,8 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 def draw_call(rng: np.random.Generator) -> dict[str, Any]:
-    """Arguments of `model.generate`: prompts, limits, how to choose, when to stop."""
-    alphabet = rng.integers(3, 101, size=int(rng.integers(2, 12)))  # few different tokens, so that much repeats
+    """Arguments of `model.generate`: prompts, limits, sampling and stopping."""
+    alphabet = rng.integers(3, 101, size=int(rng.integers(2, 12)))  # few distinct tokens, so that texts repeat
     lengths = rng.integers(1, 40, size=int(rng.choice([1, 1, 2, 4])))
     longest = int(lengths.max())
     ids = torch.tensor(np.stack([np.r_[np.zeros(longest - n, int), rng.choice(alphabet, n)] for n in lengths]))
@@ -83,7 +83,7 @@ def draw_call(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def draw_state(number: int, call: dict[str, Any]) -> dict[str, Any]:
-    """The call, in some cases with a processor or a criterion that keeps a state."""
+    """The call, in some cases with a stateful processor or criterion."""
     rng = np.random.default_rng([number, 1])
     rows = len(call["input_ids"]) * call.get("num_return_sequences", 1)
     if rng.random() < 0.1:
@@ -95,9 +95,9 @@ def draw_state(number: int, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def used(model: PreTrainedModel, number: int, call: dict[str, Any], config: LookaheadConfig) -> PreTrainedModel:
-    """In some cases a copy of the model that decoded the call and then lost as many tokens as it may.
+    """The model, or in some cases a copy that decoded the call before its vocabulary was shrunk.
 
-    In others one whose configuration another model shares, which did so.
+    In other cases the shrunk model is another one that shares the copy's configuration.
     """
     is_resized, is_sharing = (np.random.default_rng([number, kind]).random() <= 0.05 for kind in (2, 3))
     for is_same, is_wanted in ((True, is_resized), (False, is_sharing)):
@@ -127,7 +127,7 @@ def draw_config(rng: np.random.Generator) -> LookaheadConfig:
 
 
 def check_case(number: int) -> str:
-    """What went wrong with one case, or an empty string."""
+    """The failure of a case, or an empty string."""
     rng = np.random.default_rng(number)
     model = model_of(str(rng.choice(MODELS)))
     call, config = draw_call(rng), draw_config(rng)
@@ -138,7 +138,7 @@ def check_case(number: int) -> str:
     expected = outcome_of(model, number, deepcopy(call))
     with scope:
         got = outcome_of(model, number, {**deepcopy(call), **ours})
-        # Threads share torch's random numbers, so those that sample have no order to compare.
+        # Threads share torch's random numbers, so sampled outputs of threads are not reproducible.
         if not call["do_sample"] and np.random.default_rng([number, 4]).random() < 0.2:
             with ThreadPoolExecutor(3) as pool:
                 many = pool.map(lambda _: outcome_of(model, number, {**deepcopy(call), **ours}), range(3))
@@ -147,7 +147,7 @@ def check_case(number: int) -> str:
 
 
 class Broken(LogitsProcessor):
-    """A user's processor whose numbers go wrong at some step."""
+    """A custom processor that returns bad scores at some step."""
 
     def __init__(self, value: float, at: int, tokens: Sequence[int]) -> None:
         self.value, self.at, self.tokens = value, at, list(tokens)
@@ -161,7 +161,7 @@ class Broken(LogitsProcessor):
 
 @cache
 def changeable(name: str, dtype: torch.dtype) -> Any:
-    """A model whose layers are packed and fused, and that was decoded from as it is."""
+    """A model with packed and fused layers that has decoded unchanged."""
     model = made(name, dtype, hidden_size=512, intermediate_size=1024, num_attention_heads=8, head_dim=64)
     model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3, custom_generate=lookahead.decode)
     return model
@@ -173,15 +173,15 @@ def tokenizer_of(name: str) -> Any:
 
 
 def check_changed(number: int) -> str:
-    """What went wrong with one prompt of a model whose code, hooks or flags a user changed, or an empty string.
+    """The failure of a prompt with a model whose code, hooks or flags were changed, or an empty string.
 
-    Where bits may be rounded, and the stats say so, tokens are not compared.
+    Tokens are not compared if bits may be rounded and the stats say so.
     """
     rng = np.random.default_rng([number, 5])
     name, dtype = str(rng.choice([*LAYERED])), (torch.bfloat16, torch.float32)[int(rng.integers(2))]
     model = changeable(name, dtype)
     if rng.random() < 0.2:
-        model = deepcopy(model)  # not used before
+        model = deepcopy(model)  # a copy that has not decoded yet
     change = str(rng.choice([*CHANGES])) if rng.random() < 0.6 else ""
     ids = torch.tensor(rng.choice(rng.integers(3, 101, 9), (1, int(rng.integers(2, 24)))))
     call: dict[str, Any] = {"max_new_tokens": int(rng.integers(2, 14)), "do_sample": bool(rng.random() < 0.3)}
@@ -196,7 +196,7 @@ def check_changed(number: int) -> str:
     with CHANGES[change](model) if change else nullcontext():
         expected = outcome_of(model, number, {"input_ids": ids, **deepcopy(call)})
         got = outcome_of(model, number, {"input_ids": ids, **deepcopy(call), "custom_generate": lookahead.decode})
-        if isinstance(expected, str):  # what transformers cannot decode has no tokens to compare with
+        if isinstance(expected, str):  # transformers cannot decode it either
             return ""
         complaint = "" if got == expected or dtype == torch.bfloat16 else f"{got} instead of {expected}"
         if not complaint and not call.keys() & {"num_return_sequences", "output_scores"}:
@@ -212,7 +212,7 @@ def check_text(
     expected: tuple[list[list[int]], list[Any]],
     rng: np.random.Generator,
 ) -> str:
-    """The same with the text of the tokens, at once and as a stream."""
+    """The failure of the text of the tokens, at once and as a stream, or an empty string."""
     tokenizer = tokenizer_of(str(rng.choice([*TOKENIZERS])))
     try:
         result = lookahead.generate(model, tokenizer, ids, seed=number, **deepcopy(call))
@@ -228,7 +228,7 @@ def check_text(
 
 
 def outcome_of(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> tuple[list[list[int]], list[Any]] | str:
-    """The tokens of a call and what its objects saw, or what it says of settings that contradict each other."""
+    """The tokens of a call and the calls of its objects, or the error message for contradictory settings."""
     torch.manual_seed(seed)
     try:
         found = model.generate(**call)

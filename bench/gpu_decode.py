@@ -1,23 +1,27 @@
-"""How fast one prompt is decoded on a GPU: what a step costs beside the memory's pace, and beside transformers.
+"""Decoding of one prompt on a GPU: step times relative to memory bandwidth, and speed relative to transformers.
 
     python -m bench.gpu_decode
     python -m bench.gpu_decode --tokenizer DIR --pairs outputs.jsonl
     python -m bench.gpu_decode --shape tiny --device cpu
 
-The model has the shape of Llama-3-8B and random weights: what it says means nothing, what a pass costs is that of real
-weights. Measured are, every way in turn, medians and quartiles: how long the device takes to read as many bytes as the
-weights of a step hold (at the pace of a reduction or a copy of up to 4 GiB, whichever is better), and what share of a
-step that is; steps of 1, 16 and 64 nodes after `--context` tokens, with CUDA graphs and without; what the host takes of
-a plain step outside the graph; and tokens per second of plain decoding, prefill excluded, beside transformers' own
-`generate`. Steps up to the check of a graph are left out.
+The model has the shape of Llama-3-8B and random weights; its output is meaningless, but its passes cost as much as with
+real weights. The figures are medians and quartiles, with all ways measured in turn:
 
-No random model writes text in which drafts are accepted. So with `--pairs` a recorded text (in the forms `bench.replay`
-reads) dictates what the model says, on the device after every pass: the acceptance is that of the recorded text, and
-the dictation's own time counts as ours. `generate` decodes as many tokens after the same prompt, undictated.
+- the time to read as many bytes as the weights of a step (at the rate of a reduction or a copy of up to 4 GiB,
+  whichever is faster), and its share of a step
+- steps of 1, 16 and 64 nodes after `--context` tokens, with and without CUDA graphs
+- the host time of a plain step outside the graph
+- tokens per second of plain decoding without the prefill, along with transformers' own `generate`
 
-The gate comes first: in fp32 a tiny model must give the tokens of `model.generate`, and this one with CUDA graphs those
-of the same passes run one operation at a time, or nothing is timed. On a CPU that is what runs in place of graphs: it
-shows that the command works, and nothing about a GPU.
+Steps up to the check of a graph are left out.
+
+A random model does not write text in which drafts are accepted. So with `--pairs` a recorded text (in the forms of
+`bench.replay`) dictates the output on the device after every pass. Drafts are accepted as in the recorded text, and the
+time of the dictation counts as ours. `generate` decodes as many tokens after the same prompt, without dictation.
+
+The gate comes first: in fp32 a tiny model must give the tokens of `model.generate`, and this model must give the same
+tokens with CUDA graphs as with eager passes, or nothing is timed. On a CPU, eager passes replace the graphs: this shows
+that the command works, and measures nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(shape: str, dtype: str, device: torch.device, positions: int) -> PreTrainedModel:
-    """A model of random weights, made where it will run; it never ends a text."""
+    """A model with random weights, created on its device. It never ends a text."""
     config = LlamaConfig(
         **SHAPES[shape], max_position_embeddings=max(8192, positions), tie_word_embeddings=False, bos_token_id=1
     )
@@ -71,7 +75,7 @@ def make_model(shape: str, dtype: str, device: torch.device, positions: int) -> 
 
 
 def read_traces(arguments: argparse.Namespace, vocabulary: int) -> list[Trace]:
-    """The first recorded outputs that are long enough, cut to `--max-new-tokens`; prompts to their ends."""
+    """The first recorded outputs that are long enough, cut to `--max-new-tokens`. Prompts keep their ends."""
     if arguments.pairs is None:
         return []
     tokenizer = load_tokenizer(arguments.tokenizer)
@@ -108,7 +112,7 @@ def measure(model: PreTrainedModel, traces: list[Trace], arguments: argparse.Nam
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print medians with quartiles, and the figures that have goals."""
+    """Print medians with quartiles, and the figures with goals."""
 
     def words(each: dict[str, float]) -> str:
         return f"{each['median']:.3f} ({each['low']:.3f}-{each['high']:.3f})"
@@ -159,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device, name = find_device(arguments.device, "bench.gpu_decode")
     is_gpu = device.type == "cuda"
     if not is_gpu:
-        cuda_graphs.graphs_unsupported_reason = lambda *_: None  # passes are run by hand
+        cuda_graphs.graphs_unsupported_reason = lambda *_: None  # passes run eagerly
     traces = read_traces(arguments, SHAPES[arguments.shape]["vocab_size"])
     check_lossless(make_model("tiny", "fp32", device, 0), device)
     positions = arguments.context + arguments.max_new_tokens + max(SIZES)

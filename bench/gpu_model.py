@@ -1,15 +1,15 @@
-"""What a token should take on GPUs that are not at hand: a model of costs, and no measurement.
+"""Modelled time per token on various GPUs. This is a cost model, not a measurement.
 
     python -m bench.gpu_model --passes bench/results/passes_*.json
 
-A step of Llama-3-8B in bf16 reads all weights, keys and values once, or multiplies, whichever takes longer, at shares
-of the rated speeds. Beside that it launches kernels: one by one ("eager") each takes the host `--launch-us` and the
-device a gap, and the slower of both counts; in a recorded graph ("graphs") the gap is shorter. Every step takes the
-host `--host-us` more. Printed are milliseconds per token of a row, plain and with drafts of so many nodes, of which as
-many are accepted as `bench.replay` recorded.
+A step of Llama-3-8B in bf16 takes the time to read all weights, keys and values once, or to multiply, whichever is
+longer, at shares of the rated speeds. In addition it launches kernels. One by one ("eager"), each takes `--launch-us`
+on the host and a gap on the device, and the slower of both counts; in a recorded graph ("graphs") the gap is shorter.
+Every step takes another `--host-us` on the host. The output is milliseconds per token of a row, plain and with drafts
+of several sizes, with the acceptance that `bench.replay` recorded.
 
-`--passes` compares the same model with what `bench.passes` measured of SmolLM2-135M on a CPU, where nothing is
-launched; errors are the modelled time over the measured one, less 1.
+`--passes` compares the same model with measurements of SmolLM2-135M on a CPU by `bench.passes`, without launches.
+Errors are the modelled time over the measured time, minus 1.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from bench.command import parser_of, publish
 from bench.gpu_decode import SHAPES, make_model
 from bench.passes import perfect_ms
 
-# Bytes and operations (dense, of bf16 with float32 sums) a second, and bytes of memory. Source: NVIDIA's data sheets of
-# A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, and its white papers of Ada and Blackwell.
+# Bytes per second, operations per second (dense bf16 with float32 sums), and bytes of memory. Source: NVIDIA's data
+# sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, and its white papers of Ada and Blackwell.
 GPUS = {
     "A100": (2.039e12, 312e12, 80e9),
     "RTX 4090": (1.008e12, 165.2e12, 24e9),
@@ -39,19 +39,19 @@ GPUS = {
     "RTX 5090": (1.792e12, 209.5e12, 32e9),
     "B200": (8e12, 2250e12, 180e9),
 }
-# Kernels of a layer: those of a step of transformers' Llama-3-8B, whose 1,169 operations beside views were counted on
-# the meta device.
+# Kernels of a layer. A step of transformers' Llama-3-8B has 1,169 operations other than views, counted on the meta
+# device.
 KERNELS = 36.5
-# Source: A. Gray 2019, "Getting Started with CUDA Graphs", NVIDIA's technical blog: on a V100 kernels of 2.9 us took
-# 3.8 us each launched one after the other, and 3.4 us each in a graph.
+# Source: A. Gray 2019, "Getting Started with CUDA Graphs", NVIDIA's technical blog: on a V100, kernels of 2.9 us took
+# 3.8 us each when launched one by one, and 3.4 us each in a graph.
 GAP_US = {"eager": 0.9, "graphs": 0.5}
 ASSUMED = {
     "bandwidth_share": 0.85,  # the goal of `weight_read_share` in bench.targets
     "flops_share": 0.7,  # a guess
-    # Source: cloudai.pt 2026, "CUDA Graphs + torch.compile: 1.65x LLM Decode Speedup": 8.4 ms a step of Llama 3.1 8B in
-    # eager mode on an H100, here over 1,169 kernels.
+    # Source: cloudai.pt 2026, "CUDA Graphs + torch.compile: 1.65x LLM Decode Speedup": 8.4 ms per step of Llama 3.1 8B
+    # in eager mode on an H100, divided by 1,169 kernels.
     "launch_us": 7.2,
-    "host_us": 300.0,  # on a CPU 3 to 4% of steps of 6 to 9 ms: "Never slower" in docs/measurements.md
+    "host_us": 300.0,  # on a CPU, 3 to 4% of steps of 6 to 9 ms: "Never slower" in docs/measurements.md
 }
 NODES = (16, 32, 64)
 ACCEPTANCE = Path(__file__).parent / "results" / "replay_llama3.json"
@@ -60,13 +60,13 @@ SMOLLM2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_hea
 
 
 def kv_bytes(shape: dict[str, Any], item: int = 2) -> float:
-    """Keys and values of a token, in numbers of `item` bytes."""
+    """Bytes of the keys and values of a token, with `item` bytes per number."""
     shared = shape["num_attention_heads"] / shape["num_key_value_heads"]
     return 2 * item * shape["num_hidden_layers"] * shape["hidden_size"] / shared
 
 
 def attention_ms(shape: dict[str, Any], nodes: int, reach: int, bandwidth: float, flops: float, item: int = 2) -> float:
-    """Milliseconds to read the keys and values of `reach` tokens, or for `nodes` nodes to multiply with them."""
+    """Milliseconds to read the keys and values of `reach` tokens, or to multiply `nodes` nodes with them."""
     products = 4 * shape["num_hidden_layers"] * shape["hidden_size"] * nodes * reach
     return 1e3 * max(reach * kv_bytes(shape, item) / bandwidth, products / flops)
 
@@ -79,7 +79,7 @@ def step_ms(way: str, work_ms: float, arguments: argparse.Namespace) -> float:
 
 
 def simulate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds per token by way and nodes, for each GPU, batch and context that fit."""
+    """Milliseconds per token by way and nodes, for each GPU, batch and context that fits."""
     recorded = json.loads(arguments.acceptance.read_text(encoding="utf-8"))["methods"]
     accepted = {"plain": (1, 1.0)}
     accepted |= {f"{nodes}_nodes": (1 + nodes, recorded[f"ours@{nodes}"]["tokens_per_step"]) for nodes in NODES}
@@ -100,7 +100,7 @@ def simulate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare_passes(path: Path) -> list[dict[str, Any]]:
-    """The error of the model on measured passes: the median over trees of several sizes, and the extremes."""
+    """The error of the model on measured passes: median and extremes over trees of several sizes."""
     measured, table = json.loads(path.read_text(encoding="utf-8")), list[dict[str, Any]]()
     if "smollm2" not in measured["model"].lower():
         sys.exit(f"{path}: the passes are of {measured['model']}, not of SmolLM2-135M")

@@ -1,4 +1,4 @@
-"""How long a device takes: to read memory, to run a recorded pass, and for steps of several sizes."""
+"""Device times: of reading memory, of a recorded pass, and of steps of several sizes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.verification.exact import read_scores
 
-MAX_READ_BYTES = 4 << 30  # of the buffer that is read: far more than a GPU caches, and room for it beside a model
+MAX_READ_BYTES = 4 << 30  # size of the buffer that is read: far larger than a GPU cache, and fits next to a model
 BACK_TO_BACK = 8  # replays that are timed together
-WARM_UP = CAPTURE_AT + 2  # a shape is recorded and checked by then
+WARM_UP = CAPTURE_AT + 2  # passes until a shape is recorded and checked
 
 
 def find_device(kind: str, command: str) -> tuple[torch.device, str]:
-    """The device of a kind and its name; without the GPU that it needs a command ends."""
+    """The device of a kind and its name; ends the command if a needed GPU is missing."""
     if kind == "cpu":
         return torch.device("cpu"), "cpu"
     if not torch.cuda.is_available():
@@ -34,7 +34,7 @@ def find_device(kind: str, command: str) -> tuple[torch.device, str]:
 
 
 class Stopwatch:
-    """Seconds a device works on what was queued between `start` and `stop`: events on a GPU, the clock elsewhere."""
+    """Seconds of device work queued between `start` and `stop`, by events on a GPU and by the clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
@@ -44,12 +44,12 @@ class Stopwatch:
         self._mark(0)
 
     def stop(self) -> None:
-        """End with what was queued up to here; the host does not wait for it."""
+        """Mark the end of the queued work. The host does not wait for it."""
         self._mark(1)
 
     @property
     def seconds(self) -> float:
-        """From start to stop; waits until the device has come so far."""
+        """Seconds from start to stop; waits until the device reaches the stop."""
         if not self._events:
             return self._times[1] - self._times[0]
         self._events[1].synchronize()
@@ -63,16 +63,16 @@ class Stopwatch:
 
 
 class ByHand:
-    """The operations of a pass one by one, where a graph would launch them together."""
+    """A stand-in for a graph that runs the operations of a pass one by one."""
 
     def __init__(self, run: Run) -> None:
         self.replay = run
 
 
 class Replays:
-    """Watches what a target made with `captures=True` records and replays; graphs are made as it would make them.
+    """Watches the graphs that a target with `captures=True` records and replays.
 
-    On a CPU passes are run by hand, and on a GPU too with `by_hand`.
+    On a CPU, or with `by_hand`, passes run eagerly.
     """
 
     def __init__(self, target: GpuBackend, device: torch.device, *, by_hand: bool = False) -> None:
@@ -83,18 +83,18 @@ class Replays:
             self._capture = fast._capture
         if self._capture is None:
             sys.exit("the passes of this model cannot be recorded as CUDA graphs; the log says why")
-        self.watch = Stopwatch(device)  # of the newest replay; a graph's own time is that of `alone_s`
+        self.watch = Stopwatch(device)  # of the newest replay; `alone_s` is the time of the graph alone
         self.count = 0  # replays so far
-        self.newest: Graph | None = None  # the graph that was replayed last
+        self.newest: Graph | None = None  # the last replayed graph
         fast._capture = self._make
 
     def alone_s(self) -> float:
-        """Seconds the device takes for the newest graph, on what its buffers hold now."""
+        """Device seconds of the newest graph, with the current content of its buffers."""
         assert self.newest is not None
         if isinstance(self.newest, ByHand):
-            return self.watch.seconds  # it needs its step around it, and the clock has timed it there
-        # A launch takes the host a while, in which an idle device would wait: so one replay goes ahead, and the others
-        # stand in line behind it before it has ended.
+            return self.watch.seconds  # it runs only within a step, where it was timed
+        # A launch takes host time, in which an idle device waits. So one replay is launched first, and the timed ones
+        # are queued before it ends.
         self.newest.replay()
         self.watch.start()
         for _ in range(BACK_TO_BACK):
@@ -126,7 +126,7 @@ def summary(seconds: Sequence[float], unit: float = 1e3) -> dict[str, float]:
 
 
 def step_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that one step reads: all but the table of input embeddings, unless it is the LM head too."""
+    """Bytes of weights read by one step: all but the input embeddings, unless they are tied to the LM head."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -134,7 +134,7 @@ def step_bytes(model: PreTrainedModel) -> int:
 
 
 def read_bandwidth(size: int, device: torch.device, trials: int) -> dict[str, Any]:
-    """Gigabytes per second of a reduction of a buffer, and of a copy of it, which reads and writes; and the better one.
+    """GB/s of a reduction and of a copy (read and write) of a buffer, and the maximum of both.
 
     The buffer has `size` bytes, at most 4 GiB.
     """
@@ -145,7 +145,7 @@ def read_bandwidth(size: int, device: torch.device, trials: int) -> dict[str, An
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for trial in range(trials + WARM_UP):
         for name, (run, read) in ways.items():
-            run()  # ahead of the timed one, which then waits for no launch
+            run()  # before the timed one, so that its launch is hidden
             watch.start()
             run()
             watch.stop()
@@ -158,9 +158,9 @@ def read_bandwidth(size: int, device: torch.device, trials: int) -> dict[str, An
 def measure_steps(
     model: PreTrainedModel, prompt: IntArray, sizes: Sequence[int], trials: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Steps over trees of every size after the same prompt, recorded and not, all in turn.
+    """Measure steps over trees of every size after the same prompt, recorded and eager, in turn.
 
-    A step is the pass and the likeliest token after every node, read by the host: by the clock on the wall.
+    A step is the pass and the host's read of the likeliest token after every node. Seconds are wall time.
     """
     options: dict[str, Any] = {"rows": 1, "capacity": len(prompt) + max(sizes)}
     graphs = GpuBackend(model, **options, captures=True, most_nodes=max(sizes))
@@ -189,7 +189,7 @@ def measure_steps(
 
 
 def _step(target: GpuBackend, tree: TokenTree, device: torch.device) -> float:
-    """Seconds of one step, nothing else being under way on the device."""
+    """Seconds of one step on an otherwise idle device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
