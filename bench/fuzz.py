@@ -175,7 +175,7 @@ def tokenizer_of(name: str) -> Any:
 def check_changed(number: int) -> str:
     """The failure of a prompt with a model whose code, hooks or flags were changed, or an empty string.
 
-    Tokens are not compared if bits may be rounded and the stats say so.
+    In bfloat16, tokens are compared only if the stats report bitwise equality.
     """
     rng = np.random.default_rng([number, 5])
     name, dtype = str(rng.choice([*LAYERED])), (torch.bfloat16, torch.float32)[int(rng.integers(2))]
@@ -212,7 +212,7 @@ def check_text(
     expected: tuple[list[list[int]], list[Any]],
     rng: np.random.Generator,
 ) -> str:
-    """The failure of the text of the tokens, at once and as a stream, or an empty string."""
+    """The failure of `generate` and `stream` with a tokenizer, or an empty string."""
     tokenizer = tokenizer_of(str(rng.choice([*TOKENIZERS])))
     try:
         result = lookahead.generate(model, tokenizer, ids, seed=number, **deepcopy(call))

@@ -1,14 +1,14 @@
-"""JSON by schemas of growing strictness: what drafts of forced tokens are worth.
+"""JSON by schemas of increasing strictness: the gain of drafting forced tokens.
 
     python -m bench.grammar --dtype bf16
     python -m bench.grammar --batch 8 --limit 2 --threads 2
 
-Every schema has a few prompts. They are decoded under the schema's grammar, greedily, one at a time and then as a
-batch: by transformers (`plain`), by ours with the grammar as a processor for each row and no more (`no forced drafts`),
-and by ours as it is (`forced drafts`). A run counts only if its tokens are those of `plain`; in a padded batch in half
-precision, which rounds, it is told how many are. Measured are seconds of whole calls, over those of `plain` and over
-those without forced drafts, and passes. Outputs that ended are checked against the schema. Nothing is kept from call to
-call but hit rates and costs.
+Every schema has a few prompts. They are decoded greedily under the schema's grammar, one at a time and then as a batch:
+by transformers (`plain`), by ours with the grammar only as a processor for each row (`no forced drafts`), and by ours
+with defaults (`forced drafts`). A run counts only if its tokens equal `plain`; in a padded batch in half precision,
+which rounds, the number of equal outputs is reported. The figures are the speedups of whole calls over `plain` and over
+no forced drafts, and passes. Finished outputs are checked against the schema. Only hit rates and costs are kept from
+call to call.
 
 Needs the extra `grammar` and the package jsonschema.
 """
@@ -36,7 +36,7 @@ _CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    """The schema of an object with these keys and no others."""
+    """The schema of an object with exactly these keys."""
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
@@ -128,11 +128,11 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
 }
-"""Schemas by name, the freest first, with prompts."""
+"""Schemas and prompts by name, the least strict first."""
 
 
 class Outputs(NamedTuple):
-    """What a call gave."""
+    """The outputs of a call."""
 
     tokens: list[list[int]]
     seconds: float
@@ -188,7 +188,7 @@ def _is_valid(tokenizer: PreTrainedTokenizerBase, schema: Any, ids: list[int]) -
 
 
 class _Sum:
-    """What the calls of some prompts gave, by way."""
+    """Sums over the calls of some prompts, by way."""
 
     def __init__(self) -> None:
         self.seconds, self.passes, self.identical = Counter[str](), Counter[str](), Counter[str]()
@@ -217,7 +217,7 @@ class _Sum:
 def _measure(
     ways: Mapping[str, Way], calls: Sequence[Sequence[str]], rounds: bool, is_valid: Callable[[Any], bool]
 ) -> _Sum:
-    """Every way on every call, in turn; the run ends where tokens differ, unless a padded batch `rounds`."""
+    """Measure every way on every call, in turn. A difference in tokens ends the run unless a padded batch `rounds`."""
     found, names = _Sum(), list(ways)
     for way in names[1:]:
         ways[way](["Warm up with a few words, please."] * len(calls[0]))

@@ -1,16 +1,17 @@
-"""What a level of draft heads takes beside a pass of a Llama, by the size of the model, and what it must add to pay.
+"""The time of a level of draft heads relative to a pass of a Llama, by model size, and the gain it needs to pay.
 
     python -m bench.head_costs --dtype fp32
     python -m bench.head_costs --models 135M,1B --dtype bf16 --draft-vocab 8192 --gain 0.5
 
-Models have the sizes of SmolLM2 and Llama 3.2 and random weights. Of one that takes more than `--gigabytes` two are
-made, of fewer layers, and the time of a pass goes on along the line through both. Heads have the sizes of their model,
-random weights, and 8 bits as on any CPU: EAGLE-3's layer over 8 guesses with its projection, and one head of Medusa.
-Both have read 64 tokens, and passes are as of `bench.passes`. Milliseconds are the processor's, of one thread.
+Models have the sizes of SmolLM2 and Llama 3.2 and random weights. For a model over `--gigabytes`, two models with fewer
+layers are measured, and the time of a pass is extrapolated linearly. Heads have the sizes of their model, random
+weights and 8 bits, as on any CPU: the layer of EAGLE-3 over 8 guesses with its projection, and one head of Medusa.
+Both follow 64 tokens of context. Passes are measured as in `bench.passes`. Milliseconds are CPU time of one thread.
 
-A head pays that adds more tokens a pass than its time gives without it: `--tokens` a pass of `--nodes` nodes. "to pay"
-is that for one level and for all. `--gain` is what all add, each level 0.6 of the level before; "levels" are those that
-pay then, and "speed" is that of decoding with them relative to without.
+A head pays if it adds more tokens per pass than decoding without it gives in the head's time, at `--tokens` per pass of
+`--nodes` nodes. "to pay" is this number for one level and for all levels. `--gain` is the gain of all levels, where
+each adds 0.6 of the previous one. "levels" is the number that pays then, and "speed" is the speed with them relative to
+without.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lookahead.utils.machine import processor
 
 NODES = (1, 4, 8, 16, 32)
 _CONTEXT, _ROUNDS = 64, 7
-_RIGHT = 0.6  # share of a level's gain in that of the next: the right token was one of five, as docs/heads.md tells
+_RIGHT = 0.6  # gain of a level relative to the previous one: about the top-5 accuracy in docs/heads.md
 _NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
 SIZES = {
     "135M": (576, 1536, 30, 9, 3, 49_152),  # SmolLM2
@@ -45,7 +46,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def made(name: str, layers: int, dtype: torch.dtype) -> Any:
-    """A model of these sizes with random weights and so many layers."""
+    """A model of the size `name` with random weights and `layers` layers."""
     sizes: dict[str, Any] = dict(zip((*_NAMES, "vocab_size"), SIZES[name], strict=True))
     config = LlamaConfig(**{**sizes, "num_hidden_layers": layers}, tie_word_embeddings=True, dtype=dtype)
     with torch.device("meta"):
@@ -54,13 +55,13 @@ def made(name: str, layers: int, dtype: torch.dtype) -> Any:
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(1.0)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # whose buffers are no weights
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not weights
     model.tie_weights()
     return model.eval().requires_grad_(False)
 
 
 def depths_of(name: str, size: int, most: float) -> list[int]:
-    """The numbers of layers of the models that are made, of weights of `size` bytes: all, or two that fit."""
+    """The numbers of layers to measure, for weights of `size` bytes: all, or two numbers that fit."""
     hidden, inner, layers, heads, kv_heads, vocab = SIZES[name]
     of_layer = size * hidden * (2 * hidden + 2 * hidden * kv_heads // heads + 3 * inner)
     room = int((most - size * hidden * vocab) / of_layer)
@@ -70,12 +71,12 @@ def depths_of(name: str, size: int, most: float) -> list[int]:
 def passes_and_heads(
     name: str, dtype: torch.dtype, gigabytes: float, draft_vocab: int
 ) -> tuple[dict[int, float], dict[str, HeadCost], int]:
-    """Seconds of a pass of the whole model by its nodes, what heads take, and the most layers that were made."""
-    depths = depths_of(name, dtype.itemsize, gigabytes * 1e9 / 2)  # weights are packed beside those of the model
+    """Seconds of a pass of the whole model by nodes, the costs of heads, and the maximum number of measured layers."""
+    depths = depths_of(name, dtype.itemsize, gigabytes * 1e9 / 2)  # packed weights are a second copy
     seconds, costs, layers = list[list[float]](), dict[str, HeadCost](), SIZES[name][2]
     for depth in depths:
         model = made(name, depth, dtype)
-        if not costs:  # before weights are packed, which takes memory
+        if not costs:  # before packing, which takes memory
             costs = {kind: untrained_cost(kind, model, draft_vocab=draft_vocab, timer=seconds_of) for kind in KINDS}
         way = "exact" if keeps_solo_bits(model) else "fast"
         times = measure(model, _CONTEXT, list(NODES), _ROUNDS, {way: {}}, time.process_time)[way]
@@ -89,7 +90,7 @@ def passes_and_heads(
 
 
 def levels_that_pay(cost: HeadCost, tokens: float, pass_s: float, gain: float) -> tuple[int, float]:
-    """How many levels pay by the rule of drafting, `PassTimes.pays`, and the speed with them relative to without."""
+    """The number of levels that pay by the rule `PassTimes.pays`, and the speed with them relative to without."""
     shares = _RIGHT ** np.arange(cost.levels)
     emitted, spent, levels = tokens, 0.0, 0
     for share in gain * shares / shares.sum():

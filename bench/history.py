@@ -1,4 +1,4 @@
-"""Real edits without anyone's data: what the commits of a repository made of its Python files."""
+"""Real edits without external data: the changes of Python files in the commits of a repository."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 LINES = range(30, 221)
-"""Lines of a file before its edit."""
+"""Allowed lines of a file before its edit."""
 CHANGED = range(2, 41)
-"""Lines of it that an edit adds and removes, together."""
+"""Allowed sum of added and removed lines."""
 HALVES = ("dev", "held-out")
-"""Commits by the last bit of their hash: one half is there to choose by, the other to confirm."""
+"""Halves of the commits, by the last bit of their hash: one for choosing settings, the other for confirming them."""
 
 
 class Edit(NamedTuple):
-    """What one commit made of one file."""
+    """The change of one file in one commit."""
 
     commit: str
     path: str
@@ -27,10 +27,10 @@ class Edit(NamedTuple):
 
 
 def read_edits(repository: Path, half: str, revision: str = "HEAD") -> list[Edit]:
-    """The edits of one half of a history, by the hash of their commits, so that the first are of all times.
+    """The edits of one half of a history, ordered by commit hash, so that the first ones are spread over time.
 
     Args:
-        repository: A folder within it.
+        repository: A folder in the repository.
         half: One of `HALVES`.
         revision: The newest commit.
     """
@@ -52,7 +52,7 @@ def read_edits(repository: Path, half: str, revision: str = "HEAD") -> list[Edit
 
 
 def _touched(entry: str) -> Iterator[tuple[str, str, str, int]]:
-    """Commit, subject, path and changed lines of every file of a commit; binary files have none."""
+    """Commit, subject, path and number of changed lines of every file of a commit, except binary files."""
     head, *files = entry.strip().splitlines()
     commit, _, subject = head.partition(" ")
     for added, removed, path in (line.split("\t") for line in files if line):
@@ -61,7 +61,7 @@ def _touched(entry: str) -> Iterator[tuple[str, str, str, int]]:
 
 
 def _contents(repository: Path, names: Sequence[str]) -> list[str | None]:
-    """Texts by `COMMIT:PATH`; None where there is no such file."""
+    """The texts of files named `COMMIT:PATH`; None for a missing file."""
     output, texts, at = _git(repository, "cat-file", "--batch", given="\n".join(names).encode()), list[str | None](), 0
     for _ in names:
         end = output.index(b"\n", at)
@@ -73,7 +73,7 @@ def _contents(repository: Path, names: Sequence[str]) -> list[str | None]:
 
 
 def _git(repository: Path, *arguments: str, given: bytes = b"") -> bytes:
-    """What git prints; a run ends where there is no git or no history."""
+    """The output of git; the run ends if there is no git or no history."""
     try:
         done = subprocess.run(["git", *arguments], cwd=repository, input=given, capture_output=True)
     except FileNotFoundError:

@@ -1,23 +1,22 @@
-"""A summarization job: documents a second with rows that are refilled, against one document after the other.
+"""A summarization job: documents per second with refilled rows, compared to one document after the other.
 
     python -m bench.job --documents 500 --text squality_dev.jsonl --field document --output bench/results/job_fp32.json
 
 Documents of mixed length, cut from texts at sentence ends, are summarized in three ways in turn: one after the other
 with lookahead, together in refilled rows (`Summarizer.summarize_all`), and by transformers' greedy `generate` in padded
-batches, of the size that was fastest on the first documents. Cutting, tokenizing and prefill count in all of them. Ours
-begin with nothing learned of these documents. The first documents warm up and are the losslessness gate: in fp32 all
-three must write the same summaries, or nothing is timed; those timed are compared too. In half precision the padded
-batches of transformers round otherwise than each document alone. Without --text the documents are cut from the stories
-in `examples`, each at a sentence drawn at random, so that they overlap.
+batches of the size that was fastest on the first documents. Cutting, tokenizing and prefill count in all ways. Ours
+starts without anything learned from these documents. The first documents warm up and are the losslessness gate: in
+fp32 all three must write the same summaries, or nothing is timed. Timed summaries are compared too. In half precision
+the padded batches of transformers round differently from single documents. Without --text the documents are cut from
+the stories in `examples`, each at a random sentence, so that they overlap.
 
-Seconds are those of CPU time of one thread, which other processes do not lengthen, with the wall clock's beside them.
-The same rows summarize the documents once more in a single token each, which takes reading alone:
-`speedup_if_decoding_were_free` is what no decoding could exceed here. A token that is kept has to be computed as one
-that is read: `speedup_if_no_draft_were_wrong` counts every token of the summaries as one more of the documents, which
-leaves out that its scores are computed too.
+Seconds are CPU time of one thread, which is independent of other processes; wall time is reported too. The same rows
+also summarize the documents with a single token each, which measures reading alone: `speedup_if_decoding_were_free` is
+the upper bound for any decoding. A token that is kept costs as much as a token that is read, so
+`speedup_if_no_draft_were_wrong` counts every summary token as one more document token. It ignores the cost of scores.
 
-Before that --streamed short documents go through a dry engine, a model of one tiny layer, and the highest growth of the
-resident memory of the process is read from /proc (Linux).
+Before that, --streamed short documents go through a dry engine, a model of one tiny layer, and the maximum growth of
+the process's resident memory is read from /proc (Linux).
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from lookahead.summarization.summarizer import Summarizer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HF_SIZES = (4, 8, 16, 32)
-GATE = 32  # documents that warm up and are compared first, at most as many as are timed
+GATE = 32  # documents that warm up and are compared first, at most the number of timed ones
 
 Texts = dict[int, str]
 
 
 def cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> list[str]:
-    """Documents of `shortest` to `longest` tokens, their logarithms drawn evenly with a fixed seed."""
+    """Documents of `shortest` to `longest` tokens, with log-uniform lengths from a fixed seed."""
     rng = np.random.default_rng(0)
     stories = [list(split_sentences(text.strip())) for text in texts]
     sizes = [[len(ids) for ids in tokenizer(story, add_special_tokens=False)["input_ids"]] for story in stories]
@@ -76,7 +75,7 @@ def cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: arg
 
 
 def together(summarizer: Summarizer, rows: int) -> Callable[[Sequence[str]], Texts]:
-    """Summaries by rows that are refilled; a single token may be an empty one, which is refused."""
+    """Summaries by refilled rows. A document is rejected if its summary, as of a single token, is empty."""
     stream = partial(summarizer.summarize_all, rows=rows)
     return lambda documents: {
         done.document.id: "" if isinstance(done, Reject) else done.summary.text
@@ -87,7 +86,7 @@ def together(summarizer: Summarizer, rows: int) -> Callable[[Sequence[str]], Tex
 def huggingface(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, size: int
 ) -> Callable[[Sequence[str]], Texts]:
-    """Summaries by transformers' greedy `generate` in batches of one size."""
+    """Summaries by transformers' greedy `generate` in batches of `size`."""
     fitter = PromptFitter(model, tokenizer, max_new_tokens)
     tokenizer.padding_side = "left"
     encode = partial(tokenizer, return_tensors="pt", add_special_tokens=fitter.add_special_tokens)
@@ -108,7 +107,7 @@ def huggingface(
 def timed(
     way: Callable[[Sequence[str]], Texts], documents: Sequence[str], model: PreTrainedModel
 ) -> tuple[Texts, float, float]:
-    """The summaries, seconds of CPU time and those of the wall clock; nothing is known of other documents."""
+    """The summaries, CPU seconds and wall seconds. Nothing learned from other documents is used."""
     with use_learned(model, LearnedState()):
         cpu, wall = time.process_time(), time.perf_counter()
         texts = way(documents)
@@ -116,7 +115,7 @@ def timed(
 
 
 def check(ways: dict[str, Texts], dtype: str, what: str) -> int:
-    """How many summaries of refilled rows are those of `generate`; in fp32 anything but all ends the benchmark."""
+    """The number of summaries by refilled rows that equal `generate`; in fp32 a difference ends the benchmark."""
     same = {name: sum(texts[i] == ways["hf_batch"][i] for i in texts) for name, texts in ways.items()}
     if dtype == "fp32" and any(count != len(ways["hf_batch"]) for count in same.values()):
         sys.exit(f"not lossless: of {len(ways['hf_batch'])} {what} summaries {same} are those of generate")
@@ -124,7 +123,7 @@ def check(ways: dict[str, Texts], dtype: str, what: str) -> int:
 
 
 def measure_memory(count: int, rows: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Stream short documents through a tiny model: how much memory that takes at most beyond what was resident."""
+    """Stream short documents through a tiny model, and measure the maximum growth of resident memory."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, max_position_embeddings=256, eos_token_id=None, pad_token_id=0,
@@ -225,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     use_one_thread()
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     report: dict[str, Any] = {}
-    if arguments.streamed:  # first, while nothing was given back that would be taken again unseen
+    if arguments.streamed:  # first: memory freed by other work would be reused and hide growth
         report |= measure_memory(arguments.streamed, arguments.rows or 16, tokenizer)
     if arguments.documents:
         report = measure_speed(arguments, model, tokenizer) | report

@@ -1,16 +1,17 @@
-"""How fast the kernels are: tree attention beside SDPA and FlexAttention and the memory's own pace, and compaction.
+"""Kernel speed: tree attention compared to SDPA, FlexAttention and memory bandwidth, and compaction.
 
     python -m bench.kernel --output bench/results/kernel.json
     python -m bench.kernel --contexts 8192 32768 --widths 1 16 64 --rows 1 8 --split 1024
 
-Every method attends over the same trees, in the caches of as many layers as a model has, so that no cache of the GPU
-helps one layer with what another has read. One CUDA graph holds all layers; printed is the median of its replays, one
-ahead of each that is timed, per layer. SDPA gets its dense mask and FlexAttention its block mask ready-made, as once
-per step; "flash, merged" has a mask of the nodes alone, and flash attention reads the context; "flex, mask inside"
-makes the block mask in the graph, once for all layers. A method that differs from float64 by more than half precision
-explains is not timed, and the command fails. Bandwidth counts keys and values once, and stands beside that of a plain
-copy. Compaction moves 5 tokens in all layers. On a CPU, on one thread, nothing is recorded, FlexAttention is not
-compiled, and references stand in for the kernels: that shows that the command runs, and measures nothing.
+Every method attends over the same trees, in the caches of as many layers as a model has, so that the GPU's cache does
+not serve one layer with another layer's reads. One CUDA graph holds all layers. The output is the median time of its
+replays per layer, with an untimed replay before each timed one. SDPA gets a ready dense mask and FlexAttention a ready
+block mask, since they are made once per step. "flash, merged" uses a mask of the nodes alone, and flash attention for
+the context. "flex, mask inside" makes the block mask in the graph, once for all layers. A method that differs from
+float64 by more than half precision explains is not timed, and the command fails. Bandwidth counts keys and values once,
+and is compared to a plain copy. Compaction moves 5 tokens in all layers. On a CPU, with one thread, nothing is
+recorded, FlexAttention is not compiled, and references replace the kernels: this shows that the command runs, and
+measures nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from lookahead.kernels.dispatch import masked_attention, runs_on
 from tests.support import kernel_reference as reference
 from tests.support.random_trees import relative_error, tree_tensors
 
-Layer = tuple[Tensor, Tensor, Tensor]  # query, keys and values as the kernel takes them
+Layer = tuple[Tensor, Tensor, Tensor]  # query, keys and values in the kernel's layout
 Step = Callable[[], tuple[Tensor, ...]]
-Attend = Callable[[Sequence[Layer]], tuple[Tensor, ...]]  # what every layer attends to, as the kernel gives it
+Attend = Callable[[Sequence[Layer]], tuple[Tensor, ...]]  # attention outputs of every layer, in the kernel's layout
 
 TOLERANCE = 1e-2
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
 WARM_UP = 3
-MAX_MEMORY_BOUND_QUERIES = 64  # nodes times query heads of a KV head up to which reading memory is what takes the time
+MAX_MEMORY_BOUND_QUERIES = 64  # maximum nodes times query heads per KV head for which memory bandwidth is the limit
 KEPT = (0, 2, 3, 7, 11)  # nodes of the path that compaction keeps
 LAUNCHES = 32  # of compaction in one graph
 
@@ -50,7 +51,7 @@ LAUNCHES = 32  # of compaction in one graph
 def methods(
     tree: dict[str, Tensor], slots: int, groups: int, split: int | None, device: torch.device
 ) -> dict[str, Callable[[], Attend]]:
-    """What makes each way to attend over a tree; what it makes is shared by the layers of a step."""
+    """Factories of each way to attend over a tree. The layers of a step share the result."""
     sees = reference.tree_mask(slots, *tree.values(), None, None)
     is_gpu, kernel = device.type == "cuda", reference.tree_attention
     if is_gpu:
@@ -67,7 +68,7 @@ def methods(
 
 
 def _sdpa(sees: Tensor, groups: int, start: int = 0) -> Attend:
-    """The engine's attention by torch, under a dense mask of the slots from `start` on."""
+    """The engine's attention in torch, with a dense mask of the slots from `start` on."""
     blocked = torch.zeros(sees.shape, device=sees.device).masked_fill(~sees, float("-inf"))
     masks: dict[torch.dtype, Tensor] = {}
 
@@ -80,7 +81,7 @@ def _sdpa(sees: Tensor, groups: int, start: int = 0) -> Attend:
 
 
 def _flex(sees: Tensor, *, is_inside: bool, is_compiled: bool) -> Attend:
-    """FlexAttention; its block mask is made beforehand, or anew whenever layers attend."""
+    """FlexAttention. Its block mask is made beforehand, or with `is_inside` at every call."""
     rows, width, slots = sees.shape
 
     def visible(row: Tensor, head: Tensor, node: Tensor, slot: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def _flex(sees: Tensor, *, is_inside: bool, is_compiled: bool) -> Attend:
 
 
 def median_us(run: Step, device: torch.device, replays: int, *, is_recorded: bool = True) -> float:
-    """Median microseconds of the replays of one CUDA graph of `run`; on a CPU, or not recorded, of `run` itself."""
+    """Median microseconds of replays of a CUDA graph of `run`; on a CPU, or if not recorded, of `run` itself."""
     run()
     graph: Graph = ByHand(run)
     if is_recorded and device.type == "cuda":
@@ -109,7 +110,7 @@ def median_us(run: Step, device: torch.device, replays: int, *, is_recorded: boo
     watch = Stopwatch(device)
     times = []
     for _ in range(replays + WARM_UP):
-        graph.replay()  # the device is at work while the host launches the one that counts
+        graph.replay()  # keeps the device busy while the host launches the timed one
         watch.start()
         graph.replay()
         watch.stop()
@@ -118,7 +119,7 @@ def median_us(run: Step, device: torch.device, replays: int, *, is_recorded: boo
 
 
 def compaction_us(args: argparse.Namespace, device: torch.device) -> float:
-    """Microseconds that moving the KV of 5 tokens takes, in the buffers of all layers."""
+    """Microseconds to move the KV of 5 tokens in the buffers of all layers."""
     shape = (1, 256, args.kv_heads, args.dim)
     dtype = getattr(torch, args.dtype)
     buffers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * args.layers)]
@@ -153,7 +154,7 @@ def make_layers(args: argparse.Namespace, rows: int, slots: int, width: int, dev
 def measure(
     args: argparse.Namespace, device: torch.device, rows: int, context: int, width: int, pace: float
 ) -> list[dict[str, Any]]:
-    """One result per method for trees of `width` nodes behind `context` committed tokens."""
+    """One result per method for trees of `width` nodes after `context` committed tokens."""
     slots = (context + width + 63) // 64 * 64  # dense masks of other widths cost SDPA a copy
     tree = tree_tensors([context] * rows, [width] * rows, width, seed=0, chain=False)
     tree = {name: tensor.to(device) for name, tensor in tree.items()}
@@ -186,10 +187,10 @@ def measure(
 
 
 def _time(run: Step, device: torch.device, replays: int, result: dict[str, Any]) -> float:
-    """Microseconds of a method: recorded if it can be, and else by hand, which the result then says."""
+    """Microseconds of a method, recorded if possible and otherwise eager; the result says which."""
     try:
         return median_us(run, device, replays)
-    except Exception:  # that it cannot be recorded is no reason not to time it
+    except Exception:  # a method that cannot be recorded is timed eagerly
         if result["method"] == "kernel":
             raise
         result["by_hand"] = True
@@ -197,7 +198,7 @@ def _time(run: Step, device: torch.device, replays: int, result: dict[str, Any])
 
 
 def figures_of(results: Sequence[dict[str, Any]], groups: int, compaction: float) -> dict[str, float]:
-    """The figures that have goals, each at its worst, as far as what they speak of was measured."""
+    """The worst value of every figure that has a goal and was measured."""
     timed = {
         (each["method"], each["rows"], each["context"], each["width"]): each for each in results if "failed" not in each
     }

@@ -1,19 +1,19 @@
-"""A real language model, every method in turn on every prompt: speed, tokens per pass, and whether tokens differ.
+"""A real language model, every method in turn on every prompt: speed, tokens per pass, and differences in tokens.
 
     python -m bench.llm --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --dtype fp32
     python -m bench.llm --model DIR --prompts spec_bench.jsonl --dtype bf16 --peer vllm:/path/to/venv/bin/python
 
 Prompts are chat messages by category, in the format of Spec-Bench; its eight MT-bench categories count as one, "chat".
-Methods follow each other prompt by prompt, on one core or `--threads`, and their order rotates. Each of ours has a
-memory of its own: what is "warm" has learned from the prompts before, never from the same one. "Cold" is a fresh
-process per prompt. Beside several `fixed NODES`, drafts of that size, `lookahead` is compared with the fastest of them
-on each prompt. Seconds are the processor's and the wall's; figures are of the wall's where there are several
-threads. Decode seconds begin at the first token, end-to-end seconds with the call. Tokens per pass leave the prefill
-out. "Without loops" leaves out, for every method, prompts after which an output repeats 16 of its own tokens.
+Methods run in turn on every prompt, in rotating order, on one core or on `--threads`. Each of ours has its own memory:
+a "warm" method has learned from the previous prompts, never from the same one. "Cold" is a fresh process per prompt.
+With several `fixed NODES` (drafts of fixed size), `lookahead` is compared with the fastest of them on each prompt.
+Seconds are CPU time and wall time; figures use wall time with several threads, else CPU time. Decode seconds begin at
+the first token, end-to-end seconds with the call. Tokens per pass do not count the prefill. "Without loops" excludes,
+for every method, prompts with an output that repeats 16 of its own tokens.
 
-The gate comes before any figure: in fp32, and in bf16 where the stats say that every pass kept its bits, a token of
-ours that is not that of `model.generate` ends the run, greedy or sampled. Elsewhere in bf16 the first difference of
-every output is counted, with the gap between the two likeliest logits of greedy decoding there.
+The gate comes before any figure. In fp32, and in bf16 if the stats say that every pass kept its bits, a token of ours
+that differs from `model.generate` ends the run, greedy or sampled. Otherwise in bf16 the first difference of every
+output is counted, with the gap between the two likeliest logits of greedy decoding there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Method = Callable[[torch.Tensor], Run]
 
 
 class FirstToken(StoppingCriteria):
-    """Stops nothing; reads the clocks when the first tokens are there."""
+    """Never stops; reads the clocks at the first token."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -66,7 +66,7 @@ class FirstToken(StoppingCriteria):
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of `model.generate` that all methods share; sampling begins from the same seed."""
+    """The options of `model.generate` that all methods share. Sampling uses the same seed."""
     if not arguments.temperature:
         return {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_transformers(model: PreTrainedModel, arguments: argparse.Namespace, **options: Any) -> Method:
-    """`model.generate`, with options of a method."""
+    """`model.generate` with the options of a method."""
 
     def run(ids: torch.Tensor) -> Run:
         first, shared = FirstToken(), sampling(arguments)
@@ -98,7 +98,7 @@ def of_transformers(model: PreTrainedModel, arguments: argparse.Namespace, **opt
 
 
 def of_ours(model: PreTrainedModel, arguments: argparse.Namespace, config: LookaheadConfig) -> Method:
-    """Decoding with lookahead, with a memory of its own."""
+    """Decoding with lookahead and a separate memory."""
     learned, exactness = LearnedState(), [""]
 
     def blocks(ids: torch.Tensor) -> Iterator[list[int]]:
@@ -113,7 +113,7 @@ def of_ours(model: PreTrainedModel, arguments: argparse.Namespace, config: Looka
 
 
 def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[str, Method]:
-    """The methods asked for, by name; greedy decoding is always the first."""
+    """The chosen methods by name; greedy decoding is always the first."""
     options = {"output_logits": True} if arguments.dtype != "fp32" else {}
     methods = {GREEDY: of_transformers(model, arguments, **options)}
     for name in dict.fromkeys(arguments.methods.split(",")):
@@ -135,7 +135,7 @@ def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[
 def add_prompt_options(
     parser: argparse.ArgumentParser, *, per_category: int, stories: str = "JSON lines with a document to summarize each"
 ) -> None:
-    """The options that `read_prompts` reads, with the default of one and the help of another."""
+    """Add the options of `read_prompts`, with a default of `--per-category` and the help of `--stories`."""
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category, as in Spec-Bench")
     parser.add_argument(
         "--field", default="turns", help="field of the text, of turns, the first of which counts, or of token ids"
@@ -203,7 +203,7 @@ def run_in_turn(methods: Mapping[str, Method], prompts: Sequence[Prompt]) -> dic
 
 
 def run_cold(prompts: Sequence[Prompt], arguments: argparse.Namespace) -> list[Run]:
-    """Ours on each prompt in a process of its own, which has decoded nothing but 4 greedy tokens before."""
+    """Ours on each prompt in a fresh process, which has only decoded 4 greedy tokens before."""
     command = [sys.executable, "-m", "bench.llm", *arguments.given, "--cold-worker"]
     runs = []
     for prompt in prompts:
@@ -231,7 +231,7 @@ def setting(
 
 
 def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What other engines are to do."""
+    """The job for other engines."""
     ends = model.generation_config.eos_token_id
     return {
         "model": model.name_or_path,

@@ -1,4 +1,4 @@
-"""What `bench.llm` makes of its runs: the gate, and figures of every method."""
+"""Evaluation of the runs of `bench.llm`: the gate, and the figures of every method."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CLOCKS = ("cpu", "wall")
 
 @dataclass(slots=True)
 class Run:
-    """What one method did with one prompt."""
+    """The run of one method on one prompt."""
 
-    tokens: list[int]  # the new ones
-    first: int  # how many of them came with the prefill
+    tokens: list[int]  # new tokens
+    first: int  # new tokens of the prefill
     passes: int  # of the model after the prefill
     prefill: dict[str, float]  # seconds to the first token, by clock
     total: dict[str, float]  # seconds of the call, by clock
-    gaps: list[float] = field(default_factory=list)  # of the two likeliest logits; of greedy in half precision alone
+    gaps: list[float] = field(default_factory=list)  # of the two likeliest logits, for greedy in half precision only
     is_bitwise: bool = False  # the stats say that every pass kept the bits of `model.generate`
 
     def decode(self, clock: str) -> float:
@@ -64,14 +64,14 @@ def differences(runs: Sequence[Run], greedy: Sequence[Run]) -> list[dict[str, An
 
 
 def check_lossless(runs: Sequence[Run], greedy: Sequence[Run], dtype: str, what: str) -> None:
-    """The gate: leave if a method of ours parts from `model.generate` in fp32, or where bits were promised."""
+    """The gate: exit if a method of ours differs from `model.generate` in fp32, or although its stats are bitwise."""
     parted = [each for each in differences(runs, greedy) if dtype == "fp32" or runs[each["prompt"]].is_bitwise]
     if parted:
         sys.exit(f"not lossless: {what} differs from model.generate on {parted}; no speed is reported")
 
 
 def summarize(runs: Sequence[Run], greedy: Sequence[Run], places: Sequence[int]) -> dict[str, Any]:
-    """The figures of one method on some of the prompts."""
+    """The figures of one method on the prompts at `places`."""
 
     def total(some: Sequence[Run], clock: str) -> float:
         return sum(some[i].total[clock] for i in places) / max(1, sum(len(some[i].tokens) for i in places))
@@ -88,14 +88,14 @@ def summarize(runs: Sequence[Run], greedy: Sequence[Run], places: Sequence[int])
 
 
 def ratio(above: float, below: float) -> float | None:
-    """A ratio to three digits behind the point; None where nothing was decoded."""
+    """A ratio rounded to three decimals; None if nothing was decoded."""
     return round(above / below, 3) if below and above else None
 
 
 def figures_of(
     runs: Mapping[str, Sequence[Run]], prompts: Sequence[Prompt], clock: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
-    """The figures of every method: on all prompts, without those that loop, by category, and on its worst prompt."""
+    """The figures of every method: on all prompts, without loops, by category, and on its worst prompt."""
     greedy = runs[GREEDY]
     everywhere = range(len(prompts))
     straight = [i for i in everywhere if not any(loops(each[i].tokens) for each in runs.values())]
@@ -120,7 +120,7 @@ def figures_of(
 def cold_figures(
     cold: Sequence[Run], runs: Mapping[str, Sequence[Run]], places: Sequence[int], dtype: str, clock: str
 ) -> dict[str, Any]:
-    """Fresh processes beside the warm one, on the same prompts."""
+    """Figures of fresh processes and of the warm one on the same prompts."""
     greedy, warm = ([runs[name][i] for i in places] for name in (GREEDY, OURS))
     check_lossless(cold, greedy, dtype, "a fresh process")
     some = range(len(places))
@@ -134,7 +134,7 @@ def cold_figures(
 
 
 def headline(methods: Mapping[str, Mapping[str, Any]], clock: str) -> dict[str, Any]:
-    """The figures that a reader looks for first."""
+    """The main figures."""
     lookups = [name for name in methods if name in LOOKUPS]
     best = min(lookups, key=lambda name: methods[name]["ms_per_token"][clock], default=None)
     figures: dict[str, Any] = {"best_prompt_lookup": best}
@@ -149,7 +149,7 @@ def headline(methods: Mapping[str, Mapping[str, Any]], clock: str) -> dict[str, 
 
 
 def of_best_fixed(runs: Mapping[str, Sequence[Run]], clock: str) -> dict[str, Any]:
-    """Tokens per second of sized drafts over those of the fixed size that is fastest on a prompt; plain is one too."""
+    """Tokens per second of `lookahead` over the fastest fixed draft size on each prompt, including plain decoding."""
     fixed = [each for name, each in runs.items() if name.split()[0] in ("fixed", "no")]
     places = [i for i, run in enumerate(runs.get(OURS, ())) if run.decoded >= 16]
     if not places or len(fixed) < 2:

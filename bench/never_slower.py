@@ -1,14 +1,14 @@
-"""Never slower: lookahead against its own plain decoding, on text with nothing to copy.
+"""Never slower: lookahead compared to its own plain decoding, on text with nothing to copy.
 
     python -m bench.never_slower --prompts squality_dev.jsonl --field document
 
-The text a batch "writes" is given: a real story (a novel continuation), or its words shuffled. A hook raises the logit
-of the given next token, so the model does all of its work. Plain decoding (`proposers=()`) and lookahead take their
-steps in turn, in one process on one thread, so that a busy machine slows both. The one that is set up first may be a
-few per cent faster or slower, because of where its memory lies: batches come in pairs, with the order reversed, and the
-geometric mean of a pair counts. `--control` measures plain decoding against itself, which says how far to trust the
-figures. Seconds are those of the steps, prefill and all work of the host included: by the clock on the wall, and the
-processor's, which a busy machine disturbs less.
+The text of a batch is given: a real story (a novel continuation), or its words shuffled. A hook raises the logit of the
+given next token, so that the model does all of its work. Plain decoding (`proposers=()`) and lookahead take steps in
+turn, in one process on one thread, so that a busy machine slows both. The engine that is set up first may be a few
+percent faster or slower because of its memory placement. So batches come in pairs with the order reversed, and the
+geometric mean of a pair counts. `--control` measures plain decoding against itself, which shows the accuracy of the
+figures. Seconds are the steps with prefill and all host work, in wall time and in CPU time, which a busy machine
+disturbs less.
 
 The gate comes first: both, and in fp32 `model.generate`, must write the given text, or nothing is timed.
 """
@@ -37,11 +37,11 @@ from lookahead.stats import DecodingStats, total
 
 TEXTS = ("shuffled", "novel")
 ENDLESS = {"eos_token_id": None, "pad_token_id": 0}
-_RAISE = 1e4  # logits stay finite, and nothing a model says comes near it
+_RAISE = 1e4  # far above any logit of a model, and still finite
 
 
 class Case(NamedTuple):
-    """One batch: int64 `[rows, prompt + new]`, the first `prompt` tokens are read and the others written."""
+    """One batch: int64 `[rows, prompt + new]`. The first `prompt` tokens are read, the others written."""
 
     script: torch.Tensor
     prompt: int
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 def make_cases(texts: list[list[int]], kind: str, batch_size: int, count: int, prompt: int, new: int) -> Iterator[Case]:
-    """Cut the texts into batches; every row is another place of another text."""
+    """Cut the texts into batches. Every row is from a different text and position."""
     length = prompt + new
     pieces = [text[i : i + length] for i in range(0, 64 * length, length) for text in texts if len(text) >= i + length]
     if len(pieces) < count * batch_size:
@@ -71,7 +71,7 @@ def make_cases(texts: list[list[int]], kind: str, batch_size: int, count: int, p
 
 @contextmanager
 def dictating(model: PreTrainedModel, case: Case, rows: Callable[[], list[int]]) -> Iterator[None]:
-    """Let a model say the given text; `rows()` tells which rows of the batch a pass holds."""
+    """Let a model write the given text; `rows()` returns the rows of the batch in a pass."""
     following = torch.nn.functional.pad(case.script[:, 1:], (0, 1))
 
     def hook(module: Any, arguments: Any, options: dict[str, Any], output: Any) -> None:
@@ -88,7 +88,7 @@ def dictating(model: PreTrainedModel, case: Case, rows: Callable[[], list[int]])
 
 
 def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | None) -> list[tuple[float, float, Any]]:
-    """Step engines in turn to their ends: for each its seconds, its seconds of the processor, and its stats."""
+    """Step engines in turn to their ends; returns wall seconds, CPU seconds and stats of each."""
     options = {"max_new_tokens": case.new, **ENDLESS}
     engines = [make_engine(model, case.prompts, config, **options) for config in configs]
     loops = [engine.run() for engine in engines]
@@ -115,7 +115,7 @@ def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | 
 
 
 def measure(model: PreTrainedModel, cases: list[Case], config: LookaheadConfig | None) -> dict[str, Any]:
-    """Plain seconds over lookahead's, of all batches but the first, which warms up."""
+    """Seconds of plain decoding over seconds of lookahead, for all batches but the first, which warms up."""
     plain = LookaheadConfig(proposers=())
     ratios, cpu_ratios, plain_total, all_stats = [], [], 0.0, list[DecodingStats]()
     for i, case in enumerate(cases):
@@ -138,7 +138,7 @@ def measure(model: PreTrainedModel, cases: list[Case], config: LookaheadConfig |
 
 
 def pair_means(ratios: list[float]) -> list[float]:
-    """The geometric mean of each two ratios that follow each other."""
+    """The geometric means of consecutive pairs of ratios."""
     return [math.sqrt(a * b) for a, b in zip(ratios[::2], ratios[1::2], strict=True)]
 
 

@@ -1,14 +1,14 @@
-"""What one pass of a real model over a token tree takes on a CPU, and what a perfect pass would take.
+"""The time of a pass of a real model over a token tree on a CPU, relative to a perfect pass.
 
     python -m bench.passes --dtype bf16
     python -m bench.passes --dtype bf16 --quantize int8
     python -m bench.passes --dtype bf16 --threads 2
     python -m bench.passes --model DIR --dtype fp32 --contexts 300,2000 --nodes 1,8,64
 
-The ways of ours take turns with one step of transformers: "exact" lets every node attend alone (half precision only),
-"fast" uses a mask, "unpacked" is fast without packed weights. Figures are medians of milliseconds, the processor's of
-one thread and the wall's of several. A perfect pass reads every weight once at the measured bandwidth of the threads,
-or multiplies at their measured peak, whichever takes longer; "% of perfect" is its time over that of the way.
+Our ways take turns with one step of transformers: "exact" lets every node attend alone (half precision only), "fast"
+uses a mask, "unpacked" is fast without packed weights. Figures are median milliseconds, of CPU time with one thread and
+of wall time with several. A perfect pass reads every weight once at the measured bandwidth of the threads, or
+multiplies at their measured peak, whichever takes longer. "% of perfect" is its time over the time of the way.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from lookahead.hf.quantized import OWN_BLOCKS, QUANTIZED, QuantizedLinear
 
 STEP = "transformers, 1 token"
 WAYS: dict[str, dict[str, Any]] = {"exact": {}, "fast": {}, "unpacked": {"packs": False}}
-_READ = 1 << 28  # floats whose sum shows the bandwidth: 1 GiB, more than a cache holds
-_SIDE = 2048  # of the matrices whose product shows the peak
+_READ = 1 << 28  # floats summed to measure the bandwidth: 1 GiB, larger than any cache
+_SIDE = 2048  # side of the matrices multiplied to measure the peak
 
 
 def machine(dtype: torch.dtype, clock: Callable[[], float]) -> tuple[float, float]:
-    """Bytes and floating-point operations a second of the threads: the best of five trials each.
+    """Bytes per second and floating-point operations per second of the threads, the best of five trials each.
 
-    Where torch multiplies half precision slower than float32, as without AVX-512, products are those of float32.
+    If torch multiplies half precision slower than float32, as without AVX-512, the products are in float32.
     """
     values = torch.ones(_READ)
     read = min(seconds_of(values.sum, clock) for _ in range(5))
@@ -57,7 +57,7 @@ def machine(dtype: torch.dtype, clock: Callable[[], float]) -> tuple[float, floa
 
 
 def perfect_ms(model: PreTrainedModel, nodes: int, bandwidth: float, peak: float) -> float:
-    """Milliseconds of a pass that does nothing but read or multiply the weights of the linear layers."""
+    """Milliseconds of a pass that only reads or multiplies the weights of the linear layers."""
     modules: list[Any] = [each for each in model.modules() if isinstance(each, (torch.nn.Linear, QuantizedLinear))]
     layers = {id(each.weight): each for each in modules}.values()
     size = sum(each.weight.nbytes for each in layers)
@@ -66,7 +66,7 @@ def perfect_ms(model: PreTrainedModel, nodes: int, bandwidth: float, peak: float
 
 
 def branching_tree(nodes: int, vocabulary: int) -> TokenTree:
-    """A tree with a long path and branches, as drafts have."""
+    """A tree with a long path and branches, like a draft."""
     parents = [0] + [max(0, (node - 1) // 2) if node % 3 else node - 1 for node in range(1, nodes)]
     return TokenTree.from_parents((np.arange(nodes) * 31 + 5) % vocabulary, parents)
 
@@ -79,7 +79,7 @@ def measure(
     ways: dict[str, dict[str, Any]],
     clock: Callable[[], float],
 ) -> dict[str, dict[int, float]]:
-    """Median milliseconds of every way, the options of a target, by nodes, after so many tokens of context."""
+    """Median milliseconds by way and nodes, after `context` tokens; `ways` are options of a target."""
     vocabulary = model.config.get_text_config().vocab_size
     prompt = ((np.arange(context) * 7919 + 13) % vocabulary).astype(np.int32)
     targets = {
@@ -100,7 +100,7 @@ def measure(
 
     times: dict[str, dict[int, list[float]]] = {name: {} for name in (STEP, *ways)}
     trees = {width: branching_tree(width, vocabulary) for width in widths}
-    for lap in range(rounds + 1):  # the first packs weights and compiles
+    for lap in range(rounds + 1):  # the first round packs weights and compiles
         seconds = {STEP: {1: seconds_of(step, clock)}}
         for name, target in targets.items():
             with target.serving():

@@ -1,4 +1,4 @@
-"""The plots of the results page; needs matplotlib."""
+"""The plots of the results page. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PEERS = {
     "first_occurrence": "first occurrence",
 }
 
-# Text stays text, and names inside a file do not change from run to run.
+# Text is not converted to paths, and ids in the file are reproducible.
 UNDATED = {"Date": None, "Creator": None}
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "lookahead", "font.size": 9}
 
 
 def draw_replay(results: Path, path: Path) -> None:
-    """Tokens a step on recorded outputs, by the draft nodes of a step; texts that were not measured are left out."""
+    """Tokens per step on recorded outputs, by draft nodes per step. Texts without measurements are left out."""
     texts = [name for name in TEXTS if (results / name).exists()]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 3.6), layout="constrained")
@@ -51,7 +51,7 @@ def draw_replay(results: Path, path: Path) -> None:
 
 
 def draw_llm(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Decode speed over greedy decoding by category and method on a real model, a panel for every result."""
+    """Decode speed over greedy decoding by category and method on a real model, with a panel for every result."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 2.9 * len(reports)), layout="constrained")
         panels = figure.subplots(len(reports), 1, sharex=True, squeeze=False)[:, 0]

@@ -14,17 +14,17 @@ from lookahead.summarization.prompting import SUMMARIZE_TEMPLATE, Prompting
 from lookahead.summarization.segmentation import split_sentences
 
 OPENINGS = Path(__file__).with_name("openings.txt")
-"""Story openings, one a line."""
+"""Story openings, one per line."""
 REPEAT = 16
-"""Tokens of an output that stood earlier in it, from which on it loops."""
+"""Number of repeated tokens at which an output counts as looping."""
 SUMMARIZER = "tests/models/summarizer"
 """Folder of the small extractive summarizer of the tests, from the root of the repository."""
 
 
 def read_texts(path: Path, field: str, category: str = "") -> Iterator[str]:
-    """Yield the texts of a JSON lines file (the first string of `field` where it holds a list), or a file's lines.
+    """Yield the texts of a JSON lines file (of a list in `field`, the first string), or the lines of a text file.
 
-    With a category those alone whose field `category` names it.
+    With `category`, only lines whose field `category` equals it.
     """
     with path.open(encoding="utf-8") as lines:
         for line in lines:
@@ -54,9 +54,9 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> str:
 def passages(
     texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, shortest: int, longest: int
 ) -> list[list[str]]:
-    """Cut texts into passages of `shortest` to `longest` tokens, each the list of its sentences.
+    """Cut texts into passages of `shortest` to `longest` tokens, each a list of sentences.
 
-    Lengths are drawn evenly with a fixed seed; every text gives passages in turn until there are `limit`.
+    Lengths are uniform, from a fixed seed. The texts give passages in turn until there are `limit`.
     """
     prompting = Prompting(tokenizer)
     rng = np.random.default_rng(0)
@@ -92,12 +92,12 @@ def summary_prompts(
 
 
 def agreed(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens two outputs have in common, from the first on."""
+    """The length of the common prefix of two outputs."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
 
 
 def loop_start(tokens: Sequence[int]) -> int:
-    """Where the next `REPEAT` tokens first repeat earlier ones; the end where none do."""
+    """The first position whose next `REPEAT` tokens repeat earlier ones; the length if there is none."""
     seen: set[tuple[int, ...]] = set()
     for begin in range(len(tokens) - REPEAT + 1):
         run = tuple(tokens[begin : begin + REPEAT])
@@ -108,5 +108,5 @@ def loop_start(tokens: Sequence[int]) -> int:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether an output repeats `REPEAT` of its own tokens."""
+    """Whether an output repeats `REPEAT` consecutive tokens of its own."""
     return loop_start(tokens) < len(tokens)

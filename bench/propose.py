@@ -1,15 +1,15 @@
-"""What a proposal costs the host: microseconds, by the length of the context, on real text.
+"""Host time of a proposal in microseconds, by context length, on real text.
 
     python -m bench.propose --tokenizer DIR --text novel.txt
 
-A text is read as prompt up to some length and then decoded a token a step, as if the model wrote it. A proposal ends
-with what a target pass needs: the candidates found and scored, at most 32 of them made a tree as the engine does it,
-its ancestor masks, and positions. `propose` drafts from the n-grams of the request; `mixture` from those of an earlier
-text of as many tokens and from recycled logits too, of which every node of every tree leaves eight successors.
-`append_bulk_us` is what a token of the prompt costs, and `append_us` a call with one new token.
+A text is read as a prompt up to some length, then decoded one token per step, as if the model wrote it. A proposal
+includes all inputs of a target pass: candidates are found and scored, and at most 32 become a tree as in the engine,
+with its ancestor masks and positions. `propose` drafts from the n-grams of the request. `mixture` also drafts from the
+n-grams of an earlier text of the same length, and from recycled logits, of which every node of every tree leaves eight
+successors. `append_bulk_us` is the time per prompt token, `append_us` the time of a call with one new token.
 
-Beside them, on the same text: transformers' own prompt lookup, and the longest suffix found by a scan (Knuth, Morris
-and Pratt), the rule of vLLM's n-gram proposer. Both draft a chain of 10. One core is used.
+For comparison, on the same text: transformers' own prompt lookup, and the longest suffix by a scan (Knuth, Morris and
+Pratt), the rule of vLLM's n-gram proposer. Both draft a chain of 10. One core is used.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from lookahead.proposers.ngram import NgramProposer, OutputStore
 
 NODES = 32
 CONTEXTS = (1_024, 4_096, 16_384, 65_536, 131_072)
-WORST = ("append_bulk_us", "append_us", "bytes_per_token")  # at any length
+WORST = ("append_bulk_us", "append_us", "bytes_per_token")  # the maximum over lengths counts
 _NOTHING = np.zeros(0, np.int32)
 _ROOT = np.zeros(1, np.int32)
 
 
 class Successors:
-    """What a target might think likely: the token that follows first, then others of the text."""
+    """Stand-in for a target's likeliest tokens: the next token of the text first, then other tokens of the text."""
 
     def __init__(self, text: IntArray) -> None:
         self._text = text
@@ -61,7 +61,7 @@ class Successors:
 def time_proposals(
     proposer: NgramProposer, text: IntArray, length: int, steps: int, successors: Successors | None
 ) -> tuple[list[float], list[int]]:
-    """Decode `steps` tokens behind a prompt of `length`; the microseconds of every proposal and its nodes."""
+    """Decode `steps` tokens after a prompt of `length`; returns the microseconds and nodes of every proposal."""
     limits = Limits(NODES, NODES, LookaheadConfig().min_probability)
     took, nodes = [], []
     proposer.start(0, text[:length])
@@ -79,7 +79,7 @@ def time_proposals(
 
 
 def time_calls(call: Callable[[int], object], times: int) -> list[float]:
-    """Microseconds of every call; it is told how many came before."""
+    """Microseconds of every call; `call` receives the number of previous calls."""
     return [1e6 * seconds_of(partial(call, i), time.perf_counter) for i in range(times)]
 
 
@@ -111,7 +111,7 @@ def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
 
 
 def percentiles(took: Sequence[float]) -> dict[str, float]:
-    """The median and what 99 of 100 stay below."""
+    """The median and the 99th percentile."""
     values: NDArray[np.float64] = np.percentile(took, (50, 99))
     return {"p50": round(float(values[0]), 2), "p99": round(float(values[1]), 2)}
 
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lengths = [int(length) for length in options.contexts.split(",")]
     if len(text) < max(lengths) + options.steps:
         parser.error(f"the text has {len(text)} tokens, and {max(lengths) + options.steps} are needed")
-    measure(text, min(lengths), options.steps)  # compiles, and warms up
+    measure(text, min(lengths), options.steps)  # compiles and warms up
     results = {length: measure(text, length, options.steps) for length in lengths}
     columns = ("propose", "mixture", "longest_suffix", "hf_prompt_lookup")
     head = " ".join(f"{name + ' p50/p99':>26}" for name in columns)

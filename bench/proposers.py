@@ -1,21 +1,26 @@
-"""Model-backed proposers side by side: tokens per target pass, speed, nodes drafted, and are outputs those of generate?
+"""Comparison of model-backed proposers: tokens per target pass, speed, drafted nodes, and identity of outputs.
 
     python -m bench.proposers --model DIR --draft DIR --pair-heads DIR --output proposers.json
     python -m bench.proposers --heads DIR --documents squality_dev.jsonl --output proposers.json
 
-With a pair of models the ways are: `plain`, which drafts nothing; `names`, the sources that need no other model;
-`draft_model`; `specinfer`, a second draft model beside it in one tree, the target's own first layers with its norm and
-head; `medusa`, `mtp`, `eagle` and `eagle3`, the heads of the target, of which a folder holds one folder a kind; and
-`hybrid`, the names with both draft models and the EAGLE head. With heads of the tests' summarizer the ways without
-draft models are measured on it (`summarizer_eagle3`), on passages of documents that training never saw;
-`summarizer_hybrid` is the names with the last of its heads.
+With a pair of models the ways are:
 
-Every way decodes every prompt in turn, greedily and at temperature 1, with at most `--nodes` draft nodes a step and no
-cost model, so that tokens per pass do not depend on the machine; then greedily with the cost model ("auto"), which may
-turn drafting off. Those that can draw decode at temperature 1 by rejection sampling, and all that draft by typical
-acceptance, which is lossy: `divergence` says by how much. In these two modes the outputs differ from those of the same
-seed, and `identical` says nothing. Memory is fresh for each prompt. Figures of other models in the file of `--output`
-stay there.
+- `plain`: no drafts
+- `names`: the sources that need no other model
+- `draft_model`: a draft model
+- `specinfer`: the draft model and a second one in one tree, the target's first layers with its norm and head
+- `medusa`, `mtp`, `eagle` and `eagle3`: the heads of the target, in one subfolder per kind
+- `hybrid`: `names` with both draft models and the EAGLE head
+
+With heads of the tests' summarizer, the ways without draft models are measured on it (`summarizer_eagle3`), on passages
+of documents that were not in the training data. `summarizer_hybrid` is `names` with the last of its heads.
+
+Every way decodes every prompt in turn, greedily and at temperature 1, with at most `--nodes` draft nodes per step and
+without a cost model, so that tokens per pass do not depend on the machine; then greedily with the cost model ("auto"),
+which may turn drafting off. Ways that can sample their drafts also decode at temperature 1 by rejection sampling. All
+ways that draft also decode by typical acceptance, which is lossy; `divergence` measures the loss. In these two modes
+the outputs differ from the same seed without drafts, so `identical` has no meaning. Memory is fresh for each prompt.
+Figures of other models in the `--output` file are kept.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from lookahead.generation.comparison import Score, compare
 from lookahead.hf.loading import load
 
 NAMES = ("prompt", "outputs", "recycled")
-KINDS = ("medusa", "mtp", "eagle", "eagle3")  # of heads, as their folders are called
+KINDS = ("medusa", "mtp", "eagle", "eagle3")  # of heads, and names of their folders
 DRAWING = ("draft_model", "specinfer")
 LOSSY = ("rejection", "typical")
 
@@ -50,12 +55,12 @@ Way = Callable[[], Sequence[str | ProposerFactory]]
 
 
 class Stage(NamedTuple):
-    """A target with what it continues, and the ways of drafting for it."""
+    """A target, its prompts, and the ways of drafting for it."""
 
     target: PreTrainedModel
     tokenizer: Any
     prompts: Sequence[str]
-    ways: Mapping[str, Way]  # made anew for every mode, so that none learns from another
+    ways: Mapping[str, Way]  # recreated for every mode, so that no mode learns from another
 
     def measure(self, nodes: int, tokens: int) -> dict[str, dict[str, Score]]:
         fixed = {"draft": "fixed", "max_nodes": nodes, "min_probability": 0.0, "memory": "request"}
@@ -72,7 +77,7 @@ class Stage(NamedTuple):
         }
 
     def _compare(self, ways: Sequence[str] | Mapping[str, Way], drafting: Any, generating: Any) -> dict[str, Score]:
-        """Some ways with the same options of drafting and of generating."""
+        """Compare ways with the same drafting and generation options."""
         if not ways:
             return {}
         configs = {name: LookaheadConfig(proposers=self.ways[name](), **drafting) for name in ways}
@@ -81,7 +86,7 @@ class Stage(NamedTuple):
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A copy of a model that goes from its first layers straight to its norm and head."""
+    """A copy of a model with only its first layers, its norm and its head."""
     shorter = deepcopy(model)
     shorter.model.layers = shorter.model.layers[:layers]
     shorter.config.num_hidden_layers = layers
@@ -94,7 +99,7 @@ def heads_in(folder: Path | None) -> dict[str, Callable[[], tuple[ProposerFactor
 
 
 def pair_stage(options: argparse.Namespace) -> tuple[Stage, dict[str, float]]:
-    """A target with a draft model, and what passes of all models take, in ms."""
+    """A target with a draft model, and the pass times of all models in milliseconds."""
     target, draft = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (options.model, options.draft)
@@ -127,7 +132,7 @@ def heads_stage(options: argparse.Namespace) -> Stage:
 
 
 def figures(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For every way what it did greedily, and in it what it did in other modes."""
+    """The greedy figures of every way, with the figures of other modes nested in them."""
     for name, score in scores["greedy"].items():
         others = {mode: by_way[name].to_dict() for mode, by_way in scores.items() if name in by_way}
         del others["greedy"]

@@ -1,4 +1,4 @@
-"""RACER: the continuations of the text's n-grams, and the copied logits of tokens, in one tree."""
+"""RACER: continuations of the text's n-grams and copied logits of tokens in one tree."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from lookahead.ngram.successors import TOP
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """A state of the automaton: the beginning of an n-gram."""
+    """A state of the automaton: a prefix of n-grams."""
 
     token: int = -1
     parent: _State | None = None
-    count: int = 0  # n-grams that begin so
+    count: int = 0  # n-grams with this prefix
     children: dict[int, _State] = field(default_factory=dict)
 
 
 class Ngrams:
-    """The n-grams of texts in a trie of bounded size, from which the least recently used leaves are dropped.
+    """The n-grams of texts in a trie of bounded size with LRU eviction of leaves.
 
     Args:
-        capacity: Most states, more than an n-gram has tokens.
+        capacity: Maximum number of states, larger than the length of an n-gram.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._root = _State()
-        self._recent = OrderedDict[_State, None]()  # every state but the root, behind those that go on from it
+        self._recent = OrderedDict[_State, None]()  # every state but the root, after its children
 
     def __len__(self) -> int:
         return len(self._recent)
 
     def insert(self, ngram: Sequence[int]) -> None:
-        """Count an n-gram and its beginnings."""
+        """Count an n-gram and its prefixes."""
         state, known = self._root, 0
         while known < len(ngram) and (child := state.children.get(ngram[known])):
             state, known = child, known + 1
@@ -57,13 +57,13 @@ class Ngrams:
         self.touch(state)
 
     def touch(self, state: _State) -> None:
-        """Count a state and those before it as used now."""
+        """Mark a state and its ancestors as used."""
         while state.parent is not None:
             self._recent.move_to_end(state)
             state = state.parent
 
     def find(self, ngram: Sequence[int]) -> _State | None:
-        """The state of the beginning of an n-gram."""
+        """The state of an n-gram or prefix; None if there is none."""
         state: _State | None = self._root
         for token in ngram:
             state = state and state.children.get(token)
@@ -71,29 +71,28 @@ class Ngrams:
 
 
 class Racer(Recycled):
-    """RACER: a tree of what followed the newest tokens in the text, filled up with the copied logits of tokens.
+    """RACER: a tree of continuations of the newest tokens in the text, filled up with copied logits of tokens.
 
-    As in the paper and its code: 10-grams of the text stand in an automaton of 10,000 states with eviction. Every
-    suffix of 2 tokens or more that is a state offers what follows it; of all these continuations together the most
-    frequent are taken, at most as many as the tree has nodes. What is left goes to the logits tree: its root has 8
-    children, and so has the first of these; any other first child has half as many as its parent, and every further
-    child half as many as the one before, but at least 1. The successors after the prompt's tokens are kept too.
-    Scaled: both trees have `nodes` together (64 there, the root counted). Otherwise than there, suffixes are searched
-    for in the trie: the paper's failure links are made for the prompt and lead to the root once they are used, so that
-    they miss some.
+    As in the paper and its code: 10-grams of the text are kept in an automaton of 10,000 states with eviction. Every
+    suffix of at least 2 tokens that is a state offers its continuations. The most frequent of all continuations are
+    drafted, up to the nodes of the tree. The remaining nodes go to the logits tree: its root has 8 children, and so has
+    the first of these; any other first child has half as many as its parent, and every further child half as many as
+    the previous one, but at least 1. The successors after the prompt's tokens are kept too. Scaled: both trees together
+    have `nodes` nodes (64 in the paper, with the root). Unlike the paper, suffixes are searched in the trie: the
+    paper's failure links are made for the prompt only, and lead to the root once used, so that they miss some suffixes.
 
     Source: Zhang et al. 2026, "RACER: Retrieval-Augmented Contextual Rapid Speculative Decoding", §3.1 (the logits
         tree), §3.2 (the automaton), §3.3 (the union of both).
     """
 
-    LENGTH, SHORTEST = 10, 2  # tokens of an n-gram, and of a suffix that is continued
+    LENGTH, SHORTEST = 10, 2  # tokens of an n-gram, and minimum tokens of a suffix to continue
 
     def __init__(
         self, vocab_size: int, model: PreTrainedModel | None = None, breadth: int = TOP, capacity: int = 10_000
     ) -> None:
         super().__init__(vocab_size, model)
         self._ngrams, self._breadth = Ngrams(capacity), breadth
-        self._known: dict[int, int] = {}  # tokens of a row whose n-grams are there
+        self._known: dict[int, int] = {}  # tokens of a row whose n-grams are inserted
 
     def start(self, row: int, prompt: IntArray) -> None:
         super().start(row, prompt)
@@ -119,7 +118,7 @@ class Racer(Recycled):
         del self._known[row]
 
     def _continuations(self, text: Sequence[int], most: int) -> list[tuple[int, ...]]:
-        """The most frequent continuations of all suffixes, their beginnings first; a suffix itself is one of them."""
+        """The most frequent continuations of all suffixes, prefixes first, including the suffix itself."""
         tips: list[tuple[int, int, int, tuple[int, ...], _State]] = []
         for begin in range(len(text) - self.SHORTEST + 1):
             if state := self._ngrams.find(text[begin:]):
@@ -135,8 +134,8 @@ class Racer(Recycled):
         return found
 
     def _add_logits(self, tree: DraftTree) -> None:
-        """Fill a tree up with the likeliest successors of its tokens, breadth first from the root."""
-        queue = deque([(0, self._breadth, self._breadth)])  # nodes, their children, and those of their first child
+        """Fill a tree with the likeliest successors of its tokens, breadth first from the root."""
+        queue = deque([(0, self._breadth, self._breadth)])  # nodes, their and their first child's breadth
         while queue and not tree.is_full:
             node, breadth, next_breadth = queue.popleft()
             for token in self.successors[tree.tokens[node], :breadth].tolist():

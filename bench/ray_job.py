@@ -1,13 +1,13 @@
-"""A job on Ray against the same job by local processes, and once more while a worker is killed: what Ray costs.
+"""The overhead of Ray: a job on Ray compared to local processes, and once more while a worker is killed.
 
     python -m bench.ray_job --documents 200 --workers 4
 
-Documents cut from the stories in `examples` are summarized three times: by --workers local processes, each of which
-does its share of them; by as many workers on a Ray cluster that is started on this machine; and by these again, one of
-which is killed with SIGKILL when a quarter is done. Every process has one thread, has loaded the model and is warm
-before its clock starts; the clock of a way stops when all of its results are written. Where a summary differs, in fp32,
-or is lost, this ends in an error. `overhead` is by how much the seconds on Ray exceed those of the local processes;
-with fewer cores than workers, or other work on the machine, it is rough.
+Documents cut from the stories in `examples` are summarized three times: by --workers local processes, each with a share
+of the documents; by as many workers on a Ray cluster started on this machine; and by these again, while one of them is
+killed with SIGKILL after a quarter of the documents. Every process has one thread, and has loaded the model and warmed
+up before its clock starts. The clock stops when all results are written. In fp32 a summary that differs or is lost is
+an error. `overhead` is the share by which the seconds on Ray exceed the seconds of the local processes. It is rough
+with fewer cores than workers or with other work on the machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lookahead.summarization.summarizer import Summarizer
 
 
 def cut(count: int) -> list[Document]:
-    """Documents of 40 to 400 words, each begun at a random word of a story."""
+    """Documents of 40 to 400 words, each starting at a random word of a story."""
     draw, examples = random.Random(0), Path(__file__).resolve().parent.parent / "examples"
     stories = [path.read_text(encoding="utf-8").split() for path in sorted(examples.glob("*.txt"))]
     found = []
@@ -64,7 +64,7 @@ def written(
 
 
 def work_alone(share: list[Document], output: Path, model: str, new: int, gate: Any, finish: Any) -> None:
-    """A local process: load, wait for the others, and do a share of the documents."""
+    """A local process: load the model, wait for the others, and summarize a share of the documents."""
     prepare_process(1)
     loaded = load(model, dtype="fp32", device="cpu")
     summarizer = Summarizer(*loaded, max_new_tokens=new)
@@ -76,7 +76,7 @@ def work_alone(share: list[Document], output: Path, model: str, new: int, gate: 
 
 
 def local_seconds(documents: list[Document], workers: int, model: str, new: int, folder: Path) -> float:
-    """Seconds that local processes take, a share each."""
+    """Seconds of local processes with a share of the documents each."""
     context = multiprocessing.get_context("spawn")
     gate, finish = context.Barrier(workers + 1), context.Barrier(workers + 1)
     processes = []
@@ -94,7 +94,7 @@ def local_seconds(documents: list[Document], workers: int, model: str, new: int,
 
 
 def kill_one(after: int, done: Any, totals: JobTotals) -> None:
-    """Kill a worker when so many documents are done."""
+    """Kill a worker after `after` finished documents."""
     if totals.summarized == after:
         family = psutil.Process().children(recursive=True)
         os.kill(next(each.pid for each in family if "RayWorker" in "".join(each.cmdline()[:1])), signal.SIGKILL)

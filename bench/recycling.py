@@ -1,4 +1,4 @@
-"""Drafting rules of others that reuse the target's logits: Token Recycling, SAM decoding with it, and LogitSpec."""
+"""Drafting rules of other projects that reuse the target's logits: Token Recycling, SAM decoding with it, LogitSpec."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _ROWS = 256  # hidden states whose logits are computed at once
 
 @torch.inference_mode()
 def likeliest(model: PreTrainedModel, hidden: Tensor, most: int) -> IntArray:
-    """The likeliest tokens after the last layer's hidden states `[n, size]`, int32 `[n, most]`, the likeliest first.
+    """The likeliest tokens after hidden states `[n, size]` of the last layer: int32 `[n, most]`, likeliest first.
 
-    There are fewer where the vocabulary is smaller.
+    A smaller vocabulary gives fewer columns.
     """
     logits = (unembed(model, part) for part in hidden.split(_ROWS))
     return torch.cat([each.topk(min(most, each.shape[-1])).indices for each in logits]).cpu().numpy().astype(np.int32)
 
 
 class Recycled(RuleRows):
-    """What rules share that keep the newest 8 likeliest successors of every token, all of a draft's nodes included.
+    """Base class of rules that keep the newest 8 likeliest successors of every token, including all draft nodes.
 
-    With a model they keep those after the tokens of the prompt too.
+    With a model, the successors after the prompt's tokens are kept too.
     """
 
     needs_top = True
 
     def __init__(self, vocab_size: int, model: PreTrainedModel | None = None) -> None:
         super().__init__()
-        self.successors = np.full((vocab_size, TOP), -1, np.int32)  # -1 where none are known
+        self.successors = np.full((vocab_size, TOP), -1, np.int32)  # -1: unknown
         self._model = model
         self.hidden_layers = () if model is None else (-1,)
 
@@ -57,9 +57,9 @@ class Recycled(RuleRows):
 class TokenRecycling(Recycled):
     """Token Recycling: the target's newest 8 likeliest successors of every token, on a static tree.
 
-    The paper gives its tree by a figure. Here a tree of any size holds the nodes likeliest by the product of the hit
-    rates of their ranks, as measured for such successors. The root is not one of its `nodes`. As in the paper's code
-    the prompt's logits are not kept.
+    The paper shows its tree in a figure. Here a tree of any size has the likeliest nodes by the product of the measured
+    hit rates of their ranks. The root does not count in `nodes`. As in the paper's code, the prompt's logits are not
+    kept.
 
     Source: Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
         Recycling", §3.
@@ -70,7 +70,7 @@ class TokenRecycling(Recycled):
         self._ranks, self._parents = static_tree(nodes)
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """The static tree without the nodes whose parents have no known successors."""
+        """The static tree without the nodes that are not known as successors of their parents."""
         tree, places = DraftTree(int(self.texts[row][-1]), max_nodes), dict[int, int | None]({0: 0})
         for node in range(1, min(max_nodes, len(self._ranks) - 1) + 1):
             before = places.get(self._parents[node])
@@ -83,15 +83,15 @@ class TokenRecycling(Recycled):
 class SamRecycling(TokenRecycling):
     """SAM decoding with Token Recycling: the chain after a long match in the text or in a datastore, else the tree.
 
-    As in the paper and its code, a match of 5 tokens is long enough, one in the datastore counts 5 tokens less, of the
-    places of a match the first counts, in the text the first with the whole draft behind it, and the successors after
-    the prompt's tokens are kept too. Scaled: the chain (40 tokens there) and the tree (80) have `nodes` each. The
-    matches of a suffix automaton are found by search.
+    As in the paper and its code, a match needs 5 tokens, and a match in the datastore counts 5 tokens less. The first
+    occurrence of a match counts, in the text the first one followed by a whole draft. The successors after the prompt's
+    tokens are kept too. Scaled: the chain (40 tokens in the paper) and the tree (80) have `nodes` each. Matches are
+    found by search instead of a suffix automaton.
 
     Source: Hu et al. 2024, "SAM Decoding: Speculative Decoding via Suffix Automaton", §3.
     """
 
-    SHORTEST, BIAS = 5, 5  # tokens of a match, and those that one in the datastore must be longer
+    SHORTEST, BIAS = 5, 5  # minimum tokens of a match, and extra tokens needed in the datastore
 
     def __init__(
         self, vocab_size: int, nodes: int, store: Datastore | None = None, model: PreTrainedModel | None = None
@@ -115,21 +115,21 @@ class SamRecycling(TokenRecycling):
 
 
 class LogitSpec(RuleRows):
-    """LogitSpec: the tokens next likeliest to the newest one are guesses at the token after it.
+    """LogitSpec: the next likeliest tokens in the logits of the newest token are guesses at the token after it.
 
-    The newest token, and every guess, is continued by what followed the longest match of up to 3 tokens in the text:
-    the newest place with 20 tokens behind it, else the first. As in the paper's code, guesses come by rank in the
-    logits that gave the newest token. The first 8 guesses have chains of 4 tokens, themselves counted, the next 24 of
-    3, and later ones stand alone. Scaled: the chain of the newest token has 20 of 64 nodes there, and here that share
-    of `nodes`. Logits of all ranks are read, from hidden states.
+    The newest token and every guess are continued from the longest match of up to 3 tokens in the text: the newest
+    occurrence followed by 20 tokens, else the first. As in the paper's code, guesses are ordered by rank in the logits
+    that gave the newest token. The first 8 guesses have chains of 4 tokens including themselves, the next 24 of 3, and
+    later ones have no chain. Scaled: the chain of the newest token has 20 of 64 nodes in the paper, and the same share
+    of `nodes` here. Logits of all ranks are computed from hidden states.
 
     Source: Liu et al. 2025, "LogitSpec: Accelerating Retrieval-based Speculative Decoding via Next Next Token
         Speculation", §3.
     """
 
     hidden_layers: tuple[int, ...] = (-1,)
-    LONGEST, AHEAD = 3, 20  # tokens of a match, and tokens that should follow it
-    NODES = 64  # of the paper's tree, the root counted
+    LONGEST, AHEAD = 3, 20  # maximum tokens of a match, and tokens that should follow it
+    NODES = 64  # of the paper's tree, including the root
 
     def __init__(self, nodes: int, model: PreTrainedModel) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class LogitSpec(RuleRows):
         self._guesses.pop(row, None)
 
     def _after(self, text: IntArray, guess: list[int]) -> list[int]:
-        """What followed the last tokens of the text and a guess in the text before its last token."""
+        """The tokens that followed the last tokens of the text and a guess, in the text before its last token."""
         known, context = text[:-1], np.append(text[-self.LONGEST :], guess).astype(np.int32)
         place = _place_after(known, context[-self.LONGEST :], self.AHEAD)
         return known[place : place + self.AHEAD].tolist() if place else []
@@ -165,7 +165,7 @@ class LogitSpec(RuleRows):
 def static_tree(nodes: int) -> tuple[list[int], list[int]]:
     """Ranks and parents of the nodes of a static tree, the root first."""
     ranks, parents, order = [0], [0], count()
-    tips = [(-_HIT_RATES[0], next(order), 0, 0)]  # falling probability; the parent and the rank of a node
+    tips = [(-_HIT_RATES[0], next(order), 0, 0)]  # negated probability, order, parent and rank of a node
     for node in range(1, nodes + 1):
         prob, _, parent, rank = heapq.heappop(tips)
         ranks.append(rank)
@@ -178,7 +178,7 @@ def static_tree(nodes: int) -> tuple[list[int], list[int]]:
 
 @njit(cache=True)
 def _place_after(text, context, ahead):
-    """Where the longest match of the end of `context` goes on: the newest with `ahead` tokens, else the first; or 0."""
+    """The position after the longest match of the end of `context`, newest with `ahead` tokens, else first; or 0."""
     for size in range(len(context), 0, -1):
         first = 0
         for end in range(len(text) - 1, size - 1, -1):

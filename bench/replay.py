@@ -1,17 +1,16 @@
-"""How many tokens a step drafting gives on recorded outputs: no model runs, the recorded output is its choice.
+"""Tokens per step with drafts on recorded outputs. No model runs; the recorded output stands for its choices.
 
     python -m bench.replay --tokenizer DIR --pairs outputs.jsonl
     python -m bench.replay --tokenizer DIR --pairs stories.jsonl --budgets 16 --limit 100
 
-Every line of the file is one object or several: `prompt` and `output`; `turns` and `reference` of a summary (other
-categories, whose references are notes, are left out); or `document` and `questions` with `responses`. A step emits
-what a draft foretold and one token more.
+Every line of the file holds pairs in one of three forms: `prompt` and `output`; `turns` and `reference` of a summary
+(other categories, whose references are notes, are left out); or `document` and `questions` with `responses`. A step
+emits the correctly drafted tokens and one more token.
 
-Beside ours stand transformers' own prompt lookup (`hf_prompt_lookup`), the longest suffix (`longest_suffix`, vLLM's
-rule) and the automaton of first occurrences (`first_occurrence`, that of SAM decoding). `ours@16` drafts at most 16
-nodes a step, with memory fresh for each pair; `ours_shared@16` from what earlier pairs left too; `outputs@16` from that
-alone. Hit rates are learned from the first pair on. `calibration` says how many tokens the drafts promised and how many
-were accepted, after the first 2,000.
+For comparison: transformers' own prompt lookup (`hf_prompt_lookup`), the longest suffix (`longest_suffix`, vLLM's rule)
+and the automaton of first occurrences (`first_occurrence`, SAM decoding). `ours@16` drafts at most 16 nodes per step,
+with fresh memory for each pair; `ours_shared@16` also drafts from earlier pairs; `outputs@16` only from earlier pairs.
+Hit rates are learned from the first pair on. `calibration` counts promised and accepted tokens after the first 2,000.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.ngram import NgramProposer, OutputStore
 
 Pair = tuple[IntArray, ...]
-"""A prompt and an output; what follows them is what the output was expected to be (`Proposer.expect`)."""
+"""A prompt, an output, and any predictions of the output (`Proposer.expect`)."""
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -56,18 +55,18 @@ def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def ours(sources: Sequence[str], *, shared: bool) -> Callable[[], Proposer]:
-    """What makes our proposer for every pair."""
+    """A factory of our proposer for every pair."""
     rates, memory = HitRates(), OutputStore()
     return lambda: NgramProposer(sources, memory if shared else OutputStore(), rates)
 
 
 def replay(make: Callable[[], Proposer], pairs: Sequence[Pair], budget: int = 64) -> Counter[str]:
-    """Replay every pair alone, `budget` nodes a step at most; promises count once drafts must know them."""
+    """Replay every pair alone, with at most `budget` nodes per step. Promises count after `LEARNED` tokens."""
     return replay_batches(make, [[pair] for pair in pairs], budget)
 
 
 def replay_batches(make: Callable[[], Proposer], batches: Sequence[Sequence[Pair]], budget: int = 64) -> Counter[str]:
-    """`replay` of batches, one after the other; the pairs of one are the rows of one call, and step together."""
+    """`replay` of batches, one after the other. The pairs of a batch are the rows of one call and step together."""
     tally = Counter[str]()
     for pairs in batches:
         proposer, at = make(), [0] * len(pairs)
@@ -96,9 +95,9 @@ def replay_batches(make: Callable[[], Proposer], batches: Sequence[Sequence[Pair
 
 @njit(cache=True)
 def _walk(tokens, parents, probabilities, output):
-    """Tokens that a tree gives before `output` leaves it or ends, its nodes, and how many it promised to accept.
+    """The accepted tokens of a tree until `output` leaves it or ends, its nodes, and the tokens that it promised.
 
-    Nodes too deep to be accepted before the end are not drafted.
+    Nodes too deep to be accepted before the end do not count as drafted.
     """
     reach, depths = np.ones(len(tokens)), np.zeros(len(tokens), np.int64)
     drafted, promised = 0, 0.0
@@ -117,7 +116,7 @@ def _walk(tokens, parents, probabilities, output):
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; vocab.json and merges.txt alone are GPT-2's."""
+    """The tokenizer of a folder. A folder with only vocab.json and merges.txt is read as GPT-2."""
     if not (Path(folder) / "tokenizer.json").exists() and (Path(folder) / "merges.txt").exists():
         return GPT2Tokenizer.from_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)

@@ -1,11 +1,11 @@
-"""Whether memory stays flat: thousands of requests with the default configuration, whose memory they share.
+"""Memory leaks: resident memory over thousands of requests with the default configuration and its shared memory.
 
     python -m bench.soak --model DIR --prompts squality_dev.jsonl --field document --output bench/results/soak.json
 
-Requests are pieces of the texts, cut anywhere, of varied length, with short outputs: greedy, sampled, in ragged
-batches, and streamed, every second of those left half-way. What they share is bounded (`LookaheadConfig.memory`) but
-takes thousands to fill. So requests warm up until the earlier outputs have been halved for the first time; what grows
-from there on is a leak. Resident memory is read from /proc (Linux), after Python's garbage was collected.
+Requests are pieces of the texts of varied length, cut anywhere, with short outputs: greedy, sampled, in ragged batches,
+and streamed, where every second stream is abandoned half-way. The shared memory is bounded (`LookaheadConfig.memory`)
+but takes thousands of requests to fill. So requests warm up until the earlier outputs have been halved for the first
+time; later growth is a leak. Resident memory is read from /proc (Linux) after garbage collection.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lookahead.hf.loading import load
 from lookahead.hf.model_state import state_of
 from lookahead.proposers import ProposerState
 
-NEW_TOKENS = 16  # at most; the least is 4
-LONGEST = 400  # tokens of a prompt
+NEW_TOKENS = 16  # maximum; the minimum is 4
+LONGEST = 400  # maximum tokens of a prompt
 REPORTS = 10
 
 
 class Requests:
-    """Requests drawn from the tokens of texts, each served as it is drawn."""
+    """Requests drawn from the tokens of texts and served at once."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[list[int]]) -> None:
         self._model, self._tokenizer, self._texts = model, tokenizer, texts
@@ -65,7 +65,7 @@ class Requests:
         return text[begin : begin + int(self._rng.integers(2, LONGEST + 1))]
 
     def sizes(self) -> dict[str, Any]:
-        """Resident memory of the process, and what is in the stores the requests share."""
+        """Resident memory of the process, and the sizes of the shared stores."""
         gc.collect()
         memory = self._memory
         return {
@@ -77,7 +77,7 @@ class Requests:
         }
 
     def warm_up(self) -> None:
-        """Serve until the earlier outputs were halved for the first time."""
+        """Serve until the earlier outputs are halved for the first time."""
         before = 0
         while len(self._memory.outputs) >= before:
             before = len(self._memory.outputs)

