@@ -1,4 +1,4 @@
-"""Proposers that know the answer, are always wrong, or draw trees at random: whatever they offer, no token changes."""
+"""Proposers that know the output, are always wrong, or draw random trees. No proposal may change a token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Offer = Callable[[int, list[int], int], Proposal | None]
 
 
 class Scripted:
-    """A proposer that offers what a function tells it to.
+    """A proposer that returns the proposals of a function.
 
     Args:
-        offer: Takes a row's place in the batch, its text so far and the maximum number of nodes, and gives a proposal.
+        offer: Takes a row's index in the batch, its text so far and the maximum number of nodes; returns a proposal.
     """
 
     sources, needs_argmax, needs_top, hidden_layers = ("scripted",), False, False, ()
@@ -42,7 +42,7 @@ class Scripted:
 
 @contextmanager
 def drafting_by(offer: Offer) -> Iterator[None]:
-    """Let every engine made in the block draft by one scripted proposer."""
+    """Let every engine created in the block draft with one scripted proposer."""
     with patch("lookahead.generation.assembly.make_proposers", lambda *arguments: [Scripted(offer)]):
         yield
 
@@ -58,12 +58,12 @@ def nothing(row: int, text: list[int], max_nodes: int) -> None:
 
 
 def perfect(answers: list[list[int]]) -> Offer:
-    """Draft what every row will say: `answers` hold the whole texts, the prompts included."""
+    """Draft the output of every row; `answers` are the whole texts, including the prompts."""
     return lambda row, text, max_nodes: chain(answers[row][len(text) - 1 : len(text) + max_nodes] or text[-1:])
 
 
 def always_wrong(answers: list[list[int]], vocab_size: int) -> Offer:
-    """Draft, for every row, what it will never say."""
+    """Draft, for every row, tokens that are not in its output."""
 
     def offer(row: int, text: list[int], max_nodes: int) -> Proposal:
         return chain(
@@ -74,7 +74,7 @@ def always_wrong(answers: list[list[int]], vocab_size: int) -> Offer:
 
 
 def among_decoys(answers: list[list[int]], vocab_size: int) -> Offer:
-    """Draft what every row will say, and before every right token a likelier wrong one that a right one follows."""
+    """Draft the output of every row, and before every right token a likelier wrong one, followed by a right one."""
 
     def offer(row: int, text: list[int], max_nodes: int) -> Proposal:
         tokens, parents, chances, right = [text[-1]], [0], [1.0], 0
@@ -90,7 +90,7 @@ def among_decoys(answers: list[list[int]], vocab_size: int) -> Offer:
 
 
 def random_trees(vocab_size: int) -> Offer:
-    """Draft trees of maximal size and random shape, each text's own."""
+    """Draft trees of maximum size and random shape, seeded by the text."""
 
     def offer(row: int, text: list[int], max_nodes: int) -> Proposal:
         rng = np.random.default_rng([row, len(text)])

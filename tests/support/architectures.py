@@ -1,4 +1,4 @@
-"""The architectures of `tests.support.families`, in the configurations that are tested, and what each can verify."""
+"""The architectures of `tests.support.families` in the tested configurations, by the drafts that they can verify."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 Options = dict[str, Any]
 Rows = Mapping[str, tuple[str, Options]]
 
-# Weights are drawn wide and embeddings not tied, so that texts wander and argmax has no ties.
+# Weights have a wide range and embeddings are not tied, so that texts vary and argmax has no ties.
 COMMON: Options = {"vocab_size": 101, "initializer_range": 0.4, "tie_word_embeddings": False}
 SIZES: Options = {
     **COMMON,
@@ -22,7 +22,7 @@ SIZES: Options = {
 GPT2_SIZES: Options = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 BLOOM_SIZES: Options = {**COMMON, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 NEO_SIZES: Options = {**SIZES, "num_layers": 2, "num_heads": 4, "window_size": 8}
-# Architectures that name their sizes in a way of their own.
+# Architectures with their own names for sizes.
 OWN_SIZES: dict[str, Options] = {
     "GPT2": GPT2_SIZES,
     "GPTJ": {**GPT2_SIZES, "rotary_dim": 4},
@@ -43,7 +43,7 @@ CLASSES = {
     "OpenAIGPT": "OpenAIGPTLMHeadModel",
 }
 
-# Windows and chunks are shorter than the tests' texts, and head sizes differ from hidden_size / heads where they may.
+# Windows and chunks are shorter than the tests' texts. Head sizes differ from hidden_size / heads where possible.
 MIXED = ["sliding_attention", "full_attention"]
 LINEAR = ["linear_attention", "full_attention"]
 WINDOW: Options = {"sliding_window": 9}
@@ -64,7 +64,7 @@ MIXED_EXPERTS: Options = {**EXPERTS, **MIXED_WINDOW, **HEAD_8}
 LORA: Options = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 MLA: Options = {**LORA, "num_key_value_heads": 4}
 MLA_EXPERTS: Options = {**MLA, **EXPERTS}
-# With few heads many keys score 0, and which of equal scores are picked depends on the slots, in transformers too.
+# With few heads many keys score 0, and the choice among equal scores depends on the slots, in transformers too.
 PICKING: Options = {**MLA_EXPERTS, "index_topk": 6, "index_head_dim": 8, "index_n_heads": 64}
 GEMMA4: Options = {**HEAD_8, **WINDOW, "global_head_dim": 16, "vocab_size_per_layer_input": 101}
 GEMMA_SHARED: Options = {
@@ -74,7 +74,7 @@ GEMMA_SHARED: Options = {
     "hidden_size_per_layer_input": 8,
 }
 LLAMA4: Options = {**HEAD_8, "intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 16}
-# A low cap, so that it shows; older transformers forget it under SDPA.
+# A low cap, so that it has an effect. Older transformers ignore it under SDPA.
 SOFTCAP: Options = {"attn_logit_softcapping": 1.0, "attn_implementation": "eager"}
 MAMBA2: Options = {"mamba_n_heads": 4, "mamba_d_state": 8}
 DELTA: Options = {
@@ -87,7 +87,7 @@ DELTA: Options = {
 
 
 def _rope(kind: str, factor: float, **options: float) -> Options:
-    """Rotary embeddings stretched in some way."""
+    """Rotary embeddings with scaling."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": factor, **options}}
 
 
@@ -291,7 +291,7 @@ CHAINS: Rows = {
         {**LLAMA4, "no_rope_layers": [1, 0], "floor_scale": 8},
     ),
     "GPTNeoXJapanese": ("partial RoPE, MHA, keys that must lie in a row", {}),
-    "Mpt": ("ALiBi, MHA", {"use_cache": True}),  # counted passes are hooks, which without a cache may compute otherwise
+    "Mpt": ("ALiBi, MHA", {"use_cache": True}),  # passes are counted by hooks, which may change results without a cache
 }
 STATES: Rows = {
     "BailingHybrid": (

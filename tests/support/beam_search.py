@@ -1,4 +1,4 @@
-"""Searches with beams, as transformers does it and with lookahead, and their comparison."""
+"""Beam searches by transformers and by lookahead, and their comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def found(model: PreTrainedModel, **options: Any) -> Any:
-    """What a search returns, with all it can tell."""
+    """The output of a search with all optional fields."""
     torch.manual_seed(3)
     shared = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": [5, 9]}
     returned = {"return_dict_in_generate": True, "output_scores": True}
@@ -33,7 +33,7 @@ def found(model: PreTrainedModel, **options: Any) -> Any:
 
 
 def assert_same(model: PreTrainedModel, **options: Any) -> None:
-    """Search as transformers does, and with lookahead."""
+    """Check that transformers and lookahead find the same."""
     expected = found(model, **options)
     got = found(model, **options, custom_generate=lookahead.decode)
     assert type(got) is type(expected)

@@ -1,4 +1,4 @@
-"""Changes that people make to a model's code, hooks and flags; each is undone at the end of its block."""
+"""Changes that users make to a model's code, hooks and flags. Each is undone at the end of its block."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def change(kind: Callable[[Any], Iterator[None]]) -> Callable[[Any], Iterator[No
 
 @contextmanager
 def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute by what `wrap` makes of it; one that was inherited is inherited again afterwards."""
+    """Replace an attribute by `wrap` of it within the block. An inherited attribute is inherited again afterwards."""
     is_own, own = name in vars(owner), getattr(owner, name)
     setattr(owner, name, wrap(own))
     try:
@@ -55,7 +55,7 @@ def kind_of(model: Any, part: str) -> Any:
 
 
 def scaled(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose results are a little larger."""
+    """A function with slightly larger results."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = own(*args, **kwargs)
@@ -69,7 +69,7 @@ def grown(out: Any) -> Any:
 
 
 def scaled_under_its_name(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, by a wrapper that says that it is what it wraps."""
+    """The same with `functools.wraps`, which copies the name of the wrapped function."""
     return functools.wraps(own)(scaled(own))
 
 
@@ -87,7 +87,7 @@ def _method(part: str, wrap: Any) -> Change:
 
 
 def longer_by_a_vector(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose hidden states are moved by a vector."""
+    """A method whose hidden states are shifted by a vector."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = own(self, *args, **kwargs)
@@ -113,7 +113,7 @@ CHANGES["a partial as a method"] = lambda model: patched(
 
 
 class _Bound:
-    """A callable object that binds as a function does."""
+    """A callable object that binds like a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -127,7 +127,7 @@ class _Bound:
 
 @change
 def the_code_of_a_method(model: Any) -> Iterator[None]:
-    """The function stays, and does something else."""
+    """The function object stays the same, with other code."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 2)
@@ -161,7 +161,7 @@ def attention_registered_anew(model: Any) -> Iterator[None]:
 
 @change
 def masks_registered_anew(model: Any) -> Iterator[None]:
-    """Nobody sees beyond the nearest four tokens."""
+    """Every token attends only to the last four tokens."""
 
     def near(*args: Any, **kwargs: Any) -> Any:
         mask = kwargs.pop("mask_function")
@@ -178,7 +178,7 @@ def masks_registered_anew(model: Any) -> Iterator[None]:
 
 
 def _loop(order: Callable[[Any], list[Any]]) -> Change:
-    """A model's own `forward` that runs its layers in another order."""
+    """A model's `forward` that runs its layers in another order."""
 
     def forward(self: Any, **kwargs: Any) -> Any:
         kept = self.layers
@@ -193,7 +193,7 @@ def _loop(order: Callable[[Any], list[Any]]) -> Change:
 
 @change
 def a_loop_with_a_steering_vector(model: Any) -> Iterator[None]:
-    """Transformers' own loop, written again, with a vector that is added behind a layer."""
+    """transformers' own loop, rewritten, with a vector added after a layer."""
     from transformers import DynamicCache
     from transformers.masking_utils import create_causal_mask
     from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -244,13 +244,13 @@ def an_epsilon(model: Any) -> Iterator[None]:
 
 
 def _states(out: Any) -> Tensor:
-    """What a module returns for each token, in its own memory."""
+    """The hidden states that a module returns, not a copy."""
     states = getattr(out, "logits", getattr(out, "last_hidden_state", out))
     return states[0] if isinstance(states, tuple) else states
 
 
 def _at_the_end(module: Any, args: Any, out: Any) -> None:
-    """Only the last token of a pass is changed, as steering code does."""
+    """Change only the last token of a pass, as steering code does."""
     states = _states(out)
     states[:, -1] = states[:, -1].roll(7, -1)
 
@@ -347,7 +347,7 @@ def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Change:
 
 
 def _grown_values(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The `update` of a cache whose values are a little larger."""
+    """The `update` of a cache with slightly larger values."""
 
     def update(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
         return own(self, keys, values * 1.3, *args, **kwargs)
@@ -356,7 +356,7 @@ def _grown_values(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ending_early(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A criterion that ends outputs, whatever they are, at 15 tokens."""
+    """A criterion that ends all outputs at 15 tokens."""
 
     def ends(self: Any, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         return own(self, input_ids, scores, **kwargs) | (input_ids.shape[1] >= 15)
@@ -365,7 +365,7 @@ def _ending_early(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reversed_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Inputs whose tokens are others."""
+    """Inputs with other tokens."""
 
     def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = own(self, input_ids, *args, **kwargs)

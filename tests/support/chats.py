@@ -1,4 +1,4 @@
-"""What questions of a chat are answered where each is asked with all that was said before."""
+"""Answers to the questions of a chat, each asked with the whole conversation so far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
 def answers(model: Any, tokenizer: Any, *questions: str, system: str | None = None, **options: Any) -> list[str]:
-    """What every question of a chat is answered, each asked anew with all that was said before."""
+    """The answer to every question of a chat, each asked in a new call with the whole conversation so far."""
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     said = []
     for question in questions:

@@ -1,4 +1,4 @@
-"""What of the full products the default run tries; an exhaustive run (`make test-all`) tries all of them."""
+"""The part of full parameter products in the default run. An exhaustive run (`make test-all`) has all of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ settings.register_profile("exhaustive", deadline=None, max_examples=100)
 
 
 def examples(count: int) -> int:
-    """Hypothesis examples of a test: `count` in an exhaustive run, a quarter of them by default."""
+    """The number of Hypothesis examples of a test: `count` in an exhaustive run, a quarter by default."""
     return count if settings().max_examples == settings.get_profile("exhaustive").max_examples else count // 4
 
 
 def mark_exhaustive(items: Sequence[pytest.Item]) -> None:
-    """Mark those cases of tests with the marker `covering` that a covering selection does without."""
+    """Mark the cases of tests marked `covering` that are not in a covering selection."""
     groups: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
@@ -33,19 +33,19 @@ def mark_exhaustive(items: Sequence[pytest.Item]) -> None:
 
 
 def _values_of(item: pytest.Function) -> tuple[tuple[str, int], ...]:
-    """The parameters of a case with their values by identity: cases share them, and some cannot be hashed."""
+    """The parameters of a case with the identities of their values, since some cannot be hashed. Cases share values."""
     return tuple((name, id(value)) for name, value in sorted(item.callspec.params.items()))
 
 
 def covering(cases: Sequence[tuple[tuple[str, int], ...]], strength: int) -> set[int]:
-    """Choose cases, greedily, so that every value (strength 1) or every pair of values (2) is in one of them.
+    """Greedily choose cases so that every value (strength 1) or every pair of values (strength 2) is in one of them.
 
     Args:
-        cases: For every case its parameters, each with a number that stands for its value.
-        strength: How many parameters are covered together.
+        cases: The parameters of every case, each with a number for its value.
+        strength: The number of parameters covered together.
 
     Returns:
-        The places of the chosen cases.
+        The indices of the chosen cases.
     """
     parts = [set(combinations(case, strength)) for case in cases]
     missing = set().union(*parts)

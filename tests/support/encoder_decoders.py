@@ -1,11 +1,11 @@
-"""The encoder-decoder rows of `tests.support.families`: tiny configurations, and what their decoders can verify."""
+"""The encoder-decoder rows of `tests.support.families`: tiny configurations, by the drafts that they can verify."""
 
 from __future__ import annotations
 
 from tests.support.architectures import Options, Rows
 
 TOKENS: Options = {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "tie_word_embeddings": False}
-# Of BART and what came of it.
+# Sizes of BART and its descendants.
 BART_SIZES: Options = {
     **TOKENS,
     "eos_token_id": 2,

@@ -1,4 +1,4 @@
-"""Engines for tests: what serves a call of `model.generate`, before it runs."""
+"""Engines for tests: the engine of a call of `model.generate` before it runs."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from lookahead.hf.calls import resolve_call
 
 
 def engine_of(model: Any, *args: Any, lookahead_config: LookaheadConfig | None = None, **options: Any) -> Any:
-    """The engine, or the loop of transformers, of a call with these arguments."""
+    """The engine of a call with these arguments, or transformers' loop."""
     return plan_request(resolve_call(model, *args, **options), lookahead_config).begin()

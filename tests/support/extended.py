@@ -1,7 +1,7 @@
-"""Which test files are extended tests, which rooms of the source they belong to, and which of them a change touches.
+"""Extended tests: their files, the source folders they belong to, and the ones that a change affects.
 
-pytest leaves extended tests out of a folder, and runs those that are named. `python -m tests.support.extended` prints
-those that the change since the main branch touches; `make test-changed` runs them.
+pytest skips extended tests in a folder, and runs them if they are named. `python -m tests.support.extended` prints the
+tests affected by the change since the main branch. `make test-changed` runs them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 from fnmatch import fnmatch
 from pathlib import Path
 
-# Test files, and the rooms that they belong to, as patterns of paths: an asterisk matches any number of folders.
+# Test files and the patterns of source paths they belong to. An asterisk matches any number of folders.
 EXTENDED = {
     "tests/test_docs.py": ("README.md", "docs/*.md", "examples/*", "lookahead/__init__.py", "lookahead/cli/*"),
     # Benchmarks
@@ -82,20 +82,20 @@ EXTENDED = {
     "tests/test_foreign_quantizers.py": ("lookahead/*/layer_probes.py", "lookahead/*/foreign_layers.py"),
     "tests/test_tensor_parallel.py": ("lookahead/*/tensor_parallel.py", "lookahead/*/linears.py"),
 }
-# What every test belongs to.
+# Patterns of paths that every test belongs to.
 SHARED = (".ci/*", "Makefile", "constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/support/*")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def changed_files(root: Path) -> list[str] | None:
-    """The files that differ from where the branch left the main branch, or on it from the commit before.
+    """The files changed since the branch left the main branch; on the main branch, since the previous commit.
 
     Args:
         root: The root of a repository.
 
     Returns:
-        Paths from the root; None where the history does not reach back that far, or there is none.
+        Paths from the root; None if the history is missing or too short.
     """
     head = _git(root, "rev-parse", "HEAD")
     bases = [_git(root, "merge-base", "HEAD", branch) for branch in ("origin/main", "main")]
@@ -113,7 +113,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def touched_tests(changes: Collection[str] | None) -> list[str]:
-    """The extended tests that changed themselves or have a changed file in a room; all of them for `None`.
+    """The extended tests that changed themselves or belong to a changed file; all of them for `None`.
 
     Args:
         changes: Paths from the root.

@@ -1,10 +1,10 @@
-"""The architecture families that are tested: one tiny random model of each, and how it is decoded.
+"""The tested architecture families: one tiny random model of each, and how it is decoded.
 
     python -m tests.support.families
     python -m tests.support.families --write
 
-prints docs/families.md, or writes it. `tests/test_families.py` compares every row with `model.generate`, and so
-does `bench.exactness`, with more drafts.
+prints docs/families.md, or writes it. `tests/test_families.py` compares every row with `model.generate`, and
+`bench.exactness` does so with more drafts.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class Family:
     """One architecture in one configuration.
 
     Attributes:
-        name: The architecture, and behind a hyphen what is special about the configuration.
+        name: The architecture, and after a hyphen the special feature of the configuration.
         model_class: Its class in transformers.
-        options: Of the configuration class that belongs to it.
-        decoded: What one pass can verify; plain is nothing but the next token.
-        features: What its attention is made of.
+        options: Options of its configuration class.
+        decoded: The drafts that one pass can verify; plain verifies none.
+        features: The features of its attention.
     """
 
     name: str
@@ -105,13 +105,13 @@ class Family:
     features: str
 
 
-# How earlier releases of transformers decode a family, before the one that is named.
+# How releases of transformers before the named one decode a family.
 _EARLIER: dict[str, tuple[str, Decoded]] = {"CTRL": ("5.13", "chains"), "Doge": ("5.18", "plain")}
 IS_NEWEST = KEEPS_STATES and all(Version(transformers.__version__) >= Version(since) for since, _ in _EARLIER.values())
 
 
 def _families(decoded: Decoded, rows: Rows) -> Iterator[Family]:
-    """Rows with their classes and sizes, as the installed transformers decodes them."""
+    """Rows with their classes and sizes, as decoded by the installed transformers."""
     for name, (features, options) in rows.items():
         architecture = name.partition("-")[0]
         model_class = CLASSES.get(architecture, f"{architecture}ForCausalLM")
@@ -167,12 +167,12 @@ FEATURE_ENCODERS: dict[str, Family] = {
 }
 
 
-# Features that do not change which keys a node attends to, or where.
+# Features that change neither the keys that a node attends to nor their positions.
 _OTHER_FEATURES = {
     *("MHA", "GQA", "MQA", "MoE", "QK norm", "biases", "tied embeddings", "parallel residual", "gated"),
     *("norm behind attention", "clipped QKV"),
 }
-# Run by default although another family stands for their kind of attention.
+# Run by default although another family represents their kind of attention.
 _WELL_KNOWN = {
     *("Llama-MQA", "Qwen2", "Qwen3", "Phi3", "Gemma", "Mixtral", "GPTNeoX", "OPT", "Falcon-new", "DeepseekV3", "Bloom"),
     *("Gemma3", "Qwen3Moe", "Mamba", "T5", "MBart"),
@@ -180,10 +180,10 @@ _WELL_KNOWN = {
 
 
 def cases(families: Iterable[Family], *, by_feature: bool = False) -> list[Any]:
-    """Test parameters: one family for every kind of attention, and the others under the marker `exhaustive`.
+    """Test parameters: one family for every kind of attention, and the others marked `exhaustive`.
 
-    A kind is a set of features. `by_feature` runs a family only for a feature that no family before it has. One that
-    the installed transformers does not have is skipped.
+    A kind is a set of features. With `by_feature`, a family runs only if it has a feature that no earlier family has.
+    Families that the installed transformers lacks are skipped.
     """
     seen: set[Any] = set()
     known = frozenset(transformers.__all__)
@@ -199,26 +199,26 @@ def cases(families: Iterable[Family], *, by_feature: bool = False) -> list[Any]:
     return made
 
 
-# Where torch has it not, transformers multiplies experts by a function that may not run on CPUs.
+# Without it in torch, transformers multiplies experts by a function that may not run on CPUs.
 HAS_GROUPED_PRODUCTS = hasattr(torch.nn.functional, "grouped_mm")
 
 
 def for_cpus(model: Any) -> Any:
-    """The model, with experts that any torch multiplies on a CPU."""
+    """The model, with an implementation of experts that runs on a CPU with any torch."""
     if not HAS_GROUPED_PRODUCTS and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     return model
 
 
 def build(family: Family) -> PreTrainedModel:
-    """A family's tiny model: fp32 on the CPU, the same weights every time, with no end of sequence."""
+    """A family's tiny model: fp32 on the CPU, with fixed weights and no end-of-sequence token."""
     model_class: Any = getattr(transformers, family.model_class)
     config = model_class.config_class(**{"bos_token_id": 1, "pad_token_id": 0, **family.options})
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(SEED)
         model: PreTrainedModel = for_cpus(model_class(config)).float().eval()
         for parameter in model.parameters():
-            # Biases, norms and the like begin as all zeros or all ones: a wrong use of them would not show.
+            # Biases, norms and the like begin as zeros or ones, which would hide a wrong use of them.
             if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
         if family in ENCODER_DECODERS.values() and family.decoded != "plain":
@@ -228,9 +228,9 @@ def build(family: Family) -> PreTrainedModel:
 
 
 def _let_wander(model: Any) -> None:
-    """Let a decoder's output depend on more than its newest token, or one token would be the likeliest everywhere.
+    """Make a decoder's output depend on its text; otherwise one token would be the likeliest everywhere.
 
-    It looks at single tokens rather than at all of them, and what all texts have in common is taken out of its head.
+    Attention is focused on single tokens, and the component common to all texts is removed from the head.
     """
     for name, parameter in model.get_decoder().named_parameters():
         if name.endswith(("q_proj.weight", ".q.weight")):
@@ -246,7 +246,7 @@ def _let_wander(model: Any) -> None:
 
 
 def page() -> str:
-    """docs/families.md."""
+    """The text of docs/families.md."""
     parts = (
         (INTRODUCTION, _table(FAMILIES.values())),
         (SEEING_TOO, _table(SEEING.values(), "Prompt")),
@@ -257,7 +257,7 @@ def page() -> str:
 
 
 def _table(families: Iterable[Family | Seeing], features: str = "Attention") -> list[str]:
-    """Families as lines of Markdown."""
+    """Families as a Markdown table."""
     rows = [f"| {each.name} | `{each.model_class}` | {each.features} | {each.decoded} |" for each in families]
     return [f"| Configuration | Class | {features} | Decoded as |", "| --- | --- | --- | --- |", *rows]
 

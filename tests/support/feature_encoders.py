@@ -144,7 +144,7 @@ FEATURE_CHAINS: Rows = {
     "SpeechT5": (f"{SKIPPING}; waves", {}),
 }
 
-# The name and the shape of what the encoder of an architecture reads, and its mask's places, if it takes one.
+# The name and shape of an architecture's encoder input, and the length of its mask, if it has one.
 _READ: dict[str, tuple[str, tuple[int, ...], int]] = {
     "Whisper": ("input_features", (8, 60), 0),
     "Speech2Text": ("input_features", (40, 8), 40),
@@ -164,11 +164,11 @@ _READ: dict[str, tuple[str, tuple[int, ...], int]] = {
 
 
 def features(architecture: str, rows: int) -> dict[str, Tensor]:
-    """The inputs of a tiny model for one or two rows; the second one of sound is shorter, and padded."""
+    """The inputs of a tiny model for one or two rows. The second sound is shorter and padded."""
     name, shape, places = _READ[architecture]
     source = torch.Generator().manual_seed(7)
     inputs = {name: torch.randn(2, *shape, generator=source)}
-    if architecture == "Pix2Struct":  # whose patches begin with their row and column, counted from 1
+    if architecture == "Pix2Struct":  # patches begin with their row and column, counted from 1
         at = torch.arange(16)
         inputs[name][:, :, 0], inputs[name][:, :, 1] = 1 + at // 4, 1 + at % 4
     if architecture == "Florence2":

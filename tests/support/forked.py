@@ -1,4 +1,4 @@
-"""Commands as processes of their own, forked from the tests' so that they import nothing anew."""
+"""Commands in child processes, forked from the test process so that they import nothing again."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Forked:
     """A process that runs a function, with its standard error in a file.
 
     Args:
-        run: What the process runs; the exit status is 0, that of `SystemExit`, or 1 after an exception.
-        stderr: Where its standard error goes.
-        stdout: A file descriptor for its standard output; that of the tests when None.
+        run: The function. The exit status is 0, the code of `SystemExit`, or 1 after an exception.
+        stderr: The file for its standard error.
+        stdout: A file descriptor for its standard output; None uses the standard output of the tests.
         closes: A file descriptor that it closes: the other end of the pipe `stdout`.
 
     Attributes:
@@ -46,17 +46,17 @@ class Forked:
                 run()
             finally:
                 try:
-                    sys.stdout.flush()  # as the interpreter does at its end
+                    sys.stdout.flush()  # as the interpreter does at exit
                 except OSError as error:
                     print(f"Exception ignored: {error}", file=sys.stderr)
 
         self._stderr = stderr
-        stderr.touch()  # it may be asked for before the process writes
+        stderr.touch()  # it may be read before the process writes
         self.process = _FORK.Process(target=work)
         self.process.start()
 
     def until(self, happened: Callable[[], object]) -> None:
-        """Wait until something happened; fail if the process ends before."""
+        """Wait until `happened` is true; fail if the process ends before."""
         deadline = time.monotonic() + 120
         while not happened():
             assert self.process.is_alive(), self.stderr
@@ -64,7 +64,7 @@ class Forked:
             time.sleep(0.02)
 
     def interrupt(self) -> None:
-        """Send what Ctrl-C sends."""
+        """Send the signal of Ctrl-C."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGINT)
 
@@ -75,12 +75,12 @@ class Forked:
 
     @property
     def stderr(self) -> str:
-        """What was written to standard error so far."""
+        """The standard error so far."""
         return self._stderr.read_text()
 
 
 def status_of(run: Callable[[], object]) -> int | None:
-    """Run a function in a process, print what it writes to standard error, and return the exit status."""
+    """Run a function in a process, print its standard error, and return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         forked = Forked(run, Path(folder, "stderr"))
         status = forked.wait()
@@ -90,7 +90,7 @@ def status_of(run: Callable[[], object]) -> int | None:
 
 @contextlib.contextmanager
 def command(*words: str, folder: Path, stdout: int | None = None, closes: int | None = None) -> Iterator[Forked]:
-    """Run a command line in a process, which ends with the block."""
+    """Run a command line in a process that ends with the block."""
 
     def run() -> None:
         sys.argv = ["lookahead", *words]

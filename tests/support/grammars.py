@@ -1,4 +1,4 @@
-"""Grammars, with a tokenizer of bytes and a random model that write by them."""
+"""Grammars, and a tokenizer and a random model to decode with them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def json_tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def json_model() -> LlamaForCausalLM:
-    """A random model, whose vocabulary is larger than that of the tokenizer."""
+    """A random model with a larger vocabulary than the tokenizer."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     vocabulary = len(json_tokenizer()) + 7
     config = LlamaConfig(vocab_size=vocabulary, **sizes, initializer_range=0.4, eos_token_id=END, pad_token_id=PAD)
@@ -75,7 +75,7 @@ def prompts(tokenizer: Any, rows: int) -> dict[str, Any]:
 
 
 def both(model: Any, inputs: dict[str, Any], grammar: Any, config: LookaheadConfig = DRAFTING, **options: Any) -> Any:
-    """What transformers' own loop writes behind a prompt, and what we write from the same seed."""
+    """The outputs of transformers' own loop and of ours from the same seed."""
     options = {"max_new_tokens": 90, "do_sample": False, **options, "logits_processor": [grammar]}
     torch.manual_seed(1)
     expected = model.generate(**inputs, **options)
@@ -86,6 +86,6 @@ def both(model: Any, inputs: dict[str, Any], grammar: Any, config: LookaheadConf
 
 
 def allowed_by(processor: Any, ids: list[int], vocabulary: int) -> list[int]:
-    """Tokens that a processor allows behind some ids."""
+    """The tokens that a processor allows after `ids`."""
     scores = processor(torch.tensor([ids]), torch.zeros(1, vocabulary))
     return torch.isfinite(scores[0]).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""Queries of the indexes for tests: drafting reads both inside one compiled search."""
+"""Queries of the indexes for tests. Drafting queries both inside one compiled search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find(
     max_ngram: int = MAX_CONTEXT,
     max_links: int = 32,
 ) -> list[tuple[int, int]]:
-    """Position of the next token and length of every match of the end of a context, None for the open document."""
+    """Position of the next token and length of every match of the end of a context; None is the open document."""
     tail = chains.tokens if context is None else as_tokens(context)
     positions, lengths = np.empty((2, max_links), np.int32)
     found = find_matches(*chains.state, tail, tail.size, min_ngram, max_ngram, positions, lengths)
@@ -38,14 +38,14 @@ def grow_trie(
     bounds: tuple[int, int, int] = (1, 16, 32),
     min_probability: float = 0.0,
 ) -> Trie | None:
-    """The tree of one search, None if nothing was found."""
+    """The tree of one search; None if nothing was found."""
     tail = None if context is None else as_tokens(context)
     trie = Search(texts, rates, memory, bounds).grow(max_nodes, min_probability, tail)
     return trie if len(trie.tokens) > 1 else None
 
 
 def find_recycled(table: SuccessorTable, context: Sequence[int] | IntArray) -> tuple[int, list[int], list[float]]:
-    """How many tokens at the end of a context are known, and its successors with their probabilities."""
+    """The length of the known end of a context in tokens, and its successors with their probabilities."""
     tail, hashes = np.asarray(context, np.int32), np.empty(ORDERS, np.uint64)
     order, group, way, _ = _look_up(table.entries, -1, tail, hashes)
     entry = table.entries[group, way]

@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain torch: no blocks, no splits, a dense mask, any floating-point type."""
+"""References of the kernels in plain torch: no blocks, no splits, a dense mask, any floating-point type."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def tree_attention(
     sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """As `lookahead.kernels.tree_attention.tree_attention`, computed in `dtype` and returned in it.
+    """Like `lookahead.kernels.tree_attention.tree_attention`, computed and returned in `dtype`.
 
-    Slots that no node of a row sees may hold anything, NaN included.
+    Slots that no node of a row sees may hold any value, including NaN.
     """
     rows, heads, _, dim = query.shape
     sees = tree_mask(keys.shape[1], lengths, nodes, depths, words, window, chunk)

@@ -1,4 +1,4 @@
-"""Small memories of a model that is not there, whole and harmed."""
+"""Small memories without a model, valid and manipulated."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def taught(*contexts: list[int], first: int = 10) -> SuccessorTable:
 
 
 def learned(*contexts: list[int], first: int = 10) -> Records:
-    """The records of such a table."""
+    """The records of a `taught` table."""
     return records_of(taught(*contexts, first=first), MODEL.vocabulary)[0]
 
 
 def forged(data: bytes) -> bytes:
-    """A file with both checksums made to fit what it holds, as one who means harm would make it."""
+    """A file with both checksums recomputed for its content, as an attacker would do."""
     header = data[:48] + struct.pack("=Q", xxhash.xxh3_64_intdigest(data[HEADER:])) + data[56 : HEADER - 8]
     return header + xxhash.xxh3_64_digest(header) + data[HEADER:]

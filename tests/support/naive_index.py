@@ -1,4 +1,4 @@
-"""What the index and the tree must find, by brute force: slow, obvious, and used by tests only."""
+"""Brute-force references of the index and the tree: slow, obvious, and only for tests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def find_by_scan(
     """Compare every position of a stream with the end of a context.
 
     Args:
-        stream: Documents, a negative number between them.
-        context: Tokens whose end is looked up; a negative number cuts it short.
-        min_ngram: Shortest match that counts, in tokens.
-        max_ngram: Longest context compared, in tokens.
+        stream: Documents, separated by a negative number.
+        context: Tokens whose end is looked up; a negative number limits a match.
+        min_ngram: Minimum length of a match, in tokens.
+        max_ngram: Maximum length of a compared context, in tokens.
 
     Returns:
         Position and length of every match, in the order of `find_matches` without limits.
@@ -37,19 +37,19 @@ def find_by_scan(
 
 
 def _chain_of(length: int) -> int:
-    """The longest chain context, in tokens, that a match of `length` tokens shows up under."""
+    """The longest chain context, in tokens, under which a match of `length` tokens is found."""
     return max(1 << level for level in range(LEVELS) if 1 << level <= length)
 
 
 def continuation(stream: Sequence[int], position: int, depth: int, *, is_open: bool) -> list[int]:
-    """What followed an occurrence, `depth` tokens at most.
+    """The tokens after an occurrence, at most `depth`.
 
     Args:
-        stream: Documents, a negative number between them.
-        position: Where the occurrence's next token stands.
-        depth: How many tokens to read.
-        is_open: Whether the stream's end is the context itself: what follows is then taken to repeat from
-            `position`, so that a loop goes on as a loop.
+        stream: Documents, separated by a negative number.
+        position: The position of the next token after the occurrence.
+        depth: Maximum number of tokens to read.
+        is_open: Whether the end of the stream is the context itself. The text then continues from `position`, so that
+            a loop continues as a loop.
     """
     tokens: list[int] = []
     at = position
@@ -66,7 +66,7 @@ def continuation(stream: Sequence[int], position: int, depth: int, *, is_open: b
 
 
 class RecycledByDict:
-    """What `SuccessorTable` remembers where it forgets nothing: successors by context, the newest."""
+    """A `SuccessorTable` without eviction: the newest successors by context."""
 
     def __init__(self) -> None:
         self.successors: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
@@ -79,7 +79,7 @@ class RecycledByDict:
         top: Sequence[list[int]],
         chances: Sequence[list[float]],
     ) -> None:
-        """As `SuccessorTable.store`."""
+        """Like `SuccessorTable.store`."""
         for node in range(len(tokens)):
             path: list[int] = []
             up = node
@@ -92,7 +92,7 @@ class RecycledByDict:
                     self.successors[context] = (top[node], chances[node])
 
     def find(self, context: Sequence[int]) -> tuple[int, list[int], list[float]]:
-        """As `tests.support.index_queries.find_recycled`."""
+        """Like `tests.support.index_queries.find_recycled`."""
         for order in range(min(4, len(context)), 0, -1):
             known = self.successors.get(tuple(context[len(context) - order :]))
             if known is not None:

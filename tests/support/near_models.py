@@ -1,4 +1,4 @@
-"""Models to draft with in the tests and the benchmarks: near a target, and far from any."""
+"""Draft models for the tests and the benchmarks: close to a target, and unrelated to any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 
 def like(model: PreTrainedModel, noise: float) -> PreTrainedModel:
-    """A model that says what another does, but for some noise."""
+    """A copy of a model with some noise."""
     other = type(model)(model.config).eval()
     other.load_state_dict(model.state_dict())
     with torch.random.fork_rng(), torch.no_grad():
@@ -20,7 +20,7 @@ def like(model: PreTrainedModel, noise: float) -> PreTrainedModel:
 
 
 def small(vocab_size: int = 101, **options: Any) -> LlamaForCausalLM:
-    """A model that has nothing in common with the target."""
+    """A model unrelated to the target."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=16,

@@ -1,4 +1,4 @@
-"""A page of HTML as tests read it."""
+"""A parser of HTML pages for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 
 class Outline(HTMLParser):
-    """The tags of a page, and the text between them."""
+    """The tags of a page and the text between them."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The passes of a model: counted; and recorded, as a stand-in for CUDA graphs on the CPU."""
+"""Passes of a model, counted, or recorded as a stand-in for CUDA graphs on the CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 @contextmanager
 def counted_passes(model: Any) -> Iterator[list[None]]:
-    """A list that holds an element for every forward pass of a model within the block."""
+    """A list with one element for every forward pass of a model within the block."""
     passes: list[None] = []
     handle = model.register_forward_pre_hook(lambda *_: passes.append(None))
-    probe(model)  # a hook is code of a pass, so verdicts are found anew
+    probe(model)  # a hook is code of a pass, so the verdicts must be found again
     passes.clear()
     try:
         yield passes
@@ -30,7 +30,7 @@ def counted_passes(model: Any) -> Iterator[list[None]]:
 
 
 def probe(model: Any) -> None:
-    """Find all verdicts on a model, so that the passes that follow are those of decoding."""
+    """Find all verdicts on a model, so that later passes are only passes of decoding."""
     shape = support_of(model, shortest=1, max_length=8).shape
     keeps_solo_bits(model)
     for packs in (True, False) if shape != "none" and not model.config.is_encoder_decoder else ():
@@ -38,15 +38,15 @@ def probe(model: Any) -> None:
 
 
 class Recording(TorchDispatchMode):
-    """What a pass did to tensors, done again on the same memory. Numbers that Python read in between are fixed.
+    """The tensor operations of a pass, replayed on the same memory. Numbers that Python read in between are fixed.
 
-    A tensor that the pass did not make itself is the one it met, wherever newer ones stand by then.
+    A tensor that the pass did not create stays the recorded one, even if it has been replaced since.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._steps: list[tuple[Any, Any, Any, Any]] = []
-        self._kept: list[Any] = []  # tensors are known by their ids, which must not be given away
+        self._kept: list[Any] = []  # keeps tensors alive, since they are known by their ids
         with self:
             self._outputs = run()
 
@@ -68,5 +68,5 @@ class Recording(TorchDispatchMode):
             before, after = ((each,) if isinstance(each, Tensor) else tuple(each or ()) for each in (recorded, made))
             known.update({id(old): new for old, new in zip(before, after, strict=True) if isinstance(old, Tensor)})
         for output in self._outputs:
-            output.copy_(now(output))  # where a graph would have left it
+            output.copy_(now(output))  # into the memory where a graph would write it
         return self._outputs

@@ -1,7 +1,7 @@
-"""A process on Linux made to look like another platform before the package is imported; it decodes and writes there.
+"""A Linux process that looks like another platform to the package, and decodes and writes files there.
 
 `python -m tests.support.platform_fakes windows MODEL FOLDER` prints the tokens of `model.generate` and of lookahead.
-What the libraries below the package do on that platform is not shown: they are imported before.
+Libraries of the package are not tested on that platform, since they are imported before.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 import transformers
 import xxhash  # noqa: F401
 
-# Of `os`, the names that Windows lacks and the package uses; those that filelock needs on Linux stay.
+# Names in `os` that Windows lacks and the package uses, except names that filelock needs on Linux.
 _NOT_ON_WINDOWS = (
     "O_DIRECTORY", "fchown", "getuid", "register_at_fork", "sched_getaffinity", "sysconf",
 )  # fmt: skip
 
 
 def windows() -> None:
-    """No POSIX calls, no `/proc`, no library by the names of Linux, and no open file is replaced or moved."""
+    """No POSIX calls, no `/proc`, no libraries with Linux names, and open files cannot be replaced or moved."""
     _hide_linux("win32", library_error=TypeError("bad argument type for built-in operation"))
     for name in _NOT_ON_WINDOWS:
         delattr(os, name)
@@ -48,13 +48,13 @@ def windows() -> None:
 
 
 def macos() -> None:
-    """POSIX without `/proc`, without libraries by the names of Linux, and without a choice of cores."""
+    """POSIX without `/proc`, without libraries with Linux names, and without CPU affinity."""
     _hide_linux("darwin", library_error=None)
     del os.sched_getaffinity
 
 
 def unknown_cpu() -> None:
-    """A CPU whose instructions LLVM cannot read, of an architecture that the package does not name."""
+    """A CPU of an unknown architecture whose instruction sets LLVM cannot detect."""
 
     def fail() -> Any:
         raise RuntimeError("LLVM cannot read the features of this CPU")
@@ -67,7 +67,7 @@ FAKES: dict[str, Callable[[], None]] = {"windows": windows, "macos": macos, "unk
 
 
 def _hide_linux(name: str, library_error: Exception | None) -> None:
-    """Hide the name of Linux, its `/proc`, and shared libraries; `library_error` also for the process itself."""
+    """Hide Linux, its `/proc`, and shared libraries; with `library_error`, also the process itself as a library."""
     sys.platform = name
     load, read = ctypes.CDLL, pathlib.Path.read_text
 
@@ -88,14 +88,14 @@ def _hide_linux(name: str, library_error: Exception | None) -> None:
 
 
 def _open_files() -> set[str]:
-    """The files that this process has open or mapped."""
+    """The files that this process has opened or mapped."""
     found = {os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")}
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return found | {line.split(maxsplit=5)[5].strip() for line in maps if len(line.split()) > 5}
 
 
 def main(name: str, model_folder: str, folder: str) -> None:
-    """Decode under lookahead and without, in both types, and write every kind of file."""
+    """Decode with and without lookahead in both dtypes, and write every kind of file."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
     FAKES[name]()
@@ -116,7 +116,7 @@ def main(name: str, model_folder: str, folder: str) -> None:
     found = {}
     torch.set_num_threads(2)
     inputs = tokenizer(text.read_text("utf-8"), return_tensors="pt")
-    # Kept from AVX, torch does not attend in bfloat16 on a CPU with AMX.
+    # Without AVX, torch has no bfloat16 attention on a CPU with AMX.
     for dtype in (torch.float32, torch.bfloat16)[: 1 if name == "unknown-cpu" else 2]:
         model = model.to(dtype)
         options = {"max_new_tokens": 24, "do_sample": False}

@@ -1,4 +1,4 @@
-"""Products of linear layers: how they are chosen, a pass that computes by them, and numbers that show its order."""
+"""Products of linear layers: their choice, a pass that uses them, and numbers that reveal the order of summation."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ASKED = [
     ((1,), linears._ONE_ROW),
     (linears._MANY_ROWS, product_choice._GAIN),
 ]
-"""Every comparison of products that linear layers ask for."""
+"""Every comparison of products that linear layers request."""
 
 
 @contextmanager
 def kept_choice(folder: Path, *backends: str) -> Iterator[None]:
-    """Let this process find the choice of these backends in its cache folder, as one before it would have kept it.
+    """Put the choice of these backends into the cache folder, as an earlier process would have.
 
-    Nothing is measured, so that a test does not depend on which product is faster here.
+    Nothing is measured, so that a test does not depend on the faster product on this machine.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -56,7 +56,7 @@ def kept_choice(folder: Path, *backends: str) -> Iterator[None]:
 def multiplying(
     scope: LinearScope, policy: BitPolicy = BitPolicy.ROUNDED, *, is_prompt: bool = False
 ) -> Iterator[None]:
-    """A pass of this thread, in which the linear layers of a scope may multiply by packed weights."""
+    """A pass on this thread in which the linear layers of a scope may use packed weights."""
     mode = cpu_pass.CpuPass(policy, is_prompt, scope.packs, scope.fewest)
     with patched_attribute("forward", scope.forwards()), cpu_pass.running(mode, fuses=False):
         yield
@@ -70,16 +70,16 @@ def run(
     *,
     is_prompt: bool = False,
 ) -> torch.Tensor:
-    """What a model of linear layers computes in such a pass."""
+    """The output of a model of linear layers in a `multiplying` pass."""
     with torch.inference_mode(), multiplying(scope, policy, is_prompt=is_prompt):
         output: torch.Tensor = model(x)
         return output
 
 
 def half_model(shape: Sequence[int], *, bias: bool = True) -> nn.Module:
-    """One layer in bfloat16 of so many outputs and inputs, whose sums nearly cancel for `cancelling_rows`.
+    """A bfloat16 layer of a shape `[outputs, inputs]` whose sums nearly cancel for `cancelling_rows`.
 
-    The rest shows the order of a sum. Which orders the products of a layer have depends on its shape and on the CPU.
+    The remainder reveals the order of a sum. The orders of a layer's products depend on its shape and on the CPU.
     """
     outputs, inputs = shape
     layer = nn.Linear(inputs, outputs, bias=bias).bfloat16()

@@ -1,4 +1,4 @@
-"""Commands at a pseudo terminal: what is typed, Ctrl-C included, and what is shown."""
+"""Commands at a pseudo terminal: typed input, including Ctrl-C, and shown output."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _AGAIN_S = 5.0
 
 
 class PseudoTerminal:
-    """The end of a pseudo terminal where a user sits.
+    """The user's end of a pseudo terminal.
 
     Attributes:
-        process: The command at its other end.
+        process: The command at the other end.
     """
 
     def __init__(self, words: tuple[str, ...], columns: int) -> None:
@@ -38,7 +38,7 @@ class PseudoTerminal:
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
         def work() -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # tests before, or a shell, may have changed it
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # earlier tests or a shell may have changed it
             os.setsid()
             fcntl.ioctl(other, termios.TIOCSCTTY, 0)
             for number in (0, 1, 2):
@@ -58,13 +58,13 @@ class PseudoTerminal:
         os.write(self._master, text.encode())
 
     def enter(self, line: str) -> None:
-        """Type a line, once the prompt is shown."""
+        """Type a line once the prompt is shown."""
         self.until(lambda shown: shown.endswith(("\n> ", "\n... ")))
         self._bytes = b""
         self.type(line + "\r")
 
     def until(self, expected: str | Callable[[str], object]) -> str:
-        """Wait until a text, or what fits, is shown since the last line was entered, and return all that is."""
+        """Wait until the output since the last line has a text or fits a function, and return this output."""
         happened = expected if callable(expected) else lambda shown: expected in shown
         deadline = time.monotonic() + _MOST_S
         while not happened(self.shown):
@@ -72,7 +72,7 @@ class PseudoTerminal:
         return self.shown
 
     def interrupt_prompt(self, expected: Callable[[str], object]) -> str:
-        """Press Ctrl-C at a prompt until it is heeded: Python's readline may miss a key right behind the prompt."""
+        """Press Ctrl-C at a prompt until it works: Python's readline may miss a key right after the prompt."""
         deadline = time.monotonic() + _MOST_S
         while not expected(self.shown):
             assert time.monotonic() < deadline, self.shown
@@ -83,7 +83,7 @@ class PseudoTerminal:
         return self.shown
 
     def wait(self) -> int | None:
-        """The exit status, once nothing is written any more."""
+        """The exit status after all output has been read."""
         deadline = time.monotonic() + _MOST_S
         while self._read():
             assert time.monotonic() < deadline, self.shown
@@ -91,18 +91,18 @@ class PseudoTerminal:
         return self.process.exitcode
 
     def close(self) -> None:
-        """End the command, and the terminal."""
+        """End the command and close the terminal."""
         self.process.kill()
         self.process.join()
         os.close(self._master)
 
     @property
     def shown(self) -> str:
-        """What was shown since the last line was entered, without colours."""
+        """The output since the last line was entered, without colours."""
         return _ESCAPES.sub("", self._bytes.decode(errors="replace")).replace("\r", "")
 
     def _read(self) -> bool:
-        """Read what comes within a second; False at the end."""
+        """Read the output of up to a second; False at the end."""
         try:
             if select.select([self._master], [], [], 1.0)[0]:
                 self._bytes += (read := os.read(self._master, 1 << 16))
@@ -114,7 +114,7 @@ class PseudoTerminal:
 
 @contextlib.contextmanager
 def at_terminal(*words: str, columns: int = 80) -> Iterator[PseudoTerminal]:
-    """A command line at a pseudo terminal, which ends with the block."""
+    """A command line at a pseudo terminal. It ends with the block."""
     terminal = PseudoTerminal(words, columns)
     try:
         yield terminal

@@ -1,4 +1,4 @@
-"""Random trees over a cache whose unused slots hold NaN: inputs for the tests and the benchmark of the kernels."""
+"""Random trees over a cache with NaN in unused slots: inputs for the tests and the benchmark of the kernels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[int, int, int, int, torch.dtype, dict[str, Any]]] = {
 
 
 def ancestor_mask(tree: TokenTree) -> NDArray[np.bool_]:
-    """bool `[n, n]`: whether node i attends to node j, that is, j lies on the path from the root to i."""
+    """bool `[n, n]`: whether node i attends to node j, which is on the path from the root to i."""
     mask = np.eye(len(tree), dtype=bool)
     for node in range(1, len(tree)):
         mask[node] |= mask[tree.parents[node]]
@@ -49,7 +49,7 @@ def ancestor_mask(tree: TokenTree) -> NDArray[np.bool_]:
 
 
 def tree_tensors(lengths: Sequence[int], counts: Sequence[int], width: int, seed: int, chain: bool) -> dict[str, Any]:
-    """Lengths, nodes, depths and words of random trees, as the kernels take them, on the CPU."""
+    """Lengths, nodes, depths and words of random trees in the kernels' layout, on the CPU."""
     rng = np.random.default_rng(seed)
     rows = len(lengths)
     depths = torch.zeros(rows, width, dtype=torch.int32)
@@ -81,9 +81,10 @@ def random_trees(
     chain: bool = False,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Arguments of `tree_attention`: the first row's tree has `width` nodes and ends with the last slot, others less.
+    """Arguments of `tree_attention`.
 
-    With `chain` every row holds a chain, and every slot a number.
+    The first row's tree has `width` nodes and ends at the last slot; others have at most `width`. With `chain`, every
+    row has a chain and no slot is NaN.
     """
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -105,5 +106,5 @@ def random_trees(
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """‖got − want‖ / ‖want‖; NaN where anything is NaN."""
+    """‖got − want‖ / ‖want‖; NaN if any value is NaN."""
     return float((got.double() - want.double()).norm() / want.double().norm())

@@ -1,8 +1,8 @@
-"""A stub of vLLM's model runner: what it passes to a proposer of its own class, as recorded in vLLM 0.32.
+"""A stub of vLLM's model runner: the arguments of a custom proposer, as recorded in vLLM 0.32.
 
-A batch is rows of one buffer. A new request takes the first free row. Rows that end are filled with the last ones, rows
-may be swapped, and what stood in the buffer stays there. A row has no sampled tokens until its prompt is read, nor
-while a preempted request is read once more. Near the maximum length of the model no drafts are asked for.
+A batch is rows of one buffer. A new request takes the first free row. The last row fills a row that ends, rows may be
+swapped, and old tokens stay in the buffer. A row has no sampled tokens while its prompt is read, or while a preempted
+request is read again. Near the maximum length of the model no drafts are requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Target = Callable[[list[int]], int]  # the next token after a text
 
 @dataclass(eq=False)
 class StubRequest:
-    """A request: its tokens so far, and how many of them are read."""
+    """A request: its tokens so far, and the number of tokens read."""
 
     tokens: list[int]
     limit: int
@@ -28,7 +28,7 @@ class StubRequest:
 
 
 def stub_config(most: int = 8, max_model_len: int = 256, max_num_seqs: int = 8, **lookahead: Any) -> Any:
-    """What `LookaheadProposer` reads of a `VllmConfig`."""
+    """The fields of a `VllmConfig` that `LookaheadProposer` reads."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=most),
         model_config=SimpleNamespace(max_model_len=max_model_len, get_vocab_size=lambda: 1000),
@@ -38,7 +38,7 @@ def stub_config(most: int = 8, max_model_len: int = 256, max_num_seqs: int = 8, 
 
 
 class RowEngine:
-    """Decodes requests with a proposer, a step at a time.
+    """Decodes requests with a proposer, step by step.
 
     Attributes:
         rows: The requests of the rows.
@@ -58,14 +58,14 @@ class RowEngine:
         self.drafted = self.steps = self.emitted = 0
 
     def add(self, request: StubRequest) -> None:
-        """Put a request into the next row; its tokens are to be read from the first on."""
+        """Put a request into the next row. It is read from its first token."""
         request.read, request.draft = 0, []
         row = len(self.rows)
         self.rows.append(request)
         self._write(row)
 
     def remove(self, request: StubRequest) -> None:
-        """Take a request out of its row, which the last row fills."""
+        """Remove a request from its row, which the last row fills."""
         row = self.rows.index(request)
         last = self.rows.pop()
         if last is not request:
@@ -73,13 +73,13 @@ class RowEngine:
             self._write(row)
 
     def swap(self, row: int, other: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         self.rows[row], self.rows[other] = self.rows[other], self.rows[row]
         self._write(row)
         self._write(other)
 
     def step(self) -> None:
-        """One pass over all rows, and the drafts for the next one; ended requests stay in their rows until removed."""
+        """One pass over all rows, and the drafts for the next one. Ended requests stay in their rows until removed."""
         sampled = [self._pass(request) for request in self.rows]
         for row, (request, new) in enumerate(zip(self.rows, sampled, strict=True)):
             begin = len(request.tokens) - len(new)
@@ -117,7 +117,7 @@ class RowEngine:
         return request.tokens[before:]
 
     def _write(self, row: int) -> None:
-        """Copy a request's tokens to its row; behind them the tokens of others stay."""
+        """Copy a request's tokens to its row. Old tokens after them stay."""
         tokens = self.rows[row].tokens
         self.tokens[row, : len(tokens)] = tokens
         self.counts[row] = len(tokens)

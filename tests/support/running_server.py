@@ -31,7 +31,7 @@ class Running:
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
         self._thread.start()
         self.models.wait()
-        import openai  # here, as it takes a second, and every worker imports this file
+        import openai  # not at the top: it takes a second, and every worker imports this file
 
         url, self.errors = f"http://127.0.0.1:{self.port}/v1", openai.APIStatusError
         self.client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=120)
@@ -45,7 +45,7 @@ class Running:
         return self.client.completions.create(prompt=prompt, **options)
 
     def raw(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """The status and the body of an answer."""
+        """The status and the body of a response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection.request(method, path, sent, {name.replace("_", "-"): value for name, value in headers.items()})
@@ -79,7 +79,7 @@ LONG = {"prompt": "abc", "max_tokens": 1900, "n": 8, "logit_bias": {"1": -100, "
 
 
 def save_chatty(path: Path) -> str:
-    """Save a tiny model with a tokenizer of bytes and a chat template as any other; returns the folder."""
+    """Save a tiny model with a tokenizer of bytes and a chat template; returns the folder."""
     tokenizer = copy.deepcopy(json_tokenizer())
     tokenizer.chat_template = (
         "{% if tools %}{{ tools | map(attribute='function.name') | join }}{% endif %}"
@@ -106,7 +106,7 @@ def folder(tmp_path_factory: Any) -> str:
 
 @pytest.fixture(scope="module")
 def server(folder: str) -> Iterator[Running]:
-    """A server of that model."""
+    """A server of the tiny model."""
     running = Running(folder)
     yield running
     running.end()

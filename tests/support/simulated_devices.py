@@ -1,4 +1,4 @@
-"""Devices that are not at hand: a real model, and a clock that goes on by what its passes would cost there."""
+"""Simulated devices: a real model, and a clock that advances by the cost of its passes on a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cost = Callable[[int], float]
 
 
 def through(points: dict[int, float]) -> Cost:
-    """A curve through some points, straight between them and beyond."""
+    """A piecewise linear curve through some points, extrapolated linearly."""
     nodes, costs = (np.array(each, float) for each in zip(*points.items(), strict=True))
     slope = (costs[-1] - costs[-2]) / (nodes[-1] - nodes[-2])
     return lambda n: float(np.interp(n, nodes, costs) + max(0.0, n - nodes[-1]) * slope)
@@ -36,7 +36,7 @@ DEVICES: dict[str, Cost] = {
 
 @contextmanager
 def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
-    """Let engines read a clock that goes on by what their passes and their drafts cost on a device."""
+    """Let engines read a clock that advances by the cost of their passes and drafts on a device."""
     now = [0.0]
     score, draft = CpuBackend.score, Engine._draft
 
@@ -65,7 +65,7 @@ def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
 def decode(
     model: PreTrainedModel, ids: torch.Tensor, tokens: int, config: LookaheadConfig
 ) -> tuple[list[int], DecodingStats]:
-    """The output, and what its decoding did, by the simulated clock."""
+    """The output, and its stats by the simulated clock."""
     engine: Engine = engine_of(model, ids, max_new_tokens=tokens, do_sample=False, lookahead_config=config)
     output = [token for step in engine.run() for step_output in step for token in step_output.tokens.tolist()]
     return output, engine.stats[0]

@@ -1,4 +1,4 @@
-"""Small models whose decoder layers are fused, and what a target computes with them."""
+"""Small models with fused decoder layers, and the logits that a target computes with them."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
 WIDE = {"head_dim": 32}  # torch sums products with fewer outputs in another order
-if not packed_product.is_supported(torch.zeros(2, 2, dtype=HALF)):  # which takes multiples of 64 inputs on this CPU
+if not packed_product.is_supported(torch.zeros(2, 2, dtype=HALF)):  # it needs multiples of 64 inputs on this CPU
     WIDE |= {"hidden_size": 192, "intermediate_size": 256}
 
 
 def attends(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel of attention for this type on this CPU, without which a pass is not one call."""
+    """Whether this CPU has an attention kernel for a dtype; without one, a pass is not a single call."""
     return row_attention.is_supported(*(torch.zeros(1, 1, 1, 64, dtype=dtype) for _ in range(3)))
 
 
 def made(name: str = "llama", dtype: torch.dtype = HALF, **options: Any) -> Any:
-    """A random model of a family, whose norms and biases are random too."""
+    """A random model of a family, including random norms and biases."""
     kind, config, own = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -79,13 +79,13 @@ def serving(model: Any) -> AbstractContextManager[None]:
 
 
 def running() -> AbstractContextManager[None]:
-    """A pass of this thread, without packed weights."""
+    """A pass on this thread without packed weights."""
     return cpu_pass.running(cpu_pass.CpuPass(BitPolicy.ROUNDED))
 
 
 @pytest.fixture
 def fused(monkeypatch) -> Iterator[list[int]]:
-    """The threads that computed a fused layer, by layer."""
+    """The thread ids of all runs of fused layers."""
     threads: list[int] = []
     own = fused_layers._fused
 
@@ -95,7 +95,7 @@ def fused(monkeypatch) -> Iterator[list[int]]:
 
     fused_layers._probed.clear()
     monkeypatch.setattr(fused_layers, "_fused", recorded)
-    with serving(made()):  # compared, so that later only passes are recorded
+    with serving(made()):  # layers are checked now, so that later only passes are recorded
         threads.clear()
     yield threads
     fused_layers._probed.clear()
@@ -108,7 +108,7 @@ def trees_of(rows: int, nodes: int, seed: int) -> list[TokenTree]:
 
 
 def logits_of(model: Any, rows: int, nodes: int, *, retired: int = 0, **options: Any) -> list[torch.Tensor]:
-    """Logits of prompts and of two steps of the rows that are not retired; the cache of the second is the first's."""
+    """Logits of prompts and of two steps on one cache, for the rows that are not retired."""
     target = backend_for(model, rows=rows, capacity=64, **options)
     policy = BitPolicy.SOLO if rows == 1 else BitPolicy.ROUNDED
     prompts = [np.arange(3, 14, dtype=np.int32) + row for row in range(rows)]
@@ -126,7 +126,7 @@ def logits_of(model: Any, rows: int, nodes: int, *, retired: int = 0, **options:
 
 @pytest.fixture
 def own_code(monkeypatch) -> Any:
-    """`logits_of` a target that leaves the layers as they are."""
+    """`logits_of` with a target that does not fuse layers."""
 
     def logits(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
@@ -138,7 +138,7 @@ def own_code(monkeypatch) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[int]:
-    """How many jobs each call of the kernels did, where small weights are packed for those of this package too."""
+    """The number of jobs of each kernel call. Small weights are packed for this package's kernels too."""
     if not all(packed_product.is_supported(torch.zeros(2, 64, dtype=dtype)) for dtype in (HALF, SINGLE)):
         pytest.skip("there is no kernel for products on this CPU")
     jobs: list[int] = []
@@ -156,7 +156,7 @@ def calls(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def tables(monkeypatch) -> list[int]:
-    """The tokens of passes whose layers were one call."""
+    """The numbers of tokens of passes whose layers were a single call."""
     tokens: list[int] = []
     own = PassTable.run
 

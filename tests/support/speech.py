@@ -15,7 +15,7 @@ from transformers import (
 
 FRAMES = 60
 VOCABULARY = 101
-END, START, NO_TIMESTAMPS, PREVIOUS = 2, 3, 60, 12  # the tokens behind NO_TIMESTAMPS are times
+END, START, NO_TIMESTAMPS, PREVIOUS = 2, 3, 60, 12  # the tokens after NO_TIMESTAMPS are times
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
@@ -37,12 +37,12 @@ SIZES: dict[str, Any] = {
 
 
 def tiny_whisper(seed: int = 3, **sizes: Any) -> Any:
-    """A Whisper of several languages, in float32; its generation configuration is that of a published one."""
+    """A multilingual Whisper in float32 with the generation configuration of a published model."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         model = WhisperForConditionalGeneration(WhisperConfig(**{**SIZES, **sizes})).eval()
         for name, parameter in model.model.decoder.named_parameters():
-            if name.endswith("q_proj.weight"):  # it looks at single tokens, so that the text wanders
+            if name.endswith("q_proj.weight"):  # attention focuses on single tokens, so that texts vary
                 parameter.mul_(4.0)
         model.proj_out.weight = torch.nn.Parameter(torch.randn_like(model.proj_out.weight) * 0.6)
     options: dict[str, Any] = {
@@ -69,7 +69,7 @@ def sounds(count: int = 1, frames: int = FRAMES) -> torch.Tensor:
 
 
 def tiny_recognizer(model: Any) -> Any:
-    """A pipeline of speech recognition with a tokenizer and a feature extractor of their own; 30 seconds take one."""
+    """A pipeline of speech recognition with its own tokenizer and feature extractor, in chunks of 30 seconds."""
     marks = {END: "<|endoftext|>", START: "<|startoftranscript|>", 4: "<|en|>", 5: "<|de|>", 6: "<|transcribe|>"}
     marks |= {7: "<|translate|>", PREVIOUS: "<|startofprev|>", NO_TIMESTAMPS: "<|notimestamps|>"}
     words = [marks.get(token) or chr(ord("A") + token) for token in range(NO_TIMESTAMPS + 1)]

@@ -1,4 +1,4 @@
-"""What takes part in a job without a model or a terminal."""
+"""Stand-ins for the parts of a job that need a model or a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StandIn:
     """Summarizes without a model: the first words of a document, in upper case."""
 
     def summarize_all(self, documents: Iterable[Document]) -> Iterator[Summarized | Reject]:
-        """Documents one by one, with some work for each."""
+        """Summarize documents one by one, with some work for each."""
         for document in documents:
             words = document.text.upper().split()
             yield Summarized(document, Summary(" ".join(words[:8]), len(words), 8, 1, "none", DecodingStats()))

@@ -1,4 +1,4 @@
-"""Processors and criteria that keep a state, as grammars and evaluation harnesses do: they must see every step once."""
+"""Stateful processors and criteria, as in grammars and evaluation harnesses. They must see every step exactly once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Call = tuple[list[list[int]], Any]
 
 
 class Grammar(LogitsProcessor):
-    """At its first call it learns how many rows there are, then it takes each row's newest token.
+    """Learns the number of rows at the first call, then reads each row's newest token.
 
     Attributes:
-        calls: What it was shown: the ids, and the shape of the scores.
+        calls: The arguments of its calls: the ids, and the shape of the scores.
     """
 
     def __init__(self) -> None:
@@ -33,15 +33,15 @@ class Grammar(LogitsProcessor):
 
 
 class DoneTracker(StoppingCriteria):
-    """A row is done once a sequence of tokens stood at its end, and the batch once all rows are.
+    """A row is done once it has ended with a sequence of tokens; the batch is done once all rows are.
 
     Args:
         sequence: The tokens.
         rows: Rows of the batch.
-        by_row: Whether it tells of every row, and not only of all.
+        by_row: Whether it reports every row, or only the whole batch.
 
     Attributes:
-        calls: What it was shown: the ids, and the shapes of the scores.
+        calls: The arguments of its calls: the ids, and the shapes of the scores.
     """
 
     def __init__(self, sequence: Sequence[int], rows: int, *, by_row: bool = False) -> None:
@@ -56,6 +56,6 @@ class DoneTracker(StoppingCriteria):
 
 
 def calls_of(options: dict[str, Any]) -> list[Any]:
-    """What the processors and criteria of a call were shown, where they keep it."""
+    """The calls of the processors and criteria of a call; None for one that does not record them."""
     given = [*options.get("logits_processor", ()), *options.get("stopping_criteria", ())]
     return [getattr(each, "calls", None) for each in given]

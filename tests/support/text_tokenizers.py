@@ -1,4 +1,4 @@
-"""Small tokenizers, one for each way in which decoders of transformers turn tokens into text."""
+"""Small tokenizers, one for each kind of decoder in transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _numbered(tokens: list[str]) -> dict[str, int]:
 
 
 def byte_level(texts: Sequence[str] = TEXTS) -> PreTrainedTokenizerFast:
-    """Tokens are bytes, as in GPT-2, and what is frequent in texts."""
+    """Tokens are bytes and frequent byte sequences, as in GPT-2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def byte_level(texts: Sequence[str] = TEXTS) -> PreTrainedTokenizerFast:
 
 
 def stripping(pieces: list[str] | None = None) -> PreTrainedTokenizerFast:
-    """The decoder strips one space, and bytes stand for characters outside of the vocabulary, as in Llama 2."""
+    """The decoder strips one space, and bytes replace characters outside the vocabulary, as in Llama 2."""
     words = ["▁", "▁▁", "▁▁▁▁", "a", "▁a", "if", "▁if", "x", "▁x", "return", "▁return", "'", "▁'", "s", "."]
     tokenizer = Tokenizer(models.BPE(_numbered(pieces or BYTES + words), [], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -74,7 +74,7 @@ def word_pieces() -> PreTrainedTokenizerFast:
 
 
 def word_ends() -> PreTrainedTokenizerFast:
-    """Tokens end with a mark for a space, which the last one loses, as in CTRL and the first GPT."""
+    """Tokens end with a mark for a space, dropped from the last token, as in CTRL and the first GPT."""
     vocabulary = _numbered(["a", "b</w>", "c</w>", "ab</w>", ".</w>"])
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.BPEDecoder("</w>")

@@ -1,4 +1,4 @@
-"""A tiny model in a GGUF file, and tensors in the blocks of such files."""
+"""A tiny model in a GGUF file, and tensors in GGUF blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 WORDS = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "ab", "cd"]
 
 
-# The bytes of a block, those of its float16 and its weights, and what makes them as large as those of the tiny model.
+# Bytes per block, offsets of its float16 values, weights per block, and the scale for weights like the tiny model's.
 BLOCKS = {
     "Q4_0": (18, (0,), 32, 0.05), "Q4_1": (20, (0, 2), 32, 0.05), "Q5_0": (22, (0,), 32, 0.03),
     "Q5_1": (24, (0, 2), 32, 0.03), "Q8_0": (34, (0,), 32, 4e-3), "Q4_K": (144, (0, 2), 256, 1e-3),
@@ -22,7 +22,7 @@ _ZERO = {"Q4_1": -8, "Q5_1": -16, "Q4_K": 8, "Q5_K": 16}  # a minimum in steps, 
 
 
 def blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Random blocks `[outputs, bytes]` of a type, every one valid."""
+    """Random valid blocks `[outputs, bytes]` of a type."""
     generator = np.random.default_rng(seed)
     nbytes, places, size, scale = BLOCKS[kind]
     made = generator.integers(0, 256, (outputs, inputs // size, nbytes), dtype=np.uint8)
@@ -43,8 +43,8 @@ def write_gguf(
 ) -> Path:
     """A tiny random Llama with a tokenizer of letters.
 
-    It is in fp32, but for the tensors that `kinds` gives types of blocks, by their names with or without a block.
-    `edit` may change what the `GGUFWriter` has.
+    It is in fp32, except tensors with a block type in `kinds`, by their names with or without the layer.
+    `edit` may change the content of the `GGUFWriter`.
     """
     import gguf
 
@@ -64,7 +64,7 @@ def write_gguf(
     writer.add_vocab_size(len(WORDS))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(WORDS)
-    writer.add_token_merges(["a b", "c d"])  # old releases of transformers do not read a list of one
+    writer.add_token_merges(["a b", "c d"])  # old releases of transformers cannot read a list of one
     writer.add_token_types([3, 3, 3] + [1] * (len(WORDS) - 3))
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)

@@ -1,4 +1,4 @@
-"""Prompts of token ids that several tests decode, and decoding them both ways."""
+"""Shared prompts of token ids, and their decoding with and without lookahead."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ INPUTS: dict[str, dict[str, Any]] = {
     "one": {"input_ids": IDS},
     "ragged": {"input_ids": torch.cat([_SHORT, IDS, IDS.flip(1)]), "attention_mask": _MASK},
 }
-# Every draft there is room for is verified, whatever it costs: the outcome depends on no clock.
+# Verifies every draft that fits, at any cost, so that outcomes do not depend on time.
 DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
 
 
 def both(model: PreTrainedModel, config: LookaheadConfig, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What transformers gives, and what we give from the same seed."""
+    """The outputs of transformers and of ours from the same seed."""
     kwargs = {"max_new_tokens": 40, "pad_token_id": 0, **kwargs}
     torch.manual_seed(0)
     expected = model.generate(**kwargs)

@@ -1,4 +1,4 @@
-"""Models that read images or sound beside text: one tiny random model of each family, and prompts for it."""
+"""Models that read images or sound in addition to text: one tiny random model of each family, and prompts for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 Options = dict[str, Any]
 PLACE = 99
-"""The token of a place for a part of an image or of sound."""
+"""The placeholder token for a part of an image or of sound."""
 TEXT: Options = {
     **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1, "pad_token_id": 0},
@@ -46,7 +46,7 @@ def _square() -> Options:
 
 
 def _grid() -> Options:
-    """An image of 4 × 4 patches, of which 2 × 2 are one place."""
+    """An image of 4 × 4 patches, with one placeholder per 2 × 2 patches."""
     return {"pixel_values": torch.randn(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
 
 
@@ -71,18 +71,18 @@ def _tiled() -> Options:
 
 @dataclass(frozen=True, slots=True)
 class Seeing:
-    """One family that reads more than text.
+    """A family that reads more than text.
 
     Attributes:
         name: The architecture.
         model_class: Its class in transformers.
-        options: Of the configuration class that belongs to it.
-        places: Placeholders that one image, or a piece of sound, takes in a prompt.
-        image: Makes the inputs of one.
-        encoder: What reads it, by its place in the model.
-        types: The input that marks placeholders by ones, if there is one.
-        decoded: What one pass can verify behind it.
-        features: What is special about it.
+        options: Options of its configuration class.
+        places: Number of placeholders for one image or piece of sound in a prompt.
+        image: Makes the inputs of one image or piece of sound.
+        encoder: The path of the encoder in the model.
+        types: The input that marks placeholders with ones, if there is one.
+        decoded: The drafts that one pass can verify after it.
+        features: Its special features.
     """
 
     name: str
@@ -201,7 +201,7 @@ _WELL_KNOWN = {"Llava", "Qwen2.5VL", "Gemma3", "Qwen3.5", "Qwen2Audio"}  # run b
 
 
 def cases(families: Iterable[Seeing]) -> list[Any]:
-    """Test parameters; one that the installed transformers does not have is skipped."""
+    """Test parameters. Families that the installed transformers lacks are skipped."""
     known, made = frozenset(transformers.__all__), []
     for family in families:
         marks = [] if family.name in _WELL_KNOWN else [pytest.mark.exhaustive]
@@ -212,7 +212,7 @@ def cases(families: Iterable[Seeing]) -> list[Any]:
 
 
 def build(family: Seeing) -> PreTrainedModel:
-    """A family's tiny model: fp32 on the CPU, the same weights every time, with no end of sequence."""
+    """A family's tiny model: fp32 on the CPU, with fixed weights and no end-of-sequence token."""
     model_class: Any = getattr(transformers, family.model_class)
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -223,7 +223,7 @@ def build(family: Seeing) -> PreTrainedModel:
 
 
 def prompts(family: Seeing, rows: int = 1) -> dict[str, Tensor]:
-    """One prompt or two of different lengths, each with an image between two texts that repeat themselves."""
+    """One prompt, or two of different lengths, each with an image between two repetitive texts."""
     texts = [([5, 9, 31], [31, 7, 5, 9, 31, 7, 12, 5, 9]), ([41, 42], [43, 41, 42])][:rows]
     ids = [[*before, *[PLACE] * family.places, *behind] for before, behind in texts]
     longest = max(map(len, ids))
@@ -239,10 +239,10 @@ def prompts(family: Seeing, rows: int = 1) -> dict[str, Tensor]:
 
 
 def llava() -> PreTrainedModel:
-    """Llama behind CLIP; an image of 8 × 8 pixels is four tokens."""
+    """Llama with CLIP. An image of 8 × 8 pixels is four tokens."""
     return build(SEEING["Llava"])
 
 
 def gemma3() -> PreTrainedModel:
-    """Gemma 3 with windows in its first layer, behind SigLIP."""
+    """Gemma 3 with SigLIP, and a sliding window in its first layer."""
     return build(SEEING["Gemma3"])
