@@ -151,7 +151,7 @@ def add_prompt_options(
 def read_prompts(
     tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to measure, and some more of each category to warm up with."""
+    """The prompts to measure, and additional ones of each category for warm-up."""
     lines = map(json.loads, arguments.prompts.read_text(encoding="utf-8").splitlines())
     by_category: dict[str, list[Any]] = {}
     for line in lines:
@@ -178,7 +178,7 @@ def read_prompts(
 
 
 def as_chat(text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The token ids of one turn, with the chat template where the tokenizer has one, or those given: `[1, length]`."""
+    """The token ids of one turn, `[1, length]`: with the tokenizer's chat template if there is one, or as given."""
     if not isinstance(text, str):
         return torch.tensor([text])
     if tokenizer.chat_template is None:
@@ -189,7 +189,7 @@ def as_chat(text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> torch.
 
 
 def run_in_turn(methods: Mapping[str, Method], prompts: Sequence[Prompt]) -> dict[str, list[Run]]:
-    """Every method on every prompt; which begins rotates."""
+    """Run every method on every prompt, in rotating order."""
     names = list(methods)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for i, prompt in enumerate(prompts):

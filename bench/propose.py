@@ -52,7 +52,7 @@ class Successors:
         self._chances = np.tile(np.array([0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01], np.float32), (NODES + 1, 1))
 
     def after(self, tree: TokenTree, following: int) -> Top:
-        """Eight tokens after every node; `following` is among those after the root."""
+        """Eight tokens after every node; `following` is one of the tokens after the root."""
         tokens = self._text[self._rng.integers(len(self._text), size=(len(tree), TOP))]
         tokens[0, self._rng.integers(TOP)] = following
         return Top(tree, tokens, self._chances[: len(tree)])

@@ -118,7 +118,7 @@ class Racer(Recycled):
         del self._known[row]
 
     def _continuations(self, text: Sequence[int], most: int) -> list[tuple[int, ...]]:
-        """The most frequent continuations of all suffixes, prefixes first, including the suffix itself."""
+        """The most frequent continuations of all suffixes, prefixes first, including the empty one."""
         tips: list[tuple[int, int, int, tuple[int, ...], _State]] = []
         for begin in range(len(text) - self.SHORTEST + 1):
             if state := self._ngrams.find(text[begin:]):

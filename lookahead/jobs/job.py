@@ -77,7 +77,7 @@ def run_job(
     A summarized document gets a `ResultLine`, a failed document a `RejectLine`.
 
     Args:
-        documents: The documents, and those that could not be read.
+        documents: The documents, and rejects for unreadable ones.
         summarize_all: Summarizes documents, like `Summarizer.summarize_all`.
         paths: The files to write. If they resume an earlier run, its finished documents are skipped, and its failed
             documents too unless `retry_rejects` is set.

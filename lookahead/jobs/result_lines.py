@@ -141,7 +141,7 @@ class JsonLinesFile(ExitStack):
             is_regular = is_new or self.path.is_file()  # a pipe cannot be opened for reading as well
             file = self.enter_context(FileIO(self.path, "ab+" if is_regular else "ab"))
             self.callback(self.release)
-            if is_new:  # otherwise a power failure could lose the name of the file
+            if is_new:  # a power failure could otherwise lose the name of the file
                 sync_folder(self.path.parent)
             return file
         except OSError as error:

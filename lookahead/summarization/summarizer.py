@@ -114,8 +114,8 @@ class Summarizer:
         """Summarize many documents with the prompts of several decoded together, and yield them as they finish.
 
         A document is taken when a row is free, so memory does not grow with their number. A document that cannot be
-        summarized is rejected; the others continue. The summaries equal those of `summarize`. With `compare`, beams or
-        sampling, documents are summarized one after the other.
+        summarized is rejected; the others continue. The summaries equal the results of `summarize`. With `compare`,
+        beams or sampling, documents are summarized one after the other.
 
         Args:
             documents: The documents. `None` means that the next one has not arrived yet, allowed while others are
