@@ -126,7 +126,7 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
             is_plain = family.decoded == "plain" or (is_alone and batch == "ragged")
             for name, offer in zip(DRAFTS, offers, strict=True):
                 if is_plain and offer is not None:
-                    continue  # this family does not draft
+                    continue  # nothing is drafted here
                 with drafting_by(offer) if offer is not None else nullcontext():
                     got = seeded(model, **kwargs, **OURS, lookahead_config=None if is_plain else CONFIG)
                 runs += 1

@@ -9,8 +9,8 @@ and verifies its drafts. Methods: vLLM's n-gram rule (2 to 5 tokens, 10 drafted)
 arctic-inference with vLLM's options if installed, and lookahead with at most 16 tokens. "No loops" excludes, for every
 method, outputs that repeat 16 of their own tokens, which flatter n-grams.
 
-A step takes 1, and each drafted token of a request `--token-cost` more; lookahead's clock runs by these costs. `gain`
-is tokens per this time, over plain decoding. Prefills are left out.
+A step costs 1 plus `--token-cost` times the mean number of drafted tokens of a request. Lookahead's clock runs by this
+cost. `gain` is tokens per cost, over plain decoding. Prefills are left out.
 """
 
 from __future__ import annotations
