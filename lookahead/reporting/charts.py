@@ -45,7 +45,7 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
     def marks(self, most: int = 6) -> list[float]:
-        """Round values to label, about `most` of them."""
+        """About `most` round values for labels."""
         if self.is_log:
             powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
             every = -(-len(powers) // most)

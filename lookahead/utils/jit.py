@@ -37,7 +37,7 @@ from lookahead.utils.cache_folders import temporary_folder
 from lookahead.utils.locks import locked
 from lookahead.utils.shipped import source_files, sources_digest
 
-_NO_FOLDER = "no locator available"  # in Numba's error, which has no type of its own
+_NO_FOLDER = "no locator available"  # in Numba's error message; the error has no special type
 _COMPILED = re.compile(rb"numba|llvmlite|utils\.jit|ngram\.inlining")
 _UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError, pickle.PickleError)
 # Numba has few types.

@@ -19,7 +19,7 @@ from tests.support.grammars import json_model, json_tokenizer
 
 
 class Running:
-    """A server on a thread of this process, and clients of it."""
+    """The server, and its clients."""
 
     def __init__(self, folder: str, **options: Any) -> None:
         decoding = {"rows": 3, "queue": 8, **options.pop("decoding", {})}

@@ -29,7 +29,7 @@ class Learner(nn.Module, ABC):
 
     @abstractmethod
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
-        """Scalars whose sum is the loss; the backward pass of each may run before the next is computed."""
+        """Scalars that sum to the loss. The backward pass of each may run before the next is computed."""
 
     @abstractmethod
     def logits(self, model: PreTrainedModel, states: Tensor, starts: DraftStarts) -> Iterator[Tensor]:
@@ -152,8 +152,8 @@ class EagleLearner(Learner):
 class FusedEagleLearner(EagleLearner):
     """Cross-entropy of every step with the model's distribution over the tokens that the head can propose.
 
-    It counts where the token of the text is one of these. All steps guess tokens after starts, so the distributions at
-    starts are all that is needed, and each is computed once.
+    A step counts only if the token of the text is one of these. All steps guess tokens after starts, so only the
+    distributions at starts are needed, and each is computed once.
 
     Source: Li et al. 2025, "EAGLE-3", §3.2; the weight of a step decays as in its published training.
     """
