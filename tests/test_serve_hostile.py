@@ -17,7 +17,7 @@ from lookahead.serving.api_errors import ApiError
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.safety import Guard
-from lookahead.serving.served_models import ServedModels
+from lookahead.serving.served_models import ServedModels, _is_idle
 from lookahead.serving.timed_workers import TimedWorkers
 from tests.support.running_server import folder, server
 
@@ -151,21 +151,47 @@ def test_an_error_of_a_job_is_that_of_its_request_alone():
     assert asyncio.run(several()) == 7
 
 
+@pytest.mark.parametrize("prompt", [3, 200])
+def test_a_model_is_busy_from_a_request_on_until_its_end(prompt, folder, monkeypatch):
+    """Its prompt is read between steps if it is short, and on another thread if it is long."""
+    models = ServedModels([folder], allow_any=False, config=None, max_new_tokens=400, loading={}, decoding={})
+    loop, ended, busy = models.wait().loop, threading.Event(), []
+
+    def tell(update: Any) -> None:
+        if update.is_last:
+            ended.set()
+
+    def watched(own: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            busy.append(not _is_idle(models.get(None)))
+            return own(*arguments, **options)
+
+        return call
+
+    for name in ("_unread_of", "_admit", "_tell"):
+        monkeypatch.setattr(loop, name, watched(getattr(loop, name)))
+    loop.submit(GenerationRequest(ids=[5] * prompt, options={"max_new_tokens": 3, "do_sample": False}), tell)
+    assert ended.wait(60) and len(busy) > 3 and all(busy)
+    models.close()
+
+
 def test_models_that_have_requests_are_not_freed_for_others(folder, tiny_llama, chat_tokenizer, monkeypatch):
     go_on, options = threading.Event(), {"config": None, "max_new_tokens": 400, "loading": {}, "decoding": {}}
     models = ServedModels([folder], allow_any=True, **options)
     first = models.wait()
     loaded = lookahead.LoadedModel(tiny_llama, chat_tokenizer)
     monkeypatch.setattr("lookahead.serving.served_models.load", lambda name, **_: loaded)
-    others = [models.get(name).result() for name in ("org/one", "org/two")]
+    others = [models.get(name) for name in ("org/one", "org/two")]
     for each in others:
-        each.loop.submit(GenerationRequest(ids=[1, 2, 3], options={"max_new_tokens": 5}), lambda _: go_on.wait(60))
+        each.result().loop.submit(
+            GenerationRequest(ids=[1, 2, 3], options={"max_new_tokens": 5}), lambda _: go_on.wait(60)
+        )
     with pytest.raises(ApiError, match="2 others are in use") as raised:
         models.get("org/three")
     assert raised.value.status == 503
     go_on.set()
     deadline = time.monotonic() + 60
-    while others[0].loop.figures()["running"] and time.monotonic() < deadline:
+    while not _is_idle(others[0]) and time.monotonic() < deadline:
         time.sleep(0.01)
     models.get("org/three").result()
     assert [each.name for each in models.loaded] == [first.name, "org/two", "org/three"]

@@ -56,8 +56,8 @@ class AloneWorker:
                     self._changed.wait()
                 if self._closed:
                     return
+                self.running = 1  # first: an output counts as waiting or running at every moment
                 output = self._outputs.popleft()
-                self.running = 1
             try:
                 self._decode(output)
             except Exception as error:

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -54,8 +53,7 @@ class DecodingLoop:
     values of an earlier text it equals transformers' output continued from them: in half precision, tokens may differ
     from a whole prefill where two are about equally likely.
 
-    Requests that cannot share a batch, such as inputs of encoder-decoder models, are decoded one after another on
-    another thread.
+    Requests that cannot share a batch, such as inputs of encoder-decoder models, are decoded in turn on another thread.
 
     Args:
         model: The model.
@@ -102,10 +100,7 @@ class DecodingLoop:
         self._alone = AloneWorker()
         self._read_tokens = self._reused_tokens = 0
         self._to_read = SimpleQueue[tuple[Output, Future[ReadPrompt]] | None]()
-        targets = self._run, self._run_reader
-        self._threads = [
-            threading.Thread(target=each, daemon=True, name=f"lookahead{each.__name__}") for each in targets
-        ]
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._run, self._run_reader)]
         for thread in self._threads:
             thread.start()
 
@@ -160,9 +155,12 @@ class DecodingLoop:
     def figures(self) -> dict[str, float]:
         """Counts of running outputs and waiting requests, bytes of keys and values, prompt tokens read and reused."""
         cache = 0 if self._engine is None else sum(each.nbytes for each in self._engine.cache.buffers())
+        waiting = self._alone.waiting  # before `running`: an output that starts meanwhile is counted
+        with self._changed:
+            running, waiting = len(self._running) + len(self._reading), waiting + len(self._waiting)
         return {
-            "running": len(self._running) + len(self._reading) + self._alone.running,
-            "waiting": len(self._waiting) + self._alone.waiting,
+            "running": running + self._alone.running,
+            "waiting": waiting,
             "cache_bytes": cache + self.store.nbytes,
             "read_tokens": self._read_tokens,
             "reused_tokens": self._reused_tokens,
@@ -260,23 +258,28 @@ class DecodingLoop:
         """Admit the first prompt that was read."""
         if not self._can_join():
             return
-        output, future = self._reading.popleft()
-        if output.ticket.is_cancelled or future.exception() is not None:
-            error: Any = future.exception()
-            output.stop("cancelled" if error is None else error)
-            return
-        self._admit([output], read=future.result())
+        output, future = self._reading[0]
+        error: Any = future.exception() or ("cancelled" if output.ticket.is_cancelled else None)
+        with self._changed:  # an output always counts as running or waiting, so that its model is not closed
+            self._reading.popleft()
+            if error is None:
+                self._count_as_running(output)
+        if error is None:
+            self._admit([output], read=future.result())
+        else:
+            output.stop(error)
 
     def _join_short(self) -> None:
         """Admit the first waiting prompts if all but a few of their tokens are known from earlier texts."""
         joining, prefixes, unread = list[Output](), list[Prefix](), 0
-        while not self._reading and (output := self._first_waiting(joining)) is not None:
+        while not self._reading and (output := self._first_waiting()) is not None:
             tokens, prefix = self._unread_of(output)
             unread += tokens
             if not self._is_short(unread):
                 break
             with self._changed:
                 self._waiting.remove(output)
+                self._count_as_running(output)
             joining.append(output)
             prefixes.append(prefix)
             if self._engine is None or self._engine.reads_alone or not self._reads_apart:
@@ -298,8 +301,6 @@ class DecodingLoop:
         """Add outputs to the rows; `known` are options of `Engine.admit`."""
         rows = [output.row for output in outputs if output.row is not None]
         lengths = [row.tokens for row in rows]
-        for row, output in zip(rows, outputs, strict=True):
-            self._running[row.index] = output
         if self._engine is None:
             self._engine = self._assemble(outputs[0])
         needs = [self._slots_of(each) for each in self._running.values()]
@@ -311,9 +312,9 @@ class DecodingLoop:
                 self._reused_tokens += row.stats.reused_tokens
             self._tell(step_outputs)
 
-    def _first_waiting(self, joining: Sequence[Output] = ()) -> Output | None:
+    def _first_waiting(self) -> Output | None:
         """The first waiting output, if a row and room in the cache are free for it."""
-        held = [*self._running.values(), *(each for each, _ in self._reading), *joining]
+        held = [*self._running.values(), *(each for each, _ in self._reading)]
         needs = [self._slots_of(each) for each in held]
         with self._changed:
             if not self._waiting or len(needs) >= self.rows:
@@ -334,6 +335,10 @@ class DecodingLoop:
             is_constrained=True,
             keep_cache=self.store.most_bytes > 0,
         )
+
+    def _count_as_running(self, output: Output) -> None:
+        assert output.row is not None
+        self._running[output.row.index] = output
 
     def _slots_of(self, output: Output) -> int:
         """Slots that an output may need in the cache, drafts included."""

@@ -50,6 +50,7 @@ EXTENDED = {
         "lookahead/*/foreign_layers.py",
     ),
     "tests/test_speech.py": ("lookahead/backend/*", "lookahead/generation/*", "lookahead/hf/*"),
+    "tests/test_loaded_models.py": ("lookahead/backend/*", "lookahead/hf/*"),
     "tests/test_adapters.py": ("lookahead/backend/*", "lookahead/*/enable.py", "lookahead/hf/model_*"),
     # Sources of drafts and modes that are asked for
     "tests/test_beams.py": ("lookahead/*/beam*", "lookahead/backend/*", "lookahead/hf/*"),
