@@ -1,16 +1,18 @@
 """Which prompt and which options let a small model write summaries that share most words with those of people.
 
     python -m bench.summary_quality --prompts spec_bench_even.jsonl --output summary_quality.json
+    python -m bench.summary_quality --prompts squality_train.jsonl.xz --limit 3
 
-Prompts and options are chosen on the first half of the documents and confirmed on the second one. Measured are the F1
-of words and of pairs of words that a summary shares with its reference (ROUGE-1 and ROUGE-2 of Lin 2004, without
-stemming), and how many summaries loop.
+Prompts and options are chosen on the first half of the documents and confirmed on the second one. The scores are the F1
+of words and of pairs of words that a summary shares with its reference, or with the best of several (ROUGE-1 and
+ROUGE-2 of Lin 2004, without stemming). Summaries that loop are counted. A text longer than the context loses its end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import re
 import sys
 from collections import Counter
@@ -50,17 +52,27 @@ def overlap(text: str, reference: str, n: int) -> float:
     return 2 * shared / (ours.total() + theirs.total()) if shared else 0.0
 
 
-def documents_of(path: Path) -> list[tuple[str, str]]:
-    """Documents with their summaries: of Spec-Bench's category `summarization`, which are those of CNN/DailyMail."""
-    entries = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+def documents_of(path: Path) -> list[tuple[str, list[str]]]:
+    """Documents with their reference summaries.
+
+    They are the texts of CNN/DailyMail in Spec-Bench's category `summarization`, or stories of SQuALITY, whose first
+    question asks for the plot.
+    """
+    with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
+        entries = [json.loads(line) for line in file]
+    if "questions" in entries[0]:
+        plots = [[each["response_text"] for each in entry["questions"][0]["responses"]] for entry in entries]
+        return [(entry["document"], plot) for entry, plot in zip(entries, plots, strict=True)]
     chosen = [each for each in entries if each.get("category") == "summarization"]
-    return [(each["turns"][0].removeprefix("Summarize: ").strip(), " ".join(each["reference"])) for each in chosen]
+    return [(each["turns"][0].removeprefix("Summarize: ").strip(), [" ".join(each["reference"])]) for each in chosen]
 
 
 def main() -> None:
     parser = parser_of(__doc__, dtype="fp32", threads=True)
     parser.add_argument("--model", help="a folder, or a name on the Hub (default smollm2)")
-    parser.add_argument("--prompts", type=Path, required=True, help="the JSON lines of Spec-Bench")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="the JSON lines of Spec-Bench or SQuALITY, .xz or not"
+    )
     parser.add_argument("--limit", type=int, help="documents of each half")
     arguments = parser.parse_args()
     stay_on_cores(None, arguments.threads)
@@ -72,12 +84,15 @@ def main() -> None:
 
     def measure(half: str, prompt: str, options: str) -> float:
         chats = [[{"role": "user", "content": PROMPTS[prompt].replace("{document}", text)}] for text, _ in halves[half]]
-        given = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "rows": 8, **OPTIONS[options]}
+        given = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "truncate": "right", "rows": 8, **OPTIONS[options]}
         kept = lookahead.stream_many(model, tokenizer, chats, prefix_bytes=KEPT_BYTES, **given)
         done = sorted(kept, key=lambda each: each.index)
         texts = [each.text for each in done]
-        pairs = [(text, reference) for text, (_, reference) in zip(texts, halves[half], strict=True)]
-        ones, twos = (mean(overlap(*pair, n) for pair in pairs) for n in (1, 2))
+        references = [each for _, each in halves[half]]
+        ones, twos = (
+            mean(max(overlap(text, each, n) for each in those) for text, those in zip(texts, references, strict=True))
+            for n in (1, 2)
+        )
         entry = {"half": half, "prompt": prompt, "options": options, "words": ones, "pairs": twos}
         entry |= {"loop": sum(loops(each.token_ids) for each in done), "documents": len(texts), "example": texts[0]}
         entry["cut"] = sum(each.finish_reason == "length" for each in done)

@@ -127,3 +127,14 @@ def test_a_file_without_a_prompt_is_one_line(
     result = run_bench(model_folder, "--prompts", str(tmp_path / name))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and said in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_outputs_that_loop_are_counted_and_the_speed_is_shown_without_them_too(
+    float32_summarizer: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "two.jsonl").write_text('{"text": "Stop here."}\n{"text": "a a a a a a a a a a"}\n')
+    arguments = ("--max-new-tokens", "100", "--prompts", str(tmp_path / "two.jsonl"))
+    found = json.loads(run_bench(float32_summarizer, *arguments, "--json").stdout)["methods"]
+    assert {each["loops"] for each in found.values()} == {1}
+    assert found[TRANSFORMERS]["times_without_loops"] == 1.0
+    assert "\n1 of 2 outputs loop, " in run_bench(float32_summarizer, *arguments).stdout

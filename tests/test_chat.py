@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -128,6 +129,13 @@ def test_every_line_of_a_pipe_is_answered_in_turn(run, tiny_llama, chat_tokenize
         assert line.startswith("12 tokens, the first after ")
         assert " tokens/s, " in line
         assert line.endswith(" tokens a pass, cut at --max-new-tokens")
+
+
+def test_the_figures_of_an_answer_say_that_it_loops(cli_folder, float32_summarizer, tmp_path):
+    folder = shutil.copytree(float32_summarizer, tmp_path / "writer")
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    result = CliRunner().invoke(app, ["chat", "-m", str(folder), "-n", "100"], input="Once\n")
+    assert result.stderr.splitlines()[-1].endswith(" tokens a pass, loops, cut at --max-new-tokens")
 
 
 def test_a_chat_takes_the_options_of_drafting(run, tiny_llama, chat_tokenizer):

@@ -91,14 +91,18 @@ def test_a_score_adds_up() -> None:
     assert (score.drafted_per_step, score.stats.tokens_per_s) == (0.0, 0.0)
     assert score.to_dict()["draft_acceptance_rate"] == 0.0
     passes = {"target_forwards": 5, "drafted_tokens": 20}
-    score.add(DecodingStats(accepted_tokens=5, acceptance_histogram=Counter({2: 5}), decode_s=2.0, **passes), True)
-    score.add(DecodingStats(accepted_tokens=10, acceptance_histogram=Counter({3: 5}), decode_s=3.0, **passes), False)
+    first = DecodingStats(accepted_tokens=5, acceptance_histogram=Counter({2: 5}), decode_s=2.0, **passes)
+    score.add(first, is_identical=True, is_loop=False)
+    second = DecodingStats(accepted_tokens=10, acceptance_histogram=Counter({3: 5}), decode_s=3.0, **passes)
+    score.add(second, is_identical=False, is_loop=True)
+    assert score.stats_without_loops == first
     assert score.to_dict() == {
         "mean_acceptance_length": 2.5,
         "tokens_per_s": 5.0,
         "drafted_per_step": 4.0,
         "draft_acceptance_rate": 0.375,
         "identical": 1,
+        "loops": 1,
         "prompts": 2,
     }
 

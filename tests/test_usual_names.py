@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli.app import app
 from lookahead.errors import UnsupportedModelError
+from lookahead.generation.loops import loops
 from lookahead.hf import gguf_files, loading
 from lookahead.hf.loading import locate_model
 from lookahead.hf.local_models import local_models
@@ -196,3 +197,17 @@ def test_a_machine_without_models_has_an_empty_list(tmp_path, monkeypatch):
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     assert local_models() == []
     assert CliRunner().invoke(app, ["models", "--json"]).stdout == ""
+
+
+def test_an_output_that_loops_is_flagged_wherever_it_is_shown(cli_folder, float32_summarizer):
+    loaded, options = lookahead.load(float32_summarizer), {"max_new_tokens": 100, "do_sample": False}
+    result = lookahead.generate(*loaded, ["Once", [5, 6]], **options)
+    assert result.loops == [loops(tokens) for tokens in result.token_ids] and result.loops[0]
+    pieces = lookahead.stream(*loaded, "Once", **options)
+    assert "".join(pieces) and pieces.loops
+    (done,) = lookahead.stream_many(*loaded, ["Once"], **options)
+    assert done.loops
+    for tokens, looping in (("100", True), ("12", False)):
+        words = ["generate", "-m", str(float32_summarizer), "--raw", "Once", "-n", tokens, "--json"]
+        shown = CliRunner().invoke(app, words)
+        assert json.loads(shown.stdout)["loops"] is looping is ("note: the output loops" in shown.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,13 +17,16 @@ from lookahead.cli.options import (
     new_tokens_option,
     option,
 )
-from lookahead.cli.terminal import console, find_sources, load, say, table
+from lookahead.cli.terminal import console, find_sources, load, say, show_line, table
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.readers import read_documents
-from lookahead.errors import PromptError
+from lookahead.errors import PromptError, count
 from lookahead.hf.loading import locate_model
+
+if TYPE_CHECKING:
+    from lookahead.generation.comparison import Score
 
 _LOOKUP = {"transformers' prompt lookup": {"prompt_lookup_num_tokens": 10}}
 _NO_DRAFTS, _OURS = "lookahead without drafts", "lookahead"
@@ -62,7 +65,7 @@ def bench(options: BenchOptions) -> None:
     locate_model(options.model)
     config, texts = options.config(), _read_prompts(options)
     loaded = load(options, measures_costs=False)
-    from lookahead.generation.comparison import PROMPTS, TRANSFORMERS, Score, compare
+    from lookahead.generation.comparison import PROMPTS, TRANSFORMERS, compare
 
     prompts = [options.prompt_of(loaded.tokenizer, text) for text in texts or PROMPTS]
     settings: Any = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "num_beams": 1}
@@ -77,6 +80,7 @@ def bench(options: BenchOptions) -> None:
             "ms_per_token": round(1e3 * ours, 3),
             "times": round(plain.stats.tpot_s / ours, 3) if ours else None,
             "times_with_prompt": round(plain.call_s / seconds, 3) if seconds else None,
+            "times_without_loops": _without_loops(plain, score),
             **score.to_dict(),
         }
 
@@ -98,6 +102,10 @@ def bench(options: BenchOptions) -> None:
             for name, each in methods.items()
         ]
         console(sys.stdout).print(table(rows))
+        if plain.loops:
+            times = _shown(methods[_OURS]["times_without_loops"])
+            looping = f"{plain.loops} of {count(plain.prompts, 'output')} loop, and drafts are right in a loop"
+            show_line(sys.stdout, f"{looping}: without these lookahead is {times} times as fast as transformers")
     if differ := [name for name in configs if scores[name].identical < plain.prompts]:
         say("NOT IDENTICAL", f"{' and '.join(differ)} wrote other tokens than transformers")
         raise typer.Exit(1)
@@ -114,6 +122,12 @@ def _read_prompts(options: BenchOptions) -> list[str]:
             raise PromptError(each.error)
         texts.append(each.text)
     return texts
+
+
+def _without_loops(plain: Score, score: Score) -> float | None:
+    """The speed relative to transformers without the outputs that loop; None if all do."""
+    ours = score.stats_without_loops.tpot_s
+    return round(plain.stats_without_loops.tpot_s / ours, 3) if ours else None
 
 
 def _shown(times: float | None) -> str:

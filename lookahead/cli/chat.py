@@ -198,7 +198,7 @@ class Chat:
         """Stream the answer to stdout, and print its speed to stderr."""
         if not message:
             return
-        conversation, ending = self._conversation, ""
+        conversation, ending, was_stopped = self._conversation, "", False
         pieces = conversation.ask(message)
         if conversation.dropped:
             say("note", f"the context is full: {conversation.dropped} of the oldest messages were left out")
@@ -210,14 +210,16 @@ class Chat:
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise
-            ending = ", stopped"
+            ending, was_stopped = ", stopped", True
         finally:
             print("" if lines is None else lines.end(), flush=True)
         assert conversation.stream is not None
         stats = conversation.stream.stats
-        if conversation.stream.finish_reason == "length" and not ending:
+        if conversation.stream.loops:
+            ending = f", loops{ending}"
+        if conversation.stream.finish_reason == "length" and not was_stopped:
             is_limit = stats.emitted_tokens >= self._max_new_tokens
-            ending = ", cut at --max-new-tokens" if is_limit else ", cut as the context is full"
+            ending += ", cut at --max-new-tokens" if is_limit else ", cut as the context is full"
         _hint(
             f"{stats.emitted_tokens} tokens, the first after {stats.ttft_s:.1f} s, {stats.tokens_per_s:.1f} tokens/s, "
             f"{stats.mean_acceptance_length:.2f} tokens a pass{ending}"

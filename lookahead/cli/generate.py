@@ -97,13 +97,15 @@ def generate(options: GenerateOptions) -> None:
         )  # fmt: skip
         said = _shown(pieces, on_prefill, quietly=options.as_json)
     if options.as_json:
-        ended = {"token_ids": pieces.token_ids, "finish_reason": pieces.finish_reason}
+        ended = {"token_ids": pieces.token_ids, "finish_reason": pieces.finish_reason, "loops": pieces.loops}
         print(json.dumps({"model": options.model, "text": said, **ended, **pieces.stats.to_dict()}))
     if pieces.finish_reason == "length":
         written = len(pieces.token_ids)
         is_limit = written >= options.max_new_tokens
         why = "cut at --max-new-tokens," if is_limit else "the model's context is full"
         say("note", f"{why} after {count(written, 'new token')}")
+    if pieces.loops:
+        say("note", "the output loops: try --no-repeat-ngram-size 8, or --repetition-penalty 1.1")
     if options.stats:
         rows = []
         for name, value in {**pieces.stats.to_dict(), "finish_reason": pieces.finish_reason}.items():

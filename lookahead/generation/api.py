@@ -14,6 +14,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
 from lookahead.generation import validation
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
+from lookahead.generation.loops import loops
 from lookahead.generation.prediction_reading import Prediction, Predictions
 from lookahead.generation.prompts import Prompt, PromptReader, Prompts, Truncation
 from lookahead.generation.sampling_rule import with_sampling
@@ -43,6 +44,11 @@ class GenerationResult:
     stats: DecodingStats
     row_stats: list[DecodingStats]
     finish_reasons: list[FinishReason]
+
+    @property
+    def loops(self) -> list[bool]:
+        """Whether each output repeats one phrase up to its end (`lookahead.generation.loops`)."""
+        return [loops(tokens) for tokens in self.token_ids]
 
 
 def generate(

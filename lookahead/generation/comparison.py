@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from lookahead.config import LookaheadConfig
 from lookahead.generation.api import generate
+from lookahead.generation.loops import loops
 from lookahead.generation.prompts import PromptReader, pad_prompts, pad_token_of
 from lookahead.hf.model_state import LearnedState, use_learned
 from lookahead.stats import DecodingStats, total_in_sequence
@@ -42,7 +43,9 @@ class Score:
 
     prompts: int = 0
     identical: int = 0
+    loops: int = 0  # outputs that repeat one phrase to their end, which drafts follow with ease
     stats: DecodingStats = field(default_factory=DecodingStats)
+    stats_without_loops: DecodingStats = field(default_factory=DecodingStats)
     parameters: int = 0  # of the draft model or heads
     pass_s: float = 0.0  # of the draft model's pass over one token, or of a level of the heads
 
@@ -56,11 +59,14 @@ class Score:
         """Seconds of the calls, including prefill."""
         return self.stats.prefill_s + self.stats.decode_s
 
-    def add(self, stats: DecodingStats, is_identical: bool) -> None:
+    def add(self, stats: DecodingStats, *, is_identical: bool, is_loop: bool) -> None:
         """Count one prompt."""
         self.prompts += 1
         self.identical += is_identical
+        self.loops += is_loop
         self.stats = total_in_sequence((self.stats, stats))
+        if not is_loop:
+            self.stats_without_loops = total_in_sequence((self.stats_without_loops, stats))
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, JSON-ready; the divergence from the target's distribution only if it is not 0."""
@@ -72,6 +78,7 @@ class Score:
             "drafted_per_step": round(self.drafted_per_step, 2),
             "draft_acceptance_rate": round(self.stats.draft_acceptance_rate, 4),
             "identical": self.identical,
+            "loops": self.loops,
             "prompts": self.prompts,
         }
 
@@ -185,7 +192,7 @@ def compare(
             begin = time.perf_counter()
             continue
         for name, (tokens, stats) in done.items():
-            scores[name].add(stats, tokens == done[TRANSFORMERS][0])
+            scores[name].add(stats, is_identical=tokens == done[TRANSFORMERS][0], is_loop=loops(tokens))
         if seconds is not None and time.perf_counter() - begin > seconds:
             break
     return scores

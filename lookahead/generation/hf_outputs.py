@@ -14,6 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerB
 
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
+from lookahead.generation.loops import loops
 from lookahead.generation.text_pieces import TextPieces
 from lookahead.hf.cache import RowCopy, RowStates, TreeCache
 from lookahead.hf.state_layers import has_states, load_states, states_in
@@ -58,6 +59,11 @@ class TextStream(Iterator[str]):
     def stats(self) -> DecodingStats:
         """The counters so far."""
         return self._engine.stats[0]
+
+    @property
+    def loops(self) -> bool:
+        """Whether the output so far repeats one phrase up to its end (`lookahead.generation.loops`)."""
+        return loops(self.token_ids)
 
     @property
     def kept(self) -> RowCopy | None:

@@ -21,6 +21,7 @@ from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.assembly import assemble, backend_options
 from lookahead.generation.cache_room import MAX_ROWS, cache_tokens_of, fits, make_room, rows_of
+from lookahead.generation.loops import loops
 from lookahead.generation.plan import RequestPlan, generator_for, joins_alone
 from lookahead.generation.prompts import Prompt, PromptReader
 from lookahead.generation.validation import check_seed, validate_call
@@ -64,6 +65,11 @@ class Completion:
     stats: DecodingStats = field(default_factory=DecodingStats)
     error: Exception | None = None
     finish_reason: FinishReason | None = None
+
+    @property
+    def loops(self) -> bool:
+        """Whether the output repeats one phrase up to its end (`lookahead.generation.loops`)."""
+        return loops(self.token_ids)
 
 
 class Scheduler:
