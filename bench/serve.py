@@ -2,17 +2,19 @@
 
     python -m bench.serve --prompts spec_bench_even.jsonl --field turns --output serve.json
     python -m bench.serve --soak 10 --prompts spec_bench_even.jsonl --field turns
+    python -m bench.serve --prompts spec_bench_even.jsonl --field turns --peer llama-server=http://localhost:9001
 
-Compared are servers that decode one output at a time and keep no prefix (`alone`: the requests wait for one another,
-each is drafted for), and as they are (`together`). Each gets the same requests, greedy:
+The first server decodes one output at a time, with drafts, and keeps no prefix (`alone`). The second one has the
+default options (`together`). Peers are other OpenAI servers that already run, with the same model and threads. Each
+server gets the same greedy requests:
 
-- `clients`: four clients at once, each with prompts of its own. Every answer is compared with the one it has alone.
-- `document`: a first client asks about a document, and seven more at once behind its first token.
-- `turns`: a chat of six turns; of every prompt the tokens that were not read again.
-- `one`: a single client, beside `lookahead.stream` in this process.
+- `clients`: four clients at once, each with its own prompts. Every answer is compared with the answer of `alone`.
+- `document`: a first client asks about a document, and seven more at once after its first token.
+- `turns`: a chat of six turns; for every prompt the number of tokens that were read.
+- `one`: a single client, compared with `lookahead.stream` in this process.
 
-With `--soak MINUTES` sixteen clients ask at random instead: a fifth of them leave early, a tenth send what cannot be
-served. Counted are wrong answers and errors of the server; its memory, threads and files are read from /proc.
+With `--soak MINUTES` sixteen clients ask at random instead: a fifth of them leave early, a tenth send malformed
+requests. The benchmark counts wrong answers and errors; it reads memory, threads and open files from /proc.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import lookahead
 from bench.command import parser_of, publish, setting_of, stay_on_cores
@@ -59,7 +62,47 @@ class Answered(NamedTuple):
 
 
 class Server:
-    """A `lookahead serve` of its own process."""
+    """A server that already runs, at a port of this machine."""
+
+    def __init__(self, port: int, model: str | None = None) -> None:
+        self._port, self._named = port, {} if model is None else {"model": model}
+        self.ask([{"role": "user", "content": WARM}])
+
+    def ask(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        leaves_after: int | None = None,
+        on_first: Callable[[], None] = lambda: None,
+        **fields: Any,
+    ) -> Answered:
+        """A streamed answer; a client may leave after some chunks. `on_first` is called at the first token."""
+        begin, first, pieces, usage = time.perf_counter(), 0.0, list[str](), dict[str, Any]()
+        body = {"messages": list(messages), "temperature": 0, "max_tokens": NEW_TOKENS, "stream": True, **self._named}
+        connection = http.client.HTTPConnection("localhost", self._port, timeout=600)
+        body |= {"stream_options": {"include_usage": True}, **fields}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                return Answered(500, chunk["error"]["message"], {}, 0.0, 0.0)
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                pieces.append(choice["delta"].get("content") or "")
+                if pieces[-1] and not first:
+                    first = time.perf_counter() - begin
+                    on_first()
+            if leaves_after is not None and len(pieces) >= leaves_after:
+                break
+        connection.close()
+        return Answered(answer.status, "".join(pieces), usage, first, time.perf_counter() - begin)
+
+
+class OwnServer(Server):
+    """A `lookahead serve` in its own process."""
 
     def __init__(self, arguments: argparse.Namespace, *options: str) -> None:
         command = [
@@ -78,40 +121,7 @@ class Server:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=None)
         assert self.process.stderr is not None
         line = next(line for line in self.process.stderr if "/v1" in line)
-        self._port = int(line.partition("/v1")[0].rpartition(":")[2])
-        self.ask([{"role": "user", "content": WARM}])
-
-    def ask(
-        self,
-        messages: Sequence[dict[str, str]],
-        *,
-        leaves_after: int | None = None,
-        on_first: Callable[[], None] = lambda: None,
-        **fields: Any,
-    ) -> Answered:
-        """A streamed answer; a client may leave after some chunks. `on_first` is called at the first token."""
-        begin, first, pieces, usage = time.perf_counter(), 0.0, list[str](), dict[str, Any]()
-        body = {"messages": list(messages), "temperature": 0, "max_tokens": NEW_TOKENS, "stream": True}
-        connection = http.client.HTTPConnection("localhost", self._port, timeout=600)
-        body |= {"stream_options": {"include_usage": True}, **fields}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body))
-        answer = connection.getresponse()
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                return Answered(500, chunk["error"]["message"], {}, 0.0, 0.0)
-            usage = chunk.get("usage") or usage
-            for choice in chunk["choices"]:
-                pieces.append(choice["delta"].get("content", ""))
-                if pieces[-1] and not first:
-                    first = time.perf_counter() - begin
-                    on_first()
-            if leaves_after is not None and len(pieces) >= leaves_after:
-                break
-        connection.close()
-        return Answered(answer.status, "".join(pieces), usage, first, time.perf_counter() - begin)
+        super().__init__(int(line.partition("/v1")[0].rpartition(":")[2]))
 
     def resources(self) -> dict[str, int]:
         """Memory, threads and open files of the process."""
@@ -126,8 +136,8 @@ class Server:
 
 
 @contextmanager
-def serving(arguments: argparse.Namespace, *options: str) -> Iterator[Server]:
-    server = Server(arguments, *options)
+def serving(arguments: argparse.Namespace, *options: str) -> Iterator[OwnServer]:
+    server = OwnServer(arguments, *options)
     try:
         yield server
     finally:
@@ -148,9 +158,11 @@ def at_once(server: Server, chats: Sequence[Sequence[dict[str, str]]]) -> tuple[
 
 def figures_of(seconds: float, answers: Sequence[Answered]) -> dict[str, Any]:
     tokens = sum(each.usage["completion_tokens"] for each in answers)
-    passes = sum(each.usage["lookahead"]["passes"] for each in answers)
-    told = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "tokens_a_pass": tokens / passes}
-    return told | {"first_s": [round(each.first_s, 3) for each in answers]}
+    passes = sum(each.usage.get("lookahead", {}).get("passes", 0) for each in answers)
+    figures: dict[str, Any] = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}
+    if passes:  # not of peers
+        figures["tokens_a_pass"] = tokens / passes
+    return figures | {"first_s": [round(each.first_s, 3) for each in answers]}
 
 
 def run(server: Server, rounds: Sequence[Sequence[str]], document: str) -> tuple[dict[str, Any], list[str]]:
@@ -173,7 +185,8 @@ def run(server: Server, rounds: Sequence[Sequence[str]], document: str) -> tuple
         messages += chat(turn)
         answer = server.ask(messages)
         messages.append({"role": "assistant", "content": answer.text})
-        tokens, kept = answer.usage["prompt_tokens"], answer.usage["prompt_tokens_details"]["cached_tokens"]
+        details = answer.usage.get("prompt_tokens_details") or {}
+        tokens, kept = answer.usage["prompt_tokens"], details.get("cached_tokens") or 0
         read.append({"prompt": tokens, "read": tokens - kept, "first_s": round(answer.first_s, 3)})
     about_figures = figures_of(whole, [first, *later])
     about_figures["later_over_first"] = mean(each.first_s for each in later) / first.first_s
@@ -195,7 +208,7 @@ def one_client(server: Server, arguments: argparse.Namespace, prompts: Sequence[
     return spent | {"ratio": spent["served"] / spent["streamed"]}
 
 
-def soak(server: Server, prompts: Sequence[str], minutes: float) -> dict[str, Any]:
+def soak(server: OwnServer, prompts: Sequence[str], minutes: float) -> dict[str, Any]:
     """Sixteen clients that ask at random."""
     expected = {prompt: server.ask(chat(prompt)).text for prompt in prompts}
     deadline, counts, series = time.monotonic() + 60 * minutes, Counter[str](), [server.resources()]
@@ -234,6 +247,8 @@ def main() -> None:
     parser.add_argument("--document", type=Path, default=Path("examples/sir_charles.txt"), help="what is asked about")
     parser.add_argument("--rounds", type=int, default=4, help="prompts of each of the four clients")
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="ask at random so long instead")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="another server; repeatable")
+    parser.add_argument("--peer-model", metavar="NAME", help="the model that requests to peers name")
     arguments = parser.parse_args()
     stay_on_cores(None, arguments.threads)
     name, arguments.model = arguments.model, arguments.model
@@ -256,6 +271,10 @@ def main() -> None:
             print(way, json.dumps(report[way]), file=sys.stderr, flush=True)
             if way == "together":
                 report["one"] = one_client(server, arguments, chosen[4 * arguments.rounds :])
+    for each in arguments.peer:
+        way, _, url = each.partition("=")
+        report[way], found[way] = run(Server(urlsplit(url).port, arguments.peer_model), rounds, document)
+        print(way, json.dumps(report[way]), file=sys.stderr, flush=True)
     same = [ours == alone for ours, alone in zip(found["together"], found["alone"], strict=True)]
     report["identical"] = f"{sum(same)} of {len(same)}"
     for part in ("clients", "document"):

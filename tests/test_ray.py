@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -178,3 +180,25 @@ def test_without_ray_the_extra_is_named(summarize, cli_folder, monkeypatch):
     result = summarize("a.txt", "--ray")
     assert result.exit_code == 2
     assert "--ray needs ray: pip install 'lookahead-decoding[ray]'" in result.stderr
+
+
+def test_ctrl_c_at_a_terminal_ends_a_job_of_workers_and_its_cluster_and_keeps_what_is_finished(
+    model_folder, cli_folder
+):
+    """It reaches the command and what it started alike."""
+    texts = "".join(json.dumps({"id": f"d{i}", "text": f"Text number {i}, of some words."}) + "\n" for i in range(400))
+    (cli_folder / "many.jsonl").write_text(texts)
+    words = [sys.executable, "-m", "lookahead", "summarize", "many.jsonl", "-o", "out.jsonl", "-n", "12", *TWO]
+    options = ["--ray-address", "local", "--model", str(model_folder), "--dtype", "fp32", "--device", "cpu"]
+    process = subprocess.Popen([*words, *options], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    output, deadline = cli_folder / "out.jsonl", time.monotonic() + 120
+    while not (output.exists() and output.read_bytes().count(b"\n") > 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    started = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    done = [json.loads(line)["id"] for line in output.read_text().splitlines()]
+    assert process.returncode == 130 and 2 <= len(done) < 400 and len({*done}) == len(done)
+    assert said.splitlines()[-1] == f"interrupted: {len(done)} finished summaries in out.jsonl; --resume goes on"
+    assert started and not psutil.wait_procs(started, timeout=30)[1]

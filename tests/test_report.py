@@ -93,7 +93,7 @@ def test_the_figures_of_the_page_are_those_of_the_lines(report) -> None:
     assert "No failures: out.jsonl.rejects.jsonl is empty." in shown
     assert "beside" not in shown
     shown = words(report([line(1, compared=False)], []))  # decoded in rows, so that its seconds were others' too
-    assert "tokens per second of a document beside others" in shown and "decoded beside it too" in shown
+    assert "tokens per second of each document in a batch" in shown and "decoded together share" in shown
 
 
 def test_the_speed_beside_plain_decoding_is_that_of_the_documents_decoded_both_ways(report) -> None:

@@ -43,7 +43,7 @@ def test_a_histogram_is_drawn_where_there_is_something_to_see(report):
 
 def test_where_no_file_tells_of_failures_there_are_none(report):
     _, words, stderr = report([{}])
-    assert "No failures: there is no out.jsonl.rejects.jsonl, where they would stand." in words
+    assert "No failures: out.jsonl.rejects.jsonl does not exist." in words
     assert "documents that failed 0" in words
     assert stderr == "1 document, no failures; written to out.jsonl.report.html\n"
 
