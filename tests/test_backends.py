@@ -85,9 +85,9 @@ def test_a_report_says_why_a_path_does_not_serve(tiny_llama: Any, own_cache_fold
         assert reasons_of(wide, packs=False)["packed weights"] == (False, "the options say so")
     assert reasons_of(tiny_llama, has_kernels=False)["passes as one call"] == (
         False,
-        "its kernels compute otherwise than the model's own code",
+        "its kernels compute differently from the model's own code",
     )
-    told = "hooks or code of a user's stand around its layers"
+    told = "a user's hooks or code surround its layers"
     handle = tiny_llama.model.register_forward_hook(lambda *_: None)
     try:
         assert reasons_of(tiny_llama)["passes as one call"] == (False, told)

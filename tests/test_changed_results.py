@@ -105,7 +105,7 @@ def spoil(path: Path, number: int, *, extra: bytes = b"") -> None:
 
 GONE = "FILE was deleted or replaced by another program while the job ran; what it held"
 WRITTEN_AGAIN = rf"{GONE} was written again \(\d lines\)"
-MOVED = rf"{GONE} is in FILE\.recovered\.jsonl \(\d lines\): move that to FILE to go on with it"
+MOVED = rf"{GONE} is in FILE\.recovered\.jsonl \(\d lines\): move that to FILE to continue with it"
 
 # What is done to a file of lines, the message, and the documents whose lines are lost, where three were done before.
 CHANGES = {
@@ -199,7 +199,7 @@ def test_every_file_that_was_changed_is_named() -> None:
     first, second = describe_changes(caught.value, OUT)
     assert first.startswith("out.jsonl was deleted") and "--resume" not in first
     assert second.startswith("out.jsonl.rejects.jsonl was deleted")
-    assert second.endswith("; --resume does what is missing")
+    assert second.endswith("; --resume does the rest")
     worker = Worker()
     assert run(items, worker, OUT, resume=True).rejected == 1 and worker.seen == ""
 
@@ -229,7 +229,7 @@ def test_the_command_says_in_a_line_what_was_changed_and_how_to_go_on(kind: str,
     (said,) = process.stderr.splitlines()
     where = re.sub(r"FILE(:\d)?", r"out\\.jsonl(:\\d)?", message).replace(r"\(\d", r"\(\d+")
     assert re.search(where, said), said
-    assert said.startswith("error: ") and said.endswith("; --resume does what is missing")
+    assert said.startswith("error: ") and said.endswith("; --resume does the rest")
     assert Path("out.jsonl.manifest.json").exists()
 
 

@@ -311,7 +311,7 @@ def test_no_space_left_is_told_and_what_is_finished_stays(summarize, monkeypatch
     result = summarize("a.txt", "b.txt", "-o", "out.jsonl", "--rows", "1")
     assert result.exit_code == 1
     assert (
-        "error: writing failed: No space left on device; 1 finished summary in out.jsonl; --resume goes on\n"
+        "error: writing failed: No space left on device; 1 finished summary in out.jsonl; --resume continues\n"
         in result.stderr
     )
     assert [record["id"] for record in records("out.jsonl")] == ["a.txt"]

@@ -88,7 +88,7 @@ def test_ctrl_c_leaves_whole_lines_and_status_130(folder):
     assert output.read_text().endswith("\n")
     done = [json.loads(line)["id"] for line in output.read_text().splitlines()]
     assert done == [f"docs.jsonl:{i + 1}" for i in range(len(done))]
-    said = rf"interrupted: {len(done)} finished summar(y|ies) in out\.jsonl; --resume goes on\n"
+    said = rf"interrupted: {len(done)} finished summar(y|ies) in out\.jsonl; --resume continues\n"
     assert re.fullmatch(said, process.stderr)
 
 
@@ -131,7 +131,7 @@ def test_ctrl_c_while_a_long_document_is_read_ends_the_job_by_status_130(folder)
     finally:
         process.kill()
     assert (process.returncode, stdout) == (130, "")
-    assert stderr.splitlines()[-1] == "interrupted: 0 finished summaries in out.jsonl; --resume goes on"
+    assert stderr.splitlines()[-1] == "interrupted: 0 finished summaries in out.jsonl; --resume continues"
     assert "Traceback" not in stderr
 
 

@@ -193,7 +193,7 @@ def test_one_layer_of_many_that_depends_on_other_rows_is_enough(looping_llama):
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, torch.float16], ids=str)
 def test_where_several_rows_are_rounded_and_one_is_not_nothing_is_drafted(dtype, looping_llama):
     model = made(looping_llama, one_row_in_full, dtype)
-    assert found(model).reason == "its OwnLinear layers compute several tokens otherwise than one"
+    assert found(model).reason == "its OwnLinear layers compute several tokens differently from one"
     assert decodes_exactly(model, None)
 
 
@@ -222,7 +222,7 @@ def test_in_fp32_weights_alone_and_other_sums_for_one_row_are_rounding_only(prod
 def test_in_bf16_another_kernel_for_one_row_changes_bits_so_nothing_is_drafted(how, looping_llama):
     model = made(looping_llama, one_row_otherwise, HALF, how)
     assert not keeps_solo_bits(model)
-    assert found(model).reason == "code that is not of transformers treats several tokens otherwise than one"
+    assert found(model).reason == "code from outside transformers treats several tokens differently from one"
     assert decodes_exactly(model, None)
 
 

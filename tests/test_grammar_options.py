@@ -106,7 +106,7 @@ def test_the_command_takes_a_schema_an_expression_or_a_grammar(model, tokenizer,
         (["--grammar", "none.lark"], "error: none.lark: No such file"),
         (
             ["--regex", "a", "--grammar", "sums.lark"],
-            "error: give one of json_schema, regex and grammar, got regex and",
+            "error: pass one of json_schema, regex and grammar, got regex and",
         ),
     ):
         result = run(*arguments)

@@ -299,7 +299,7 @@ def test_passes_that_do_not_see_all_that_the_model_sees_are_found_out(lost: int)
     model = build(SEEING["Llava"])
     call = resolve_call(model, **prompts(SEEING["Llava"]), **LENGTH)
     reading = PromptReading(call, np.array([call.input_ids.shape[1] - lost]), keeps_cache=False)
-    assert reading.unsupported_reason("trees", (), 8) == ("its passes behind them are other than ours" if lost else "")
+    assert reading.unsupported_reason("trees", (), 8) == ("its passes after them differ from ours" if lost else "")
 
 
 def test_a_cache_that_the_caller_gets_is_read_into_once_where_drafts_turn_out_not_to_follow() -> None:

@@ -237,7 +237,7 @@ def test_a_manifest_of_another_release_is_refused_by_its_version(tmp_path: Path)
     run(tmp_path / "out.jsonl", 1)
     manifest = tmp_path / "out.jsonl.manifest.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(ConfigError, match="version 2; this release goes on with version 1"):
+    with pytest.raises(ConfigError, match="version 2; this release continues version 1"):
         run(tmp_path / "out.jsonl", 2, resume=True)
 
 

@@ -301,7 +301,7 @@ def test_results_that_are_there_are_neither_replaced_nor_gone_on_with_unasked(ki
 def test_a_manifest_that_is_none_is_refused():
     run(documents("a"))
     Path("out.jsonl.manifest.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"no manifest of a job; remove it to go on .*, or pass --overwrite"):
+    with pytest.raises(ConfigError, match=r"no manifest of a job; remove it to continue .*, or pass --overwrite"):
         run(documents("a"), resume=True)
 
 

@@ -131,7 +131,7 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
     ("arguments", "message"),
     [
         ([], "no input: name files, folders or URLs, or - for stdin"),
-        (["a.txt", "--resume"], "--resume needs --output, the file to go on with"),
+        (["a.txt", "--resume"], "--resume needs --output, the file to continue"),
         (["a.txt", "-o", "new.jsonl", "--retry-rejects"], "it needs --resume"),
         (["a.txt", "-o", "new.jsonl", "--resume", "--overwrite"], "pass one of them"),
         (["a.txt", "-o", "old.jsonl", "--resume"], "output old.jsonl has no manifest (old.jsonl.manifest.json)"),
@@ -198,7 +198,7 @@ def test_a_number_in_a_job_file_is_as_good_as_its_text_and_a_whole_one_as_any(su
         ("max-tokens = 3", "no option 'max-tokens'; the options are inputs, output, id-field"),
         (
             "max-new-tokens = 3\nmax_new_tokens = 4",
-            "job job.toml: max_new_tokens stands there twice, with - and with _",
+            "job job.toml: max_new_tokens is given twice, with - and with _",
         ),
         ("limit = [3]", "limit must be a whole number of at least 1, got [3]"),
         ("limit = 'many'", "job job.toml: limit must be a whole number of at least 1, got 'many'"),

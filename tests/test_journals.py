@@ -148,7 +148,7 @@ def test_a_parquet_file_that_is_damaged_or_of_something_else_is_refused(damage: 
         pyarrow.parquet.write_table(pyarrow.table({"stats": values}), output)
     else:
         output.write_bytes(whole[:-9] if damage == "cut" else whole[:40] + b"\0" * 400 + whole[440:])
-    with pytest.raises(ConfigError, match=r"^out\.parquet holds no results .*; pass --overwrite to begin anew$"):
+    with pytest.raises(ConfigError, match=r"^out\.parquet holds no results .*; pass --overwrite to start over$"):
         run(documents("abc"), output=output, resume=True)
     assert run(documents("abc"), output=output, overwrite=True).summarized == 3
 
@@ -175,9 +175,7 @@ def test_a_parquet_file_of_others_beside_a_manifest_of_this_job_is_named_and_lef
     }
     pyarrow.parquet.write_table(pyarrow.table(table), output)
     before = {path: path.read_bytes() for path in Path().iterdir()}
-    with pytest.raises(
-        ConfigError, match=r"^out\.parquet holds no results to go on with: row 2 is none of this job: it "
-    ):
+    with pytest.raises(ConfigError, match=r"^out\.parquet holds no results to continue: row 2 is not of this job: it "):
         run(documents("ab"), output=output, resume=True)
     assert {path: path.read_bytes() for path in Path().iterdir()} == before
 
@@ -272,7 +270,7 @@ def test_a_manifest_nested_without_end_or_a_pipe_in_its_place_is_none() -> None:
     run(documents("a"))
     manifest = Path("out.jsonl.manifest.json")
     manifest.write_text(DEEP)
-    with pytest.raises(ConfigError, match=r"no manifest of a job; remove it to go on .*, or pass --overwrite"):
+    with pytest.raises(ConfigError, match=r"no manifest of a job; remove it to continue .*, or pass --overwrite"):
         run(documents("a"), resume=True)
     manifest.unlink()
     os.mkfifo(manifest)

@@ -200,5 +200,5 @@ def test_ctrl_c_at_a_terminal_ends_a_job_of_workers_and_its_cluster_and_keeps_wh
     _, said = process.communicate(timeout=60)
     done = [json.loads(line)["id"] for line in output.read_text().splitlines()]
     assert process.returncode == 130 and 2 <= len(done) < 400 and len({*done}) == len(done)
-    assert said.splitlines()[-1] == f"interrupted: {len(done)} finished summaries in out.jsonl; --resume goes on"
+    assert said.splitlines()[-1] == f"interrupted: {len(done)} finished summaries in out.jsonl; --resume continues"
     assert started and not psutil.wait_procs(started, timeout=30)[1]

@@ -198,7 +198,7 @@ def refused_by_all(line: bytes, told: str, *, is_reject: bool = False) -> None:
     with pytest.raises(ConfigError) as caught:
         Journal(OutputPaths(OUT, resume=True), JOB, [])
     assert f"{OUT}:2: no line of this job: it {told}" in str(caught.value)
-    assert str(caught.value).endswith("; remove the line, or pass --overwrite to begin anew")
+    assert str(caught.value).endswith("; remove the line, or pass --overwrite to start over")
     OUT.unlink()
     if not is_reject:  # in the same run this is a matter of the file of rejects
         changed_while_a_job_runs(line, told)
@@ -230,4 +230,4 @@ def parquet_of(line: bytes, told: str) -> None:
         return
     with pytest.raises(ConfigError) as caught:
         Journal(OutputPaths(path, resume=True), JOB, [])
-    assert f"row 1 is none of this job: it {told}" in str(caught.value)
+    assert f"row 1 is not of this job: it {told}" in str(caught.value)

@@ -101,7 +101,7 @@ def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
     if names := _names_of(calls, _mixes):
         return f"its {names} layers scale activations by all tokens of a pass, so drafts would change them"
     if names := _names_of(calls, _differs_alone):
-        return f"its {names} layers compute several tokens otherwise than one"
+        return f"its {names} layers compute several tokens differently from one"
     if is_single and (names := _names_of(calls, _rounds)):
         remedy = "load it with dtype='bf16'"
         return f"its {names} layers round their inputs, which enlarges the rounding of several tokens; {remedy}"

@@ -87,7 +87,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     if others and not mixers_of(model):
         return Support("none", f"its {' and '.join(sorted(others))} layers depend on more than positions and masks")
     if getattr(config, "expert_capacity", None) is not None:
-        return Support("none", "its experts take so many tokens of a pass and no more")
+        return Support("none", "its experts take a limited number of tokens of a pass")
     windows, longest, what = [getattr(config, "keep_window_size", None)], max_length, "its own attention code"
     if model.config.is_encoder_decoder:  # its cache comes from transformers
         longest, what = max_length + MAX_NODES_LIMIT + 1, "the cache of its decoder"
@@ -120,7 +120,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     if has_users and verdict.shape != "none":
         name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
         if not state.probed(name, model, partial(_treats_tokens_alike, model, verdict, verdict.shape)):
-            return Support("none", "code that is not of transformers treats several tokens otherwise than one")
+            return Support("none", "code from outside transformers treats several tokens differently from one")
     return verdict
 
 

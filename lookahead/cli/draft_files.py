@@ -156,7 +156,7 @@ def pool_verify(options: VerifyOptions) -> None:
 
         fingerprint, fits = tokenizer_fingerprint(tokenizer), f", made for {options.model}"
     header = open_pool(options.file, fingerprint=fingerprint).header
-    show_line(sys.stdout, f"{describe_pool(options.file, header)}: whole{fits}")
+    show_line(sys.stdout, f"{describe_pool(options.file, header)}: intact{fits}")
 
 
 def memory_build(options: MemoryBuildOptions) -> None:
@@ -253,7 +253,7 @@ def memory_verify(options: VerifyOptions) -> None:
         header, fits = header_of(model), f", learned from {options.model}"
     with pool_errors(options.file):
         header = read_successors(options.file, header)[0]
-    show_line(sys.stdout, f"{_describe_memory(options.file, header)}: whole{fits}")
+    show_line(sys.stdout, f"{_describe_memory(options.file, header)}: intact{fits}")
 
 
 class PoolDisplay(ProgressBar):

@@ -115,7 +115,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
                 if other is not None and path is not None and os.path.realpath(other) == os.path.realpath(path):
                     raise ConfigError(f"{name} {other} cannot be a file that the job writes results or rejects to")
         if self.retry_rejects and not self.resume:
-            raise ConfigError("--retry-rejects tries again what an earlier run put aside; it needs --resume")
+            raise ConfigError("--retry-rejects repeats the failed documents of an earlier run; it needs --resume")
         if self.price_per_hour is not None and not self.dry_run:
             raise ConfigError("--price-per-hour is for --dry-run, which estimates the cost")
         if self.dry_run and self.resume:
@@ -175,7 +175,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
         if option is None:
             raise ConfigError(f"job {path}: no option {name!r}; the options are {', '.join(names)}")
         if option.name in values:
-            raise ConfigError(f"job {path}: {name} stands there twice, with - and with _")
+            raise ConfigError(f"job {path}: {name} is given twice, with - and with _")
         allowed, types = _TYPES[str(option.type).removesuffix(" | None")]
         least, most = option.metadata.get("min", -math.inf), option.metadata.get("max", math.inf)
         if list in types:

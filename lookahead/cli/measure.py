@@ -199,17 +199,17 @@ def pick_draft(options: PickDraftOptions) -> None:
         {
             "": name.rstrip("/").rpartition("/")[2],
             "parameters": f"{each.parameters:,}" if each.parameters else "",
-            "ms/pass": f"{1e3 * each.pass_s:.2f}" if each.pass_s else "",
-            "tokens/pass": f"{each.stats.mean_acceptance_length:.2f}",
-            "drafted/pass": f"{each.drafted_per_step:.1f}",
-            "tokens/s": f"{each.stats.tokens_per_s:.1f}",
+            "ms a\npass": f"{1e3 * each.pass_s:.2f}" if each.pass_s else "",
+            "tokens\na pass": f"{each.stats.mean_acceptance_length:.2f}",
+            "drafted\na pass": f"{each.drafted_per_step:.1f}",
+            "tokens\na second": f"{each.stats.tokens_per_s:.1f}",
             "same": f"{each.identical}/{each.prompts}",
         }
         for name, each in pick.candidates.items()
     ]
     out, target_ms = console(sys.stdout), 1e3 * pick.target_pass_s
     out.print(table(rows))
-    out.print(f"a pass of the target: {target_ms:.2f} ms; same: outputs that are those of model.generate")
+    out.print(f"a pass of the target: {target_ms:.2f} ms; same: outputs equal to model.generate")
     stats = pick.without.stats
     for kind, cost in pick.heads.items():
         if isinstance(cost, HeadCost):

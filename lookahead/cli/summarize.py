@@ -165,7 +165,7 @@ def _find_memory(options: JobOptions) -> Path | None:
     check_folder(options.pool)
     if options.ray:
         raise ConfigError(
-            f"pool {options.pool} keeps the outputs of one process; with --ray give one of 'lookahead pool build'"
+            f"pool {options.pool} keeps the outputs of one process; with --ray pass a file of 'lookahead pool build'"
         )
     return Path(options.pool)
 

@@ -225,7 +225,7 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
             if not measures_costs:
                 lookahead.load_costs(loaded.model)
                 return loaded
-            update("measuring what steps cost, once for this model on this machine")
+            update("measuring the cost of steps, once for this model on this machine")
             try:
                 lookahead.prepare_costs(loaded.model)
             except OSError as error:
@@ -256,8 +256,8 @@ def _load_fastest(options: ModelOptions, name: str) -> loading.LoadedModel:
         if gain > _LEAST_GAIN:
             loaded = _load(options, name, "bf16")
             if keeps_solo_bits(loaded.model):
-                why = f"the checkpoint's own type, in which this CPU multiplies {gain:.1f} times as fast as in fp32"
-                say("note", f"decoding in bf16, {why}; --dtype fp32 decodes in that, --quantize int8 in less memory")
+                why = f"the checkpoint's type, in which this CPU multiplies {gain:.1f} times as fast"
+                say("note", f"decoding in bf16, {why}; --dtype fp32 selects fp32, --quantize int8 takes less memory")
                 return loaded
     return _load(options, name, "auto")
 

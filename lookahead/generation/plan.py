@@ -272,7 +272,7 @@ def plan_request(
     if reason and is_given and config.proposers:
         return replace(plan, reason=reason, is_refused=True)
     if (others or found.behind_own) and generation_config.use_cache is False:
-        reason = f"{', '.join(others) or 'its prompt'} is read anew for every token"
+        reason = f"{', '.join(others) or 'its prompt'} is read again for every token"
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
         # transformers continues a stopped row until all rows are stopped: its length depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
@@ -284,7 +284,7 @@ def plan_request(
         reading = PromptReading(call, lengths, keeps_cache=plan.keeps_cache)
         if reason := reading.unsupported_reason(shape, found.ropes, stopping.max_length - longest):
             behind = ", ".join(others) or "a prompt"
-            reason = f"{type(model).__name__} cannot be decoded speculatively behind {behind}: {reason}"
+            reason = f"{type(model).__name__} cannot be decoded speculatively after {behind}: {reason}"
             is_refused = is_given and bool(config.proposers)
             return replace(plan, reason=f"{reason}; it is decoded plainly", is_refused=is_refused)
         return replace(plan, shape=shape, reading=reading)
@@ -299,23 +299,23 @@ def _found(call: ResolvedCall, lengths: NDArray[np.int64], max_length: int, *, k
         note_outputs(model, call.model_kwargs["encoder_outputs"])
     found, why = support.support_of(model, shortest=int(lengths.min()), max_length=max_length), ""
     if changed := changed_cache(past):
-        why = f"its cache has code of its own, {changed}"
+        why = f"its cache has its own code, {changed}"
     elif found.shape != "none" and is_padded and edits_inputs(model):
         why = "a hook of a user's may edit its masks, which the padding of a batch needs"
     elif found.shape != "none" and may_keep_states(model) and mixers_of(model):
         if keeps_cache and (len(lengths) > 1 or not takes_states(past)):
-            why = "its states are given back for one prompt, beside attention"
+            why = "its states can be returned for one prompt only, and only with attention"
         elif is_padded and not probes.heeds_padding(model):
             why = "its layers keep states, which the padding of a batch changes"
         elif validation.reads_otherwise(call.generation_config):
-            why = "its layers keep states, and texts are to be read in parts or anew"
+            why = "its layers keep states, and its texts are read in parts or more than once"
     elif found.shape != "none" and picks_keys(model):
         if keeps_cache or tokens_in(past):
-            why = "its indexer keeps keys of its own, which are not in the caches of callers"
+            why = "its indexer has its own keys, which the caches of callers do not hold"
         elif is_padded and not probes.heeds_padding(model):
             why = "its indexer picks keys, which the padding of a batch changes"
     elif hears and not (is_cached and isinstance(getattr(past, "self_attention_cache", past), DynamicCache)):
-        why = "its encoder reads no text, and the cache of its decoder is none that grows"
+        why = "its encoder reads no text, and the cache of its decoder does not grow"
     elif not is_cached and (users := version_of(model).users):
         why = f"its {users[0]} is not of transformers and may compute otherwise without a cache"
     return support.Support("none", why) if why else found
@@ -358,7 +358,7 @@ def shape_of(
     obstacles = {
         f"be decoded speculatively: {why}": shape == "none",
         f"be decoded speculatively for {rows} prompts at once: {why}": rows > 1 and not has_encoder,
-        "be decoded speculatively behind a padded decoder_attention_mask": has_encoder and is_padded,
+        "be decoded speculatively after a padded decoder_attention_mask": has_encoder and is_padded,
         f"verify the lookahead branch: {why}": "jacobi" in config.proposers and not config.decides_branch,
         f"verify what several proposers draw: {why}": acceptance == "rejection" and len(config.proposers) > 1,
         f"accept {rows} inputs by acceptance={acceptance!r}: {why}": acceptance != "exact" and rows > 1,

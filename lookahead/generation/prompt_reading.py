@@ -159,14 +159,14 @@ class PromptReading:
             if is_out_of_memory(error):
                 raise
             state_of(self._model).note_problem(f"{type(self._model).__name__} drafts nothing", with_place(error))
-            return "its passes behind them fail"
+            return "its passes after them fail"
 
     def _difference(self, shape: Shape) -> str:
         """How the model's passes over one token differ from the backend's, or an empty string."""
         for name, each in self._steps[0].items():
             if name not in _OF_STEP and each is not None and self._reads(name):
                 return f"the model input {name!r} is of later tokens too"
-        return "" if self._agrees(shape) else "its passes behind them are other than ours"
+        return "" if self._agrees(shape) else "its passes after them differ from ours"
 
     def _own_logits(self, inputs: Mapping[str, Any], past: Any) -> Tensor:
         """The logits of the model's own pass over one token, `[batch, vocab]`; the cache grows."""

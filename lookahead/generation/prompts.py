@@ -274,7 +274,7 @@ class PromptReader:
         rows = list(self.separate(prompt)) if is_array else [prompt]
         if isinstance(prompt, Mapping) and self.further:
             held = ", ".join(self.further)
-            raise PromptError(f"prompt {index} holds {held}: pass what the processor returns for all prompts, no list")
+            raise PromptError(f"prompt {index} holds {held}: pass the processor's output for all prompts, not a list")
         if len(rows) != 1:
             raise PromptError(f"prompt {index} must be one prompt, got {len(rows)}")
         if not _are_ids(rows[0]) and rows[0] not in ([], ()):

@@ -98,8 +98,8 @@ class Scheduler:
             name = "prefix_allowed_tokens_fn"
         if name:
             raise UnsupportedModelError(
-                f"{name} may keep a state, which would go from one prompt to another; pass as per_row what makes one "
-                "for each prompt, or call lookahead.generate for one prompt at a time, each with an object of its own"
+                f"{name} may keep a state, which would pass from one prompt to another; pass per_row, a function that "
+                "makes one for each prompt, or call lookahead.generate for one prompt at a time"
             )
         has_encoder, kind = self._model.config.is_encoder_decoder, input_device(self._model).type
         own = reader.has_own or not all(isinstance(each, str) for each in config.proposers)

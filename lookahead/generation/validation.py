@@ -141,7 +141,7 @@ def check_options(
         if name in _PROMPTS:
             raise ConfigError(
                 f"{name} is not taken here: pass the prompt as the third argument; "
-                "a string, chat messages, token ids and what a tokenizer returns are served"
+                "a string, chat messages, token ids and the output of a tokenizer are accepted"
             )
         if name in _NOT_TAKEN and options[name]:
             raise ConfigError(f"{name} is not taken here; {_NOT_TAKEN[name]}")
@@ -241,7 +241,7 @@ def validate_call(
     if isinstance(past, EncoderDecoderCache):
         if past.get_seq_length() > 0:
             got = f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens"
-            raise UnsupportedModelError(f"{got}; leave out custom_generate to go on from them")
+            raise UnsupportedModelError(f"{got}; leave out custom_generate to continue from them")
         kind = type(past.self_attention_cache)
         if is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
             raise _left_out(f"a {kind.__name__} is not given back")

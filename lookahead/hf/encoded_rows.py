@@ -127,7 +127,7 @@ class EncodedRows:
         finally:
             handle.remove()
         if not is_shown and encoded.mask is not None and encoded.mask.shape != encoded.outputs[0].shape[:2]:
-            raise UnsupportedModelError("what its decoder sees of the encoder's outputs is not known")
+            raise UnsupportedModelError("it is unknown which encoder outputs its decoder sees")
 
     def _append(self, states: Sequence[Tensor]) -> None:
         """Keep the keys and values of further rows."""

@@ -75,7 +75,7 @@ def describe_stop(totals: JobTotals, output: Path | None) -> str:
     if output is None:
         return f"{finished} in stdout; a job with --output can be resumed"
     is_device = output.exists() and not output.is_file()
-    return f"{finished} in {output}{'' if is_device else '; --resume goes on'}"
+    return f"{finished} in {output}{'' if is_device else '; --resume continues'}"
 
 
 def describe_failure(error: OSError) -> str:
@@ -91,7 +91,7 @@ def describe_changes(error: ResultsError, output: Path | None) -> list[str]:
     while isinstance(found, ResultsError):
         changes.insert(0, str(found))
         found = found.__context__
-    changes[-1] += "" if output is None else "; --resume does what is missing"
+    changes[-1] += "" if output is None else "; --resume does the rest"
     return changes
 
 

@@ -58,9 +58,9 @@ def read_manifest(results: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        what = "remove it to go on with lines that tell their job, or pass --overwrite to begin anew"
+        what = "remove it to continue with lines that name their job, or pass --overwrite to start over"
         raise ConfigError(f"{path}: no manifest of a job; {what}") from error
-    raise ConfigError(f"{path}: version {version!r}; this release goes on with version {VERSION}")
+    raise ConfigError(f"{path}: version {version!r}; this release continues version {VERSION}")
 
 
 @dataclass(slots=True)
@@ -96,9 +96,9 @@ class OutputPaths:
         """Raise a ConfigError, before any work, for a path that cannot be written or that holds something else."""
         results = self.results
         if self.resume and self.overwrite:
-            raise ConfigError("--resume goes on with an output and --overwrite begins anew; pass one of them")
+            raise ConfigError("--resume continues an output and --overwrite replaces it; pass one of them")
         if self.resume and not self.is_journal:
-            raise ConfigError("--resume needs --output, the file to go on with")
+            raise ConfigError("--resume needs --output, the file to continue")
         if results is not None and self.rejects is not None:
             named = {self.running: "the running job", results: "the summaries", manifest_path(results): "the manifest"}
             for path, content in named.items():
@@ -109,12 +109,12 @@ class OutputPaths:
             if self.running is not None and not _begins_with_result(self.running):
                 raise ConfigError(
                     f"output {results} has no manifest ({results}.manifest.json), so what wrote it is unknown; name "
-                    "another --output, or pass --overwrite to begin anew"
+                    "another --output, or pass --overwrite to start over"
                 )
         elif manifest is not None and not self.resume:
             state = "a finished job" if manifest["state"] == "finished" else "a job that did not finish"
             raise ConfigError(
-                f"output {results} is of {state}; pass --resume to do what is missing, or --overwrite to begin anew"
+                f"output {results} is of {state}; pass --resume to do the rest, or --overwrite to start over"
             )
         if self.is_parquet:
             load_packages("parquet", str(results))
@@ -205,7 +205,7 @@ class Journal(ExitStack):
             if earlier is not None and (different := identity.differences(earlier["job"])):
                 raise ConfigError(
                     f"output {self._results} was written by another job: {different}; name another --output, or pass "
-                    "--overwrite to begin anew"
+                    "--overwrite to start over"
                 )
             try:
                 self._prepare(paths)
@@ -344,7 +344,7 @@ class Journal(ExitStack):
                     if record is not None or offset + len(encoded) < size:
                         raise ConfigError(
                             f"{path}:{number}: no line of this job: it {error}; remove the line, or pass --overwrite "
-                            "to begin anew"
+                            "to start over"
                         ) from error
                     file.truncate(offset)
                     os.fsync(file.fileno())

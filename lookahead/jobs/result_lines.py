@@ -109,8 +109,8 @@ class JsonLinesFile(ExitStack):
             with suppress(OSError):  # the name is taken, or the file system has no links
                 os.link(place, self.path)
                 place.unlink()
-                return f"{what}; what it held was written again ({lines})"
-        return f"{what}; what it held is in {place} ({lines}): move that to {self.path} to go on with it"
+                return f"{what}; its content was written again ({lines})"
+        return f"{what}; its content is in {place} ({lines}): move that to {self.path} to continue with it"
 
     def _repair(self, file: FileIO, line: bytes) -> str:
         """Append a line after the last whole line of a changed file; returns a message with the place of the change."""
@@ -249,11 +249,11 @@ def unpack_parquet(path: Path, lines: Path, read: Callable[[Record], ResultLine]
                 try:
                     line = read(record)
                 except ValueError as error:
-                    raise ValueError(f"row {number} is none of this job: it {error}") from error
+                    raise ValueError(f"row {number} is not of this job: it {error}") from error
                 file.write(encode_line(line.to_json()))
     except (ValueError, TypeError) as error:  # a TypeError: a column of another program has a type that is not JSON
         what = " ".join(str(error).removeprefix(f"{path}: ").split())
-        raise ConfigError(f"{path} holds no results to go on with: {what}; pass --overwrite to begin anew") from error
+        raise ConfigError(f"{path} holds no results to continue: {what}; pass --overwrite to start over") from error
 
 
 def _result(line: bytes) -> ResultLine:

@@ -291,9 +291,7 @@ def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str
     share the CPUs.
     """
     if device not in (None, "cpu", "cuda"):
-        raise ConfigError(
-            f"with --ray each worker gets a device of its own: device must be cpu or cuda, got {device!r}"
-        )
+        raise ConfigError(f"with --ray each worker gets its own device: device must be cpu or cuda, got {device!r}")
     gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
     if gpus or device == "cuda":
         return workers or max(1, gpus), threads or 1, 1

@@ -39,7 +39,7 @@ EXTRAS = {
     "grammar": "outputs that follow a grammar",
     "html": "the main text of web pages",
     "ray": "lookahead summarize --ray",
-    "remote": "documents behind https and s3 URLs",
+    "remote": "documents at https and s3 URLs",
     "serve": "lookahead serve",
     "tables": "Parquet files",
     "train": "lookahead train",
@@ -195,5 +195,5 @@ def faults(facts: Facts) -> list[str]:
         found.append(f"nothing is drafted, as torch or transformers lack {', '.join(names)}")
     model = facts.get("model")
     if model is not None and model["dtype"] == "float32" and model["speed"]["same_tokens"] < model["speed"]["prompts"]:
-        found.append("the tokens are not those of model.generate, in float32: please report it")
+        found.append("the tokens differ from model.generate in float32: please report it")
     return found

@@ -129,7 +129,7 @@ class DecodingLoop:
     def _check_room(self) -> None:
         waiting = len(self._waiting) + self._alone.waiting
         if self._closed or waiting >= self._queue + max(0, self.rows - len(self._running)):
-            raise QueueFullError(f"{waiting} requests wait, as many as may; ask again later")
+            raise QueueFullError(f"{waiting} requests wait, the maximum; try again later")
 
     def _plan(self, request: GenerationRequest) -> RequestPlan:
         options = dict(request.options)

@@ -13,7 +13,7 @@ from lookahead.stats import DecodingStats
 _GAUGES = {
     "running": "Outputs that are being read or decoded.",
     "waiting": "Requests that wait.",
-    "cache_bytes": "Bytes of keys and values, those of earlier prompts too.",
+    "cache_bytes": "Bytes of keys and values, earlier prompts included.",
 }
 _COUNTERS = {
     "read_tokens": "Tokens of prompts that were read.",
@@ -34,7 +34,7 @@ class Metrics:
         self.requests = counter("requests", "Requests by path and status.", "path", "status")
         self._prompt = counter("prompt_tokens", "Tokens of prompts.")
         self._new = counter("completion_tokens", "Tokens that were written.")
-        self._passes = counter("passes", "Passes of the model behind prompts, counted for every row.")
+        self._passes = counter("passes", "Passes of the model after prompts, counted for every row.")
         self._drafted = counter("drafted_tokens", "Drafted tokens by source.", "source")
         self._accepted = counter("accepted_tokens", "Accepted tokens by source.", "source")
         name = "lookahead_first_token_seconds"

@@ -80,7 +80,7 @@ class Guard:
         origin = headers.get("origin")
         is_known = origin is None or origin in self._origins
         if not is_known and origin.partition("//")[2].lower() != headers["host"].lower():
-            raise ApiError(403, f"Origin: {origin[:100]!r} may not ask this server; --cors-origin names those that may")
+            raise ApiError(403, f"Origin: {origin[:100]!r} may not call this server; --cors-origin allows an origin")
         if self._key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
             given = headers.get("authorization", "").partition(" ")[2].strip().encode()
             if not hmac.compare_digest(given, self._key):

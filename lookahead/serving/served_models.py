@@ -140,7 +140,7 @@ class ServedModels:
         idle = next((each for each in others if _is_idle(self._models[each])), None)
         if idle is None:
             raise ApiError(
-                503, f"model: {len(others)} others are in use; ask again later", headers={"Retry-After": "5"}
+                503, f"model: {len(others)} others are in use; try again later", headers={"Retry-After": "5"}
             )
         return self._models.pop(idle)
 

@@ -60,7 +60,7 @@ class SummaryRequest:
         if self.style is not None and self.style not in STYLES:
             raise ConfigError(f"style must be {', '.join(STYLES)}, got {self.style!r}")
         if self.prompt is not None and self.style is not None:
-            raise ConfigError("a prompt and a style both say what to ask for; give one of them")
+            raise ConfigError("a prompt and a style exclude each other; pass one of them")
         if self.overlap < 0:
             raise ConfigError(f"overlap must be at least 0 tokens, got {self.overlap}")
 
@@ -186,7 +186,7 @@ class PromptFitter(Prompting):
                 f"the model's encoder must read at least {context + missing} tokens, and it reads {context}"
             )
         # Refining needs room for two summaries: the summary so far and the new one.
-        beside = "the summary so far and a part beside it"
+        beside = "the summary so far and a part"
         for limit, what, times in ((self._document_limit, "a document", 1), (self._part_limit, beside, 2)):
             if limit < MIN_DOCUMENT_TOKENS:
                 raise ConfigError(

@@ -192,7 +192,7 @@ class _Compilation(event.Listener):
         now = time.perf_counter()
         if not self._is_told and self._spent_s + now - self._began > _SILENT_S:
             self._is_told = True
-            self.tell("compiling what drafts and attends, once after an install: about 20 s")
+            self.tell("compiling code for drafts and attention, once per installation and kind of model: about 20 s")
         if not self._depth:
             self._spent_s += now - self._began
 

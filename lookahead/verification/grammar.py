@@ -60,7 +60,7 @@ class Grammar(PerRow):
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
         named = [name for name, each in given.items() if each is not None]
         if len(named) != 1:
-            raise ConfigError(f"give one of json_schema, regex and grammar, got {' and '.join(named) or 'none'}")
+            raise ConfigError(f"pass one of json_schema, regex and grammar, got {' and '.join(named) or 'none'}")
         library = _library()
         ends = _end_tokens(tokenizer, eos_token_id)
         text = _grammar_text(library.LLMatcher, named[0], given[named[0]])

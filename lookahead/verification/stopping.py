@@ -85,7 +85,7 @@ def stateful_reason(
     if rows > 1 and (name := stateful_name(processors, criteria, config)):
         return (
             f"{name} may keep a state, or look at other rows, so it must see every step of the whole batch: the {rows} "
-            "rows are decoded plainly; a prompt by itself is drafted for, and processors of lookahead.PerRow are"
+            "rows are decoded plainly; a single prompt is drafted for, and so are processors of lookahead.PerRow"
         )
     if is_lossy and config.do_sample and (name := foreign_processor(processors, config, is_tentative=True)):
         return (

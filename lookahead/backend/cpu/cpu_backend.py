@@ -56,7 +56,7 @@ class CpuBackend(TorchBackend):
             find = partial(nodes_of_call, make, decoder_vocabulary(model))
             self._most_states = state_of(model).probed(name, model, find, count_of)
         # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
-        self._why_apart = "" if has_kernels else "its kernels compute otherwise than the model's own code"
+        self._why_apart = "" if has_kernels else "its kernels compute differently from the model's own code"
         if processes_of(model) > 1:
             self._why_apart = "it is spread over several processes"
         self._served: nn.Module = nn.Identity() if self._why_apart else model

@@ -86,7 +86,7 @@ def find_fused(model: nn.Module) -> FusedLayers:
     elif torch.is_autocast_enabled("cpu"):  # products have another type than their inputs
         reason = "autocast is on"
     elif is_called_otherwise or "forward" in model.__dict__:
-        reason = "hooks for all modules, a forward of its own or a compiled module stand around them"
+        reason = "hooks for all modules, a forward of their own or a compiled module surround them"
     if reason:
         return FusedLayers([], [], [], len(found), reason)
     layers = [_parts_of(each) for each in found]
@@ -95,7 +95,7 @@ def find_fused(model: nn.Module) -> FusedLayers:
     code = code_of(frozenset(kinds))
     # Another package may have replaced a function that the kernels reimplement.
     if code.foreign or not multiplies_as_shipped():
-        return FusedLayers([], [], [], len(found), "code that they stand for is not as shipped")
+        return FusedLayers([], [], [], len(found), "the code that they replace is not as shipped")
     right = [parts for parts in layers if parts is not None and _is_right(parts, code.number)]
     # The last norm of the model, and the norms of layers that are not fused as a whole.
     inside = {norm for parts in right for norm in parts.norms}

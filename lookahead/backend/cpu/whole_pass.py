@@ -213,10 +213,10 @@ def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: di
     if type(held) is not nn.ModuleList or len(held) != len(layers):
         return "some of its layers are not fused"
     if not all(map(is_, held, (parts.layer for parts in layers))):
-        return "its layers stand in another order"
+        return "its layers have another order"
     owners = (model, decoder, held)
     if code_of(frozenset(map(type, owners))).foreign or not (is_bare(model) and is_bare(decoder)):
-        return "hooks or code of a user's stand around its layers"
+        return "a user's hooks or code surround its layers"
     if norm is None or norm not in fused.norms or norm.weight.dtype not in dtypes:
         return "its last norm is not fused, or of another type than its layers"
     if not all(linears.may_pack(each) for parts in layers for each in parts.linears):
