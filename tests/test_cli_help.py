@@ -152,7 +152,7 @@ def test_python_says_in_the_log_once_that_functions_of_the_package_are_compiled(
     assert not caplog.messages
     for factor in (5, 6):
         numba.njit(_of_the_package(factor))(1)
-    assert len(caplog.messages) == 1 and "once after an install" in caplog.text
+    assert len(caplog.messages) == 1 and "once per installation" in caplog.text
 
 
 def test_what_is_said_beside_a_status_line_stands_above_it_in_one_piece(monkeypatch):

@@ -294,7 +294,7 @@ def test_a_memory_is_built_added_to_described_and_verified(command):
     assert re.search(rf"^  contexts +{contexts} +$", shown, re.M)
     assert re.search(r"^  vocabulary +101 +$", shown, re.M)
     result = command("memory", "verify", "m.lkm", "--model", "model")
-    assert result.stdout == f"m.lkm: {contexts} contexts: whole, learned from model\n"
+    assert result.stdout == f"m.lkm: {contexts} contexts: intact, learned from model\n"
     assert "exists" in command("memory", "build", "a.txt", "--model", "model", "-o", "m.lkm").stderr
 
 

@@ -37,7 +37,7 @@ def test_the_command_tells_what_it_wrote(tmp_path, monkeypatch):
     write_successors("b.lkm", MODEL, learned([4]))
     result = CliRunner().invoke(app, ["memory", "merge", "a.lkm", "b.lkm", "-o", "all.lkm"])
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "all.lkm: 4 contexts\n")
-    assert CliRunner().invoke(app, ["memory", "verify", "all.lkm"]).stdout == "all.lkm: 4 contexts: whole\n"
+    assert CliRunner().invoke(app, ["memory", "verify", "all.lkm"]).stdout == "all.lkm: 4 contexts: intact\n"
     assert "lookahead memory merge " in CliRunner().invoke(app, ["memory", "merge", "--help"]).stdout
 
 

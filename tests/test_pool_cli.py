@@ -238,12 +238,12 @@ def test_info_shows_what_the_header_says(pool, tiny_tokenizer):
     assert figures["tokenizer"] == f"{tokenizer_fingerprint(tiny_tokenizer):016x}"
 
 
-def test_verify_tells_a_whole_pool_and_whose_it_is(pool, model_folder, summarizer_path):
+def test_verify_tells_a_intact_pool_and_whose_it_is(pool, model_folder, summarizer_path):
     assert pool("build", "a.txt", "-o", "pool.lkp").exit_code == 0
     result = pool("verify", "pool.lkp")
-    assert (result.exit_code, result.stdout) == (0, "pool.lkp: 12 tokens in 1 document: whole\n")
+    assert (result.exit_code, result.stdout) == (0, "pool.lkp: 12 tokens in 1 document: intact\n")
     result = pool("verify", "pool.lkp", "--model", str(model_folder))
-    assert (result.exit_code, result.stdout.endswith(f"whole, made for {model_folder}\n")) == (0, True)
+    assert (result.exit_code, result.stdout.endswith(f"intact, made for {model_folder}\n")) == (0, True)
     assert "made with another tokenizer" in only_error(pool("verify", "pool.lkp", "--model", str(summarizer_path)))
 
 
