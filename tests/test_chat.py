@@ -15,8 +15,9 @@ from lookahead import LookaheadConfig
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.cli import chat as cli_chat
 from lookahead.cli.app import app
-from lookahead.errors import PromptError
+from lookahead.errors import PromptError, SessionError
 from lookahead.generation.conversation import Conversation
+from lookahead.generation.session_file import SessionFile
 from lookahead.hf.call_caches import CACHE
 from tests.support.chats import GREEDY, answers
 
@@ -237,3 +238,46 @@ def test_a_cache_passed_in_is_continued_from_and_grows(tiny_llama, tiny_tokenize
     assert list(pieces)
     assert pieces.token_ids == expected[0]
     assert cache.get_seq_length() == again.get_seq_length() == len(ids) + 7
+
+
+def test_a_command_of_a_chat_that_cannot_be_done_is_one_line_and_the_chat_goes_on(run, cli_folder):
+    (cli_folder / "loop").symlink_to("loop")
+    lines = {
+        "/save ~nobody-here/x": "No such file or directory",
+        "/save loop": "Too many levels of symbolic links",
+        "/save a\0b": "null character",
+        "/load missing.json": "No such file or directory",
+        "/undo now": "/undo takes nothing after it, got 'now'",
+        "/save": "/save needs the name of a file",
+        "/save\tnamed.json": "",
+    }
+    for session in ([], ["--session", "chat.json"]):
+        result = run("chat", *session, input="abab\n" + "\n".join([*lines, "abab"]) + "\n")
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 6 and all(map(str.__contains__, errors, list(lines.values())[:6])), result.stderr
+        assert result.stdout.count("\n") == 2
+        assert len(json.loads((cli_folder / "named.json").read_text())) == 2
+    assert len(json.loads((cli_folder / "chat.json").read_text())) == 4
+
+
+def test_what_another_process_wrote_is_loaded_and_a_conversation_that_cannot_be_kept_stays(
+    cli_folder, tiny_llama, chat_tokenizer
+):
+    ours, theirs = SessionFile("chat.json"), SessionFile("chat.json")
+    conversation = Conversation(tiny_llama, chat_tokenizer, max_new_tokens=12, **GREEDY)
+    chat = cli_chat.Chat(conversation, 12, ours)
+    assert ours.read() is theirs.read() is None
+    chat._handle("abab")
+    held = list(conversation.history)
+    theirs.read()
+    other = [{"role": "user", "content": "xyz"}, {"role": "assistant", "content": "zyx"}]
+    theirs.write(other)
+    SessionFile("more.json").write([*other, *other])
+    for line in ("abab", "/load more.json"):
+        with pytest.raises(SessionError, match="was changed by another process"):
+            chat._handle(line)
+        assert conversation.history[:2] == held and not conversation.history[4:]
+    chat._handle("/load ./chat.json")
+    assert conversation.history == other
+    chat._handle("abab")
+    assert json.loads((cli_folder / "chat.json").read_text())[:3] == [*other, {"role": "user", "content": "abab"}]

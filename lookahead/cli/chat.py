@@ -141,13 +141,15 @@ class Chat:
 
     def _handle(self, line: str) -> None:
         """Answer a line, or do what it commands."""
-        name, _, file = line.partition(" ")
+        name, *rest = line.split(maxsplit=1) or [""]
         if line.startswith(_QUOTES):
             self._answer(self._read_quoted(line.removeprefix(_QUOTES)))
         elif name in ("/save", "/load"):
-            self._keep(name, file.strip())
-        elif line in self._commands:
-            self._commands[line]()
+            self._keep(name, *rest)
+        elif name in self._commands:
+            if rest:
+                raise ConfigError(f"{name} takes nothing after it, got {rest[0]!r}")
+            self._commands[name]()
         elif line.startswith("/") and line[1:].isalpha():
             _hint(f"no command {line}; {_HINT}")
         else:
@@ -177,15 +179,24 @@ class Chat:
         self._conversation.reset()
         self._save()
 
-    def _keep(self, command: str, file: str) -> None:
+    def _keep(self, command: str, file: str = "") -> None:
         """Save the conversation to a file, or load one."""
         if not file:
             raise ConfigError(f"{command} needs the name of a file")
-        if command == "/load":
+        is_session = self._session is not None and self._session.is_at(file)
+        if command == "/load" and is_session:
+            assert self._session is not None
+            self._conversation.restore(self._session.read() or [])
+        elif command == "/load":
+            before = self._conversation.history
             self._conversation.load(file)
+            try:
+                self._save()
+            except SessionError:
+                self._conversation.restore(before)
+                raise
+        elif is_session:
             self._save()
-        elif self._session is not None and self._session.path.resolve() == Path(file).expanduser().resolve():
-            self._session.write(self._conversation.history)
         else:
             self._conversation.save(file)
         _hint(f"{file}: {count(len(self._conversation.history), 'message')}")
@@ -234,7 +245,7 @@ def _hint(text: str) -> None:
 def _show_help() -> None:
     rows = Table.grid(padding=(0, 2))
     for command, meaning in _HELP:
-        rows.add_row(Text(command, no_wrap=True), meaning)
+        rows.add_row(command, meaning)
     console(sys.stderr).print(rows)
 
 

@@ -13,13 +13,14 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.backend.probes import continues_texts
 from lookahead.backend.read_prompt import prefixes_of
 from lookahead.config import LookaheadConfig, check_whole
-from lookahead.errors import PromptError
+from lookahead.errors import ConfigError, PromptError
 from lookahead.generation.api import stream
+from lookahead.generation.chat_messages import check_messages
 from lookahead.generation.hf_outputs import TextStream, append_states
 from lookahead.generation.prediction_reading import Predictions
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
 from lookahead.generation.session_file import SessionFile, read_session
-from lookahead.generation.validation import check_pair
+from lookahead.generation.validation import check_pair, resolved
 from lookahead.hf.call_caches import CACHE, tokens_in
 from lookahead.hf.facts import context_limit
 from lookahead.hf.state_layers import counts_tokens, has_states
@@ -73,7 +74,10 @@ class Conversation:
                 f"the tokenizer of {model.config.name_or_path or type(model).__name__!r} has no chat template; chat "
                 "with an instruction model"
             )
+        check_whole("max_new_tokens", max_new_tokens, 1)
         check_whole("prefix_bytes", prefix_bytes, 0)
+        if CACHE in options:
+            raise ConfigError(f"{CACHE} is not an option of a conversation, which keeps its own cache")
         self._prefix_bytes = prefix_bytes
         context = context_limit(model)
         reserved = max_new_tokens if context is None else min(max_new_tokens, max(1, context // 4))
@@ -81,19 +85,24 @@ class Conversation:
         fitting: Any = {"truncate": "left", "max_new_tokens": reserved}
         self._reader = PromptReader(model, tokenizer, chat_template_kwargs=chat_template_kwargs, **fitting)
         self._options: dict[str, Any] = {"config": config, "max_new_tokens": max_new_tokens, **options}
+        self._open: Generator[str, None, None] | None = None  # the last answer, which may still be written
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._has_own_system = system is not None
         self.stream: TextStream | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Clear the history and the cache."""
+        """Clear the history and the cache. An open answer ends."""
         self._set_history(self._system)
         self._cache = DynamicCache(config=self._model.config)
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
 
     def undo(self) -> Message | None:
-        """Remove the last question and its answer; returns the question, or None if there is none."""
+        """Remove the last question and its answer; returns the question, or None if there is none.
+
+        An open answer ends.
+        """
+        self._end_answer()
         last = max((i for i, message in enumerate(self.history) if message["role"] == "user"), default=None)
         if last is None:
             return None
@@ -102,7 +111,11 @@ class Conversation:
         return question
 
     def restore(self, messages: Sequence[Message]) -> None:
-        """Continue from the messages of another conversation; a system message given here replaces theirs."""
+        """Continue from the messages of another conversation; an open answer ends.
+
+        A system message given here replaces theirs. Raises PromptError if these are not chat messages.
+        """
+        check_messages(messages, "the conversation")
         theirs = list(takewhile(lambda message: message["role"] == "system", messages))
         if not self._has_own_system:
             self._system = theirs
@@ -117,10 +130,12 @@ class Conversation:
         self.restore(read_session(file))
 
     def ask(self, question: str, prediction: Predictions = None) -> Generator[str, None, None]:
-        """The answer to a message, piece by piece. If it is closed early, the history keeps the pieces so far.
+        """The answer to a message, piece by piece.
 
-        `prediction` is the expected answer, as in `lookahead.stream`.
+        If it is closed early, the history keeps the pieces so far. The next question closes it, and so do `undo`,
+        `reset`, `restore` and `load`. `prediction` is the expected answer, as in `lookahead.stream`.
         """
+        self._end_answer()
         messages = [*self.messages, {"role": "user", "content": question}]
         fitting = self._reader.fit_chat(messages)
         ids = self._reader.render(fitting)
@@ -129,13 +144,30 @@ class Conversation:
         self.dropped = len(messages) - len(fitting)
         self._continue_from(ids)
         # A cache of states alone has no token count, so every question is read with the whole history.
-        options = {**self._options, **({CACHE: self._cache} if counts_tokens(self._cache) else {})}
+        is_kept = counts_tokens(self._cache) and not self._has_other_cache()
+        options = {**self._options, **({CACHE: self._cache} if is_kept else {})}
         if prediction is not None:
             options["prediction"] = prediction
         self.stream = stream(self._model, self._tokenizer, ids, **options)
-        return self._answer(self.stream, fitting, ids)
+        self._open = self._answer(self.stream, fitting, ids)
+        return self._open
+
+    def _end_answer(self) -> None:
+        """Close an answer that is still open: its keys and values would be mixed with the next ones."""
+        try:
+            if self._open is not None:
+                self._open.close()
+        except ValueError as error:  # it is running, in another thread or in the caller's own processor
+            raise PromptError("the last answer is being written; wait for its next piece") from error
+
+    def _has_other_cache(self) -> bool:
+        """Whether options ask for another way to keep keys and values than the cache of this conversation."""
+        usual = {"num_beams": 1, "cache_implementation": None, "use_cache": True}
+        given = self._model, self._options.get("generation_config"), self._options
+        return any(resolved(*given, name) not in (None, value) for name, value in usual.items())
 
     def _set_history(self, messages: Sequence[Message]) -> None:
+        self._end_answer()
         self.history: list[Message] = list(messages)
         self.messages: list[Message] = list(messages)
         self.dropped = 0

@@ -22,7 +22,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.generation import validation
-from lookahead.generation.message_parts import text_messages
+from lookahead.generation.chat_messages import check_messages, newest_turns, template_options, text_messages
 from lookahead.generation.plan import RequestPlan, plan_request
 from lookahead.generation.prediction_reading import read_prediction, read_predictions
 from lookahead.hf.calls import resolve_call
@@ -43,6 +43,7 @@ _KINDS = "a string, chat messages or token ids"
 # Entries of a mapping that are not further inputs of the model.
 _APART = frozenset(("input_ids", "attention_mask", "labels"))
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_LONG = 8  # characters per token of the context, in a chat that is probably longer
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -115,7 +116,7 @@ class PromptReader:
             model, tokenizer, generation_config, options
         )
         self._special, self._truncate, self.further = add_special_tokens, truncate, dict[str, Any]()
-        self._chat_kwargs = dict(chat_template_kwargs or {})
+        self._chat_kwargs = template_options(chat_template_kwargs)
         has_encoder = model.config.is_encoder_decoder
         self._names = ("input", "encoder") if has_encoder else ("prompt", "model")
         self._vocabulary = vocabulary_size(model)
@@ -288,15 +289,10 @@ class PromptReader:
                 f"prompt {index} is chat messages, and the tokenizer has no chat template; pass a string, or set "
                 "tokenizer.chat_template"
             )
+        check_messages(messages, f"prompt {index}")
         for number, message in enumerate(messages):
-            where = f"message {number} of prompt {index}"
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
-                raise PromptError(f"{where} must be a dict with 'role' and 'content', got {got}")
-            if "content" not in message and "tool_calls" not in message:
-                raise PromptError(f"{where}, role {message['role']!r}, has no 'content'")
             if isinstance(message.get("content"), str):
-                _check_text(message["content"], where)
+                _check_text(message["content"], f"message {number} of prompt {index}")
         continues = messages[-1]["role"] == "assistant"
         try:
             encoded: Any = self.tokenizer.apply_chat_template(
@@ -313,15 +309,11 @@ class PromptReader:
 
     def fit_chat(self, messages: Sequence[Message], index: int = 0) -> list[Message]:
         """Drop the oldest turns until the messages fit; system messages and the last message stay."""
-        kept = list(messages)
-        while self.room is not None and len(self.render(kept, index)) > self.room:
-            turn = next((i for i, message in enumerate(kept[:-1]) if message["role"] != "system"), None)
-            if turn is None:
-                break
-            del kept[turn]
-            while turn < len(kept) - 1 and kept[turn]["role"] not in ("user", "system"):
-                del kept[turn]  # the answer goes with its question
-        return kept
+        check_messages(messages, f"prompt {index}")
+        if (room := self.room) is None:
+            return list(messages)
+        is_long = sum(len(str(each.get("content"))) for each in messages) > _LONG * room
+        return newest_turns(messages, lambda kept: len(self.render(kept, index)) <= room, is_long=is_long)
 
     def _shorten_chat(self, messages: Sequence[Message], index: int) -> list[int]:
         """Drop the oldest turns of a chat, then the beginning or the end of its last message."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 
 Messages: TypeAlias = "list[Mapping[str, Any]]"
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_session(file: str | os.PathLike[str]) -> Messages:
@@ -54,15 +56,35 @@ class SessionFile:
             held = self._messages()
             if self._is_followed and held != self._seen:
                 raise SessionError(f"{self.path} was changed by another process; save this conversation elsewhere")
-            write_atomically(self.path, json.dumps(list(messages), ensure_ascii=False, indent=1) + "\n")
+            write_atomically(self.path, _text_of(messages) + "\n")
             self._seen = list(messages)
 
+    def is_at(self, file: str | os.PathLike[str]) -> bool:
+        """Whether a name stands for this file."""
+        return os.path.realpath(_path_of(file)) == os.path.realpath(self.path)
+
     def _messages(self) -> Messages | None:
-        return read_session(self.path) if self.path.exists() else None
+        try:
+            self.path.stat()
+        except FileNotFoundError:
+            return None
+        return read_session(self.path)
 
 
 def _path_of(file: str | os.PathLike[str]) -> Path:
-    return Path(os.path.expanduser(file))  # pathlib's raises for an unknown user
+    path = Path(os.path.expanduser(file))  # pathlib's raises for an unknown user
+    if "\0" in str(path):
+        raise SessionError(f"{str(path)!r} is not the name of a file: it holds a null character")
+    return path
+
+
+def _text_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages as JSON; halves of surrogate pairs, which UTF-8 does not encode, are escaped."""
+    try:
+        text = json.dumps(list(messages), ensure_ascii=False, indent=1)
+    except (TypeError, ValueError) as error:
+        raise SessionError(f"the conversation holds a value that JSON does not have: {error}") from error
+    return text if text.isascii() or not _LONE_SURROGATE.search(text) else json.dumps(list(messages), indent=1)
 
 
 def _is_message(message: Any) -> bool:
