@@ -103,7 +103,7 @@ def spoil(path: Path, number: int, *, extra: bytes = b"") -> None:
             file.write(spoilt)
 
 
-GONE = "FILE was deleted or replaced by another program while the job ran; what it held"
+GONE = "FILE was deleted or replaced by another program while the job ran; its content"
 WRITTEN_AGAIN = rf"{GONE} was written again \(\d lines\)"
 MOVED = rf"{GONE} is in FILE\.recovered\.jsonl \(\d lines\): move that to FILE to continue with it"
 

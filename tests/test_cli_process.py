@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from lookahead.cli.app import app, main
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
-from tests.support.forked import command
+from tests.support.forked import command, heed_ctrl_c
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ["--model", str(ROOT / "tests" / "models" / "summarizer"), "--dtype", "fp32"]
@@ -110,7 +110,8 @@ run()
 def test_ctrl_c_while_the_command_loads_says_so_in_a_line(folder, module):
     words = [sys.executable, "-c", INTERRUPTED, module, "summarize", "docs.jsonl", "-o", "out.jsonl", *OPTIONS]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    started = {"capture_output": True, "text": True, "preexec_fn": heed_ctrl_c}
+    ran = subprocess.run(words, env=environment, timeout=300, **started)
     assert (ran.returncode, ran.stdout) == (130, "")
     assert ran.stderr.splitlines()[-1] == "interrupted: stopped before it was finished"
     assert "Traceback" not in ran.stderr and not (folder / "out.jsonl").exists()
@@ -120,7 +121,8 @@ def test_ctrl_c_while_a_long_document_is_read_ends_the_job_by_status_130(folder)
     (folder / "long.txt").write_text("The cat sat on the mat, and the dog saw it. " * 20_000)
     words = [sys.executable, "-m", "lookahead", "summarize", "long.txt", "-o", "out.jsonl", *OPTIONS]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, env=environment, preexec_fn=heed_ctrl_c, **pipes)
     try:
         deadline = time.monotonic() + 300
         while not (folder / "out.jsonl.manifest.json").exists():  # from then on it reads

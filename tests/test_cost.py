@@ -235,7 +235,7 @@ def test_the_cost_of_padded_steps_is_a_staircase_and_recording_is_no_part_of_it(
     def step(nodes: int, tokens: int, seconds: float, *, is_cold: bool = False) -> None:
         root = TokenTree.root(5), np.zeros(1, np.int32)
         plan = controller.plan([50], 100)
-        controller.record(plan, StepRecord([root], [tokens], nodes, 0.0, seconds, is_cold))
+        controller.record(plan, StepRecord([root], [tokens], float(nodes), 0.0, seconds, is_cold))
 
     for nodes, seconds in [(1, 0.001), (4, 0.002), (16, 0.004), (1, 0.001), (1, 0.001)] * 8:
         step(nodes, nodes, seconds)

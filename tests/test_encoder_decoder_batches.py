@@ -215,5 +215,5 @@ def test_rows_behind_padding_verify_trees_where_positions_heed_it() -> None:
 
     decode_behind_padding(model_of("T5"))
     for model in (model_of("Bart"), build(ENCODER_DECODERS["T5"]).to(torch.bfloat16)):
-        with pytest.raises(UnsupportedModelError, match="behind a padded decoder_attention_mask"):
+        with pytest.raises(UnsupportedModelError, match="after a padded decoder_attention_mask"):
             decode_behind_padding(model, slice(1, 2))

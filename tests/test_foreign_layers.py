@@ -252,7 +252,7 @@ def test_prompts_are_read_one_by_one_where_layers_are_of_others_code(looping_lla
 
 def test_layers_that_take_no_more_than_some_rows_are_decoded_plainly(looping_llama):
     model = made(looping_llama, of_few_rows)
-    with pytest.warns(UserWarning, match="compute several tokens otherwise than one.*decoded plainly"):
+    with pytest.warns(UserWarning, match="compute several tokens differently from one.*decoded plainly"):
         got = model.generate(IDS, **GREEDY, custom_generate=lookahead.decode)
     assert torch.equal(got, model.generate(IDS, **GREEDY))
 

@@ -279,7 +279,7 @@ def test_a_switch_and_a_streamer_serve_a_prompt_with_an_image(accepted: list[int
     [
         ("Mllama", {}, "its cache holds more than the text"),
         ("Llava", {"num_beams": 2}, "'mm_encoder_outputs'"),
-        ("Llava", {"use_cache": False}, "read anew"),
+        ("Llava", {"use_cache": False}, "read again"),
     ],
     ids=lambda each: each if isinstance(each, str) else next(iter(each), "greedy"),
 )

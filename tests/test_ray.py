@@ -20,6 +20,7 @@ from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.worker_pool import TRIES, RayWorker, WorkerPool
 from lookahead.summarization.summarizer import Summarized
+from tests.support.forked import heed_ctrl_c
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'lookahead-decoding[ray]'")
 
@@ -190,7 +191,9 @@ def test_ctrl_c_at_a_terminal_ends_a_job_of_workers_and_its_cluster_and_keeps_wh
     (cli_folder / "many.jsonl").write_text(texts)
     words = [sys.executable, "-m", "lookahead", "summarize", "many.jsonl", "-o", "out.jsonl", "-n", "12", *TWO]
     options = ["--ray-address", "local", "--model", str(model_folder), "--dtype", "fp32", "--device", "cpu"]
-    process = subprocess.Popen([*words, *options], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [*words, *options], stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_ctrl_c
+    )
     output, deadline = cli_folder / "out.jsonl", time.monotonic() + 120
     while not (output.exists() and output.read_bytes().count(b"\n") > 2):
         assert process.poll() is None and time.monotonic() < deadline

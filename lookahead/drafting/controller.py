@@ -184,8 +184,8 @@ class Controller:
         return curve[[0] + [self._width(n) for n in range(1, nodes + 1)]] if self.is_padded else curve
 
     def _width(self, nodes: Any) -> Any:
-        """Nodes of a pass over trees of at most `nodes` nodes."""
-        return padded_nodes(nodes, self.node_budget + 1) if self.is_padded else nodes
+        """Nodes of a pass whose trees have `nodes` nodes at most, or on average if each row has its own number."""
+        return padded_nodes(math.ceil(nodes), self.node_budget + 1) if self.is_padded else nodes
 
 
 def _at(curve: FloatArray, nodes: float) -> float:

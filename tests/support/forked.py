@@ -88,6 +88,11 @@ def status_of(run: Callable[[], object]) -> int | None:
     return status
 
 
+def heed_ctrl_c() -> None:
+    """In a new process: Ctrl-C interrupts it, even if a shell runs the tests in the background and ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def command(*words: str, folder: Path, stdout: int | None = None, closes: int | None = None) -> Iterator[Forked]:
     """Run a command line in a process that ends with the block."""
