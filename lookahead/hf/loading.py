@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead.documents.byte_sources import in_time
-from lookahead.errors import ConfigError, UnsupportedModelError, first_line
+from lookahead.errors import ConfigError, UnsupportedModelError, first_line, one_line
 from lookahead.hf.checkpoints import load_weights, no_bars
 from lookahead.hf.gguf_files import convert_once, is_gguf
 from lookahead.hf.gguf_plan import planned_once
@@ -258,7 +258,8 @@ def _locate_on_hub(model: str, files: Sequence[str]) -> tuple[str, bool]:
     """The repository of an `hf://` address, or the local path of a GGUF file in it, which is downloaded once."""
     owner, name, file = (*model.removeprefix(HUB).split("/", 2), "", "")[:3]
     repository = f"{owner}/{name}"
-    if not _HUB_ID.fullmatch(repository) or (file and not file.endswith(".gguf")):
+    is_file = file.endswith(".gguf") and not {"", ".", ".."} & {*file.split("/")}
+    if not _HUB_ID.fullmatch(repository) or (file and not is_file):
         raise UnsupportedModelError(f"model {model!r} must be {HUB}OWNER/NAME or {HUB}OWNER/NAME/FILE.gguf")
     if file:
         return _hub_file(model, repository, file), True
@@ -270,9 +271,9 @@ def _locate_on_hub(model: str, files: Sequence[str]) -> tuple[str, bool]:
 
 def _hub_file(model: str, repository: str, file: str) -> str:
     """The path of a file in the Hub's cache, downloaded if necessary."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
 
-    if isinstance(cached := try_to_load_from_cache(repository, file), str):
+    if (cached := _cached(model, repository, file)) is not None:
         return cached
     _check_hub(repository, (file,))
     with _loading(f"model {model!r}"):
@@ -288,17 +289,28 @@ def _default_file() -> Path:
     raise UnsupportedModelError(_DEFAULT_MISSING)
 
 
+def _cached(model: str, repository: str, file: str) -> str | None:
+    """The path of a file in the Hub's cache, if it is there; UnsupportedModelError if it cannot be."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        path = try_to_load_from_cache(repository, file)
+    except HFValidationError as error:
+        raise UnsupportedModelError(f"model {model!r} is neither a folder nor a name on the Hub: {error}") from error
+    except (OSError, ValueError) as error:  # no name of a file, or a damaged cache
+        raise UnsupportedModelError(f"model {model!r}: the Hub's cache cannot be read: {one_line(error)}") from error
+    return path if isinstance(path, str) else None
+
+
 @functools.cache  # a model that was found is not looked up again
 def _check_hub(model: str, files: tuple[str, ...]) -> None:
     """Check that a model is on the Hub or in its cache, within a bounded time."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
-    try:
-        if any(isinstance(try_to_load_from_cache(model, file), str) for file in files):
-            return
-    except HFValidationError as error:
-        raise UnsupportedModelError(f"model {model!r} is neither a folder nor a name on the Hub: {error}") from error
+    if any(_cached(model, model, file) is not None for file in files):
+        return
     try:
         # A host lookup can outlast the client's timeouts.
         in_time(lambda: get_hf_file_metadata(hf_hub_url(model, files[-1]), timeout=_HUB_S), _HUB_S)
