@@ -208,6 +208,28 @@ def test_a_machine_without_models_has_an_empty_list(tmp_path, monkeypatch):
     assert CliRunner().invoke(app, ["models", "--json"]).stdout == ""
 
 
+@pytest.mark.parametrize("damage", ["file", "loop", "home", "reference"])
+def test_a_cache_of_the_hub_that_cannot_be_read_is_one_line_and_other_models_are_listed(hub, monkeypatch, damage):
+    if damage == "reference":
+        (hub / "models--maker--tiny" / "refs" / "main").write_bytes(b"\xff")
+    else:
+        cache = Path("~nobody-of-this-name/hub") if damage == "home" else hub.with_name(damage)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        if damage == "file":
+            cache.write_text("")
+        elif damage == "loop":
+            cache.symlink_to(cache)
+    default = hub.with_name("default.gguf")
+    default.write_bytes(b"GGUF")
+    monkeypatch.setattr(loading, "_default_file", lambda: default)
+    result = CliRunner().invoke(app, ["models", "--json"])
+    assert [json.loads(line)["name"] for line in result.stdout.splitlines()] == ["smollm2"]
+    assert result.stderr.startswith("warning: the models in the cache of the Hugging Face Hub, ")
+    assert f"{damage if damage in ('file', 'loop') else 'hub'}, are not listed: " in result.stderr
+    assert result.stderr.count("\n") == 1 and result.exit_code == 0
+    one_line(CliRunner().invoke(app, ["generate", "Once", "-m", "hf://maker/tiny/gone.gguf"]))
+
+
 def test_an_output_that_loops_is_flagged_wherever_it_is_shown(cli_folder, float32_summarizer):
     loaded, options = lookahead.load(float32_summarizer), {"max_new_tokens": 100, "do_sample": False}
     result = lookahead.generate(*loaded, ["Once", [5, 6]], **options)

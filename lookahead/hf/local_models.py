@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import UnsupportedModelError, one_line, warn
 from lookahead.hf.gguf_files import kept_models
 from lookahead.hf.loading import DEFAULT_MODEL, HUB, locate_model
 from lookahead.utils.atomic import read_json
@@ -48,9 +49,14 @@ def local_models() -> list[LocalModel]:
 def _in_hub_cache() -> Iterator[LocalModel]:
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
+    folder = constants.HF_HUB_CACHE
     try:
-        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+        repositories = scan_cache_dir(folder).repos
     except CacheNotFound:
+        return
+    except (OSError, RuntimeError, ValueError) as error:  # no folder, one that cannot be read, or a damaged one
+        reason = "it is a file" if os.path.isfile(folder) else one_line(error)
+        warn(f"the models in the cache of the Hugging Face Hub, {folder}, are not listed: {reason}")
         return
     for repository in repositories:
         if repository.repo_type != "model" or not repository.revisions:
