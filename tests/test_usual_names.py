@@ -195,9 +195,35 @@ def test_the_models_on_this_machine_are_listed_by_names_that_are_taken(hub, tmp_
         assert Path(model.path).exists()
     shown = CliRunner().invoke(app, ["models", "--json"]).stdout.splitlines()
     assert [json.loads(line)["name"] for line in shown] == names
-    monkeypatch.setenv("COLUMNS", "500")
-    table = CliRunner().invoke(app, ["models"]).stdout
-    assert all(name in table for name in names) and "400 bytes" in table
+
+
+@pytest.mark.parametrize("columns", [1, 20, 80, 500])
+def test_a_program_that_reads_the_models_gets_a_line_for_each_whatever_the_width(hub, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    kept = gguf_files.kept_models() / "two  words\n:smile: [b]\u65e5\u672c"
+    shutil.copytree(hub / "models--maker--tiny" / "snapshots" / "0123abcd", kept)
+    found = local_models()
+    lines = CliRunner().invoke(app, ["models"]).stdout.splitlines()
+    for model in found:
+        (line,) = (each for each in lines if f" {model.name} ".replace("\n", "\ufffd") in each)
+        assert model.path in line or model.path == model.name
+    assert len([line for line in lines if line.strip()]) == len(found) + 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no pseudo terminal")
+@pytest.mark.parametrize("columns", [3, 20, 60, 80, 120])
+def test_names_of_models_are_whole_at_a_terminal_of_any_width(hub, columns):
+    from tests.support.pseudo_terminal import at_terminal
+
+    with at_terminal("models", columns=columns) as terminal:
+        assert terminal.wait() == 0
+        shown = terminal.shown
+    is_table = columns >= 80
+    assert ("where" in shown) == is_table
+    for model in local_models():
+        assert model.name in shown and (model.dtype or "") in shown
+        assert is_table or model.path in shown  # a table breaks it, the terminal does not
+    assert not is_table or max(map(len, shown.splitlines())) <= columns
 
 
 def test_a_machine_without_models_has_an_empty_list(tmp_path, monkeypatch):
