@@ -19,7 +19,7 @@ from lookahead.backend.torch_backend import TorchBackend
 from lookahead.errors import ConfigError, PromptError
 from lookahead.hf.cache import RowCopy
 from lookahead.serving.decoding_loop import DecodingLoop
-from lookahead.serving.requests import GenerationRequest, QueueFullError, Update
+from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError, Update
 from tests.support.families import FAMILIES, build
 from tests.test_encoder_decoder import model_of
 
@@ -292,7 +292,7 @@ def test_closing_ends_outputs_with_a_reason_and_the_threads(tiny_llama, tiny_tok
     assert begun.wait(WAIT_S)
     loop.close()
     assert [client.wait().end for client in clients] == ["cancelled"] * 4
-    with pytest.raises(QueueFullError):
+    with pytest.raises(LoopClosedError):
         Client(loop, endless)
     deadline = time.monotonic() + WAIT_S
     while threading.active_count() > before and time.monotonic() < deadline:

@@ -35,7 +35,7 @@ from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.kernels.jobs import torch_on_threads
 from lookahead.serving.alone import AloneWorker
 from lookahead.serving.output import Output
-from lookahead.serving.requests import GenerationRequest, OnUpdate, QueueFullError, Ticket
+from lookahead.serving.requests import GenerationRequest, LoopClosedError, OnUpdate, QueueFullError, Ticket
 from lookahead.utils.machine import memory_bytes
 
 _STEPS = 16  # steps of a block with the model in service
@@ -110,7 +110,8 @@ class DecodingLoop:
         `on_update` is called with every update on a thread of the loop; it must not block.
 
         Raises:
-            QueueFullError: Too many requests wait, or the loop was closed.
+            QueueFullError: Too many requests wait.
+            LoopClosedError: The loop was closed.
             ConfigError, PromptError, UnsupportedModelError: The request cannot be served.
         """
         self._check_room()
@@ -128,7 +129,9 @@ class DecodingLoop:
 
     def _check_room(self) -> None:
         waiting = len(self._waiting) + self._alone.waiting
-        if self._closed or waiting >= self._queue + max(0, self.rows - len(self._running)):
+        if self._closed:
+            raise LoopClosedError("the decoding loop was closed")
+        if waiting >= self._queue + max(0, self.rows - len(self._running)):
             raise QueueFullError(f"{waiting} requests wait, the maximum; try again later")
 
     def _plan(self, request: GenerationRequest) -> RequestPlan:
@@ -139,9 +142,7 @@ class DecodingLoop:
         options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
         reader = PromptReader(self.model, self.tokenizer, self._given, **options)
         plan = reader.plan([reader.read(request.ids, 0)], None, [request.prediction])
-        if not plan.is_sampled:
-            return plan
-        return replace(plan, generator=generator_for(self.model, request.seed))
+        return replace(plan, generator=generator_for(self.model, request.seed)) if plan.is_sampled else plan
 
     def _row_of(self, plan: RequestPlan) -> Row | None:
         """A row for the prompt; None if it cannot share a batch."""
@@ -302,7 +303,7 @@ class DecodingLoop:
         rows = [output.row for output in outputs if output.row is not None]
         lengths = [row.tokens for row in rows]
         if self._engine is None:
-            self._engine = self._assemble(outputs[0])
+            self._engine = self._assemble(outputs[0].plan)
         needs = [self._slots_of(each) for each in self._running.values()]
         with self._engine.serving():
             make_room(self._engine.cache, needs, self._cache_tokens, self.rows)
@@ -322,8 +323,7 @@ class DecodingLoop:
             first = self._waiting[0]
             return first if fits([*needs, self._slots_of(first)], self._cache_tokens) else None
 
-    def _assemble(self, first: Output) -> Engine:
-        plan = first.plan
+    def _assemble(self, plan: RequestPlan) -> Engine:
         return assemble(
             self.model,
             self.config,

@@ -19,6 +19,10 @@ class QueueFullError(LookaheadError):
     retry_after_s = 1
 
 
+class LoopClosedError(LookaheadError):
+    """The decoding loop was closed and takes no more requests."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request for one output.

@@ -88,10 +88,14 @@ class ServedModels:
         names: Models that are always served; the first is the default of requests.
         allow_any: Whether other models are loaded by their names on the Hub.
         options: Further arguments of `ServedModel`.
+
+    Attributes:
+        is_closed: Whether the models were told to end.
     """
 
     def __init__(self, names: Sequence[str], *, allow_any: bool = False, **options: Any) -> None:
         self.names, self._allow_any, self._options = tuple(names), allow_any, options
+        self.is_closed = False
         self._lock = threading.Lock()
         self._models: OrderedDict[str, Future[ServedModel]] = OrderedDict()
         for name in self.names:
@@ -161,6 +165,7 @@ class ServedModels:
 
     def close(self) -> None:
         """End the outputs of all models."""
+        self.is_closed = True
         for each in self.loaded:
             each.loop.close()
 

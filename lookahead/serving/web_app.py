@@ -19,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from lookahead.errors import ConfigError, LookaheadError
@@ -26,7 +27,7 @@ from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.metrics import Metrics
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody, parsed
-from lookahead.serving.requests import GenerationRequest, QueueFullError, Ticket, Update
+from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError, Ticket, Update
 from lookahead.serving.safety import Guard
 from lookahead.serving.served_models import ServedModel, ServedModels
 from lookahead.serving.timed_workers import TimedWorkers
@@ -34,8 +35,8 @@ from lookahead.serving.translation import as_api_error
 
 _READERS = 8  # threads for rendering and tokenizing
 _READING_S = 10.0  # time limit of rendering and tokenizing
+_LEFT = 499  # the status of a request whose client is gone, for the metrics
 _SHUTDOWN_S = 3  # time for answers to end at shutdown
-_CLOSING = "the server is shutting down"
 _log = logging.getLogger(__name__)
 
 
@@ -116,6 +117,9 @@ class _Service:
             raise ApiError(
                 429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after_s)}
             ) from None
+        except LoopClosedError:
+            turn.cancel()
+            raise self._closed() from None
         except LookaheadError as error:
             turn.cancel()
             raise as_api_error(error) or error from error
@@ -123,6 +127,12 @@ class _Service:
             turn.cancel()
             raise
         return turn
+
+    def _closed(self) -> ApiError:
+        """The response to a request whose model no longer decodes."""
+        if self.models.is_closed:
+            return ApiError(503, "the server is shutting down", code="shutting_down")
+        return ApiError(503, "the model was freed for another; try again", headers={"Retry-After": "1"})
 
     async def updates(self, turn: _Turn) -> AsyncIterator[tuple[int, Update]]:
         """The updates of all outputs until the last has ended; ApiError if an output failed."""
@@ -140,7 +150,7 @@ class _Service:
                     _log.error("an output failed", exc_info=update.error)
                 raise known or ApiError(500, "internal error")
             if update.end == "cancelled":
-                raise ApiError(503, _CLOSING, code="shutting_down")
+                raise self._closed()
             if update.tokens and not choices[i].tokens:
                 self.metrics.first_token.observe(time.monotonic() - turn.started)
             yield i, update
@@ -157,10 +167,12 @@ class _Service:
                 turn.answer.choices[i].add(update)
 
         collecting, leaving = asyncio.ensure_future(collect()), asyncio.ensure_future(_left(request))
+        for each in (collecting, leaving):
+            each.add_done_callback(_forget)
         try:
             await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
-                return Response(status_code=499)  # the client is gone
+                return Response(status_code=_LEFT)
             collecting.result()
             return JSONResponse(turn.answer.whole())
         finally:
@@ -183,6 +195,12 @@ class _Service:
         finally:
             turn.cancel()
         yield "data: [DONE]\n\n"
+
+
+def _forget(task: asyncio.Task[None]) -> None:
+    """Take note of the error of a task that nobody may wait for: asyncio logs the others as never retrieved."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _event(chunk: dict[str, Any]) -> str:
@@ -266,6 +284,10 @@ def make_app(
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         return JSONResponse(ApiError(error.status_code, str(error.detail)).body, error.status_code)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=_LEFT)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
