@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,6 +22,7 @@ from lookahead.serving.api_errors import ApiError, invalid
 MAX_CHOICES = 128
 # Listing the errors of a million entries takes seconds.
 _MOST_FIELDS, _MOST_ENTRIES = 64, 1024
+_SHOULD = "Input should be "  # how pydantic's messages about types begin
 _LEAST_TEMPERATURE = 1e-6  # smaller ones make scores overflow
 
 
@@ -77,11 +80,17 @@ class Tool(_Body):
     function: Function
 
 
+class FunctionName(_Body):
+    """The name of a function."""
+
+    name: Text
+
+
 class NamedTool(_Body):
     """The tool that the model must use."""
 
     type: Literal["function"]
-    function: dict[Literal["name"], Text]
+    function: FunctionName
 
 
 class Message(_Body):
@@ -227,25 +236,62 @@ def parsed(kind: type[Any], body: bytes) -> Any:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        errors = error.errors(include_url=False)
+        first, reason = _of_fitting_branch(errors)
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json") from None
-        # The branches of a union are named after types, not fields.
-        field = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in _known(kind))
-        got = "" if first["type"] == "missing" else f", got {shortened(first['input'])}"
-        reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            field, got = ".".join(map(str, [*field.split("."), first["loc"][-1]])).strip("."), ""
+        field = ".".join(map(str, _path(first)))
+        got = "" if first["type"] in ("missing", "extra_forbidden") else f", got {shortened(first['input'])}"
         raise invalid(field or None, f"{reason}{got}") from None
 
 
-def _known(kind: type[Any]) -> set[str]:
-    names, waiting = set[str](), [kind]
-    for name in ("messages", "content", "text", "type", "role", "function", "name", "json_schema", "schema"):
-        names.add(name)
-    while waiting:
-        names |= set(waiting.pop().model_fields)
-    return names | {"include_usage", "parameters", "tool_calls", "tool_call_id"}
+def _of_fitting_branch(errors: Sequence[Any]) -> tuple[Any, str]:
+    """The first error, and its message.
+
+    A field that may have several types has errors of each. The first error of the type that the value fits is furthest
+    in the value, or is not about the type; if there is no such type, the message lists them all.
+    """
+    start = _path(errors[0])
+    at, branches = len(start), dict[tuple[Any, ...], Any]()
+    for each in errors:
+        if _path(each)[:at] == start:
+            branches.setdefault(each["loc"][at : at + 1], each)
+
+    def fit(error: Any) -> tuple[list[int], int, bool]:
+        inner = _path(error)[at:]
+        return [part for part in inner if isinstance(part, int)], len(inner), not _is_of_type(error)
+
+    best = max(branches.values(), key=fit)
+    if best["type"] == "extra_forbidden":
+        return best, "unknown field"
+    others = [each["msg"] for each in branches.values() if fit(each) == fit(best)] if _is_of_type(best) else []
+    first, *more = dict.fromkeys(others or [best["msg"]])
+    return best, " or ".join([first.removeprefix("Value error, "), *(each.removeprefix(_SHOULD) for each in more)])
+
+
+def _is_of_type(error: Any) -> bool:
+    """Whether a value has another type than the branch of an error."""
+    is_other_literal = error["type"] == "literal_error" and not isinstance(error["input"], str)
+    return is_other_literal or error["type"].endswith("_type")
+
+
+def _path(error: Any) -> list[str | int]:
+    """The fields and indices that lead to an error; the branches between are named after types."""
+    *outer, last = error["loc"] or [""]
+    path = [part for part in outer if isinstance(part, int) or part in _field_names()]
+    is_named = isinstance(last, int) or last in _field_names() or error["type"] == "extra_forbidden"
+    return [*path, last] if is_named else path
+
+
+@functools.cache
+def _field_names() -> frozenset[str]:
+    """The names of the fields of all bodies and their parts."""
+    kinds, names = [_Body], set[str]()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        names |= {field.alias or name for name, field in kind.model_fields.items()}
+    return frozenset(names)
 
 
 def shortened(value: object) -> str:

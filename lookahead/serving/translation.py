@@ -108,9 +108,10 @@ class Translator:
         choice, tools = body.tool_choice, body.tools or []
         if choice in (None, "none", "auto"):
             return ()
-        named = [each for each in tools if choice == "required" or each.function.name == choice.function["name"]]  # type: ignore[union-attr]
+        wanted = choice.function.name if isinstance(choice, NamedTool) else None
+        named = [each for each in tools if wanted in (None, each.function.name)]
         if not named:
-            got = choice.function["name"] if isinstance(choice, NamedTool) else choice
+            got = wanted or choice
             raise invalid(
                 "tool_choice", f"must name one of the tools {[each.function.name for each in tools]}, got {got!r}"
             )

@@ -1,0 +1,102 @@
+"""What a server says of a wrong field: what is allowed there, by the type that the value was meant to have."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lookahead.serving.api_errors import ApiError
+from lookahead.serving.request_schemas import ChatBody, CompletionBody, parsed
+
+TEXT = {"type": "text", "text": "a"}
+OBJECTS = "Input should be a valid string or a valid array"
+ITEMS = "Input should be a valid string or a valid integer or a valid array"
+
+
+def message(kind, **fields):
+    """What is said of the fields of a request."""
+    with pytest.raises(ApiError) as raised:
+        parsed(kind, json.dumps(fields).encode())
+    told = raised.value.body["error"]
+    assert raised.value.status == 400 and told["message"].startswith(f"{told['param']}: ")
+    return told["message"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (["x"] * 100, "stop: List should have at most 16 items after validation, not 100, got ['x', "),
+        (["x" * 300] * 100, "stop: List should have at most 16 items after validation, not 100, got ['x"),
+        ("", "stop: String should have at least 1 character, got ''"),
+        ("x" * 300, "stop: String should have at most 200 characters, got 'x"),
+        ([""], "stop.0: String should have at least 1 character, got ''"),
+        (["", ""], "stop.0: String should have at least 1 character, got ''"),
+        (["a", 5], "stop.1: Input should be a valid string, got 5"),
+        (5, f"stop: {OBJECTS}, got 5"),
+        ({"a": 1}, f"stop: {OBJECTS}, got {{'a': 1}}"),
+    ],
+)
+def test_of_a_text_or_several_what_was_sent_is_told_apart(stop, expected):
+    assert message(CompletionBody, prompt="abc", stop=stop).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (5, f"content: {OBJECTS}, got 5"),
+        (TEXT, f"content: {OBJECTS}, got {TEXT}"),
+        (["a"], "content.0: Input should be an object, got 'a'"),
+        ([{"type": "image_url", "image_url": {}}], "content.0.type: Input should be 'text', got 'image_url'"),
+        ([TEXT, {"type": "input_audio"}], "content.1.type: Input should be 'text', got 'input_audio'"),
+        ([{"type": "text"}], "content.0.text: Field required"),
+        ([{"type": "text", "text": 5}], "content.0.text: Input should be a valid string, got 5"),
+        ([{**TEXT, "cache_control": {}}], "content.0.cache_control: unknown field"),
+    ],
+)
+def test_of_a_message_the_wrong_part_is_named(content, expected):
+    assert message(ChatBody, messages=[{"role": "user", "content": content}]) == f"messages.0.{expected}"
+    chat = [{"role": "user", "content": "x"}]
+    told = message(ChatBody, messages=chat, prediction={"type": "content", "content": content})
+    assert told == f"prediction.{expected}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (5, f"prompt: {OBJECTS}, got 5"),
+        ([1, "a"], "prompt.1: Input should be a valid integer, got 'a'"),
+        (["a", 1], "prompt.1: Input should be a valid string, got 1"),
+        ([[1, "a"]], "prompt.0.1: Input should be a valid integer, got 'a'"),
+        ([[1], "a"], "prompt.1: Input should be a valid array, got 'a'"),
+        ([1.5], f"prompt.0: {ITEMS}, got 1.5"),
+        ([None], f"prompt.0: {ITEMS}, got None"),
+    ],
+)
+def test_of_several_prompts_the_first_that_is_unlike_those_before_is_named(prompt, expected):
+    assert message(CompletionBody, prompt=prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("any", ": Input should be 'none', 'auto' or 'required', got 'any'"),
+        (5, ": Input should be 'none', 'auto' or 'required' or an object, got 5"),
+        ({}, ".type: Field required"),
+        ({"type": "function"}, ".function: Field required"),
+        ({"type": "function", "function": {}}, ".function.name: Field required"),
+        ({"type": "function", "function": {"name": ""}}, ".function.name: String should have at least 1 character"),
+        ({"type": "function", "function": {"name": "f", "strict": True}}, ".function.strict: unknown field"),
+    ],
+)
+def test_of_a_choice_of_tools_the_wrong_field_is_named(choice, expected):
+    told = message(ChatBody, messages=[{"role": "user", "content": "x"}], tool_choice=choice)
+    assert told.startswith(f"tool_choice{expected}")
+
+
+def test_of_several_wrong_fields_one_is_told_with_its_own_mistake():
+    assert message(CompletionBody, prompt="x", n=0, stop=[""], seed=1.5).startswith(("n: ", "stop.0: ", "seed: "))
+    assert message(CompletionBody, prompt=[1, "a"], stop=["", ""]).startswith(("prompt.1: ", "stop.0: "))
+    tools = [{"type": "function", "function": {"name": "f", "strict": "yes"}}]
+    told = message(ChatBody, messages=[{"role": "user", "content": "x"}], tools=tools)
+    assert told == "tools.0.function.strict: Input should be a valid boolean, got 'yes'"
