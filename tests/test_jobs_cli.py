@@ -195,6 +195,7 @@ def test_a_number_in_a_job_file_is_as_good_as_its_text_and_a_whole_one_as_any(su
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("json = true", "no option 'json'; format = \"json\" prints JSON lines; the options are inputs"),
         ("max-tokens = 3", "no option 'max-tokens'; the options are inputs, output, id-field"),
         (
             "max-new-tokens = 3\nmax_new_tokens = 4",

@@ -127,7 +127,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
         if self.format not in FORMATS:
             raise ConfigError(f"format must be {', '.join(FORMATS)}, got {self.format!r}")
         if self.output is not None and self.format != "auto":
-            raise ConfigError("format is that of stdout; with --output the summaries go to that file as JSON lines")
+            raise ConfigError("--json and --format are for stdout; with --output the summaries go to that file instead")
 
     def settings(self) -> JobSettings:
         """What these options ask the job for; ConfigError if one of them is out of its range."""
@@ -173,7 +173,8 @@ def read_job_file(path: Path) -> dict[str, Any]:
     for name, value in table.items():
         option = names.get(name.replace("_", "-"))
         if option is None:
-            raise ConfigError(f"job {path}: no option {name!r}; the options are {', '.join(names)}")
+            hint = '; format = "json" prints JSON lines' if name in ("json", "as_json", "as-json") else ""
+            raise ConfigError(f"job {path}: no option {name!r}{hint}; the options are {', '.join(names)}")
         if option.name in values:
             raise ConfigError(f"job {path}: {name} is given twice, with - and with _")
         allowed, types = _TYPES[str(option.type).removesuffix(" | None")]
