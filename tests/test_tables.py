@@ -46,3 +46,11 @@ def test_names_are_cut_in_the_middle_so_that_a_row_stays_a_line(columns, monkeyp
 def test_names_are_whole_where_there_is_room_for_them(stream, columns, monkeypatch):
     lines = shown(monkeypatch, stream, columns)
     assert all(any(row["file"] in line for line in lines) for row in ROWS)
+
+
+@pytest.mark.parametrize("columns", [20, 24, 30])
+def test_on_a_narrow_terminal_each_figure_has_a_line_with_its_heading(columns, monkeypatch):
+    lines = shown(monkeypatch, Terminal(), columns)
+    figures = [line.split() for line in lines if line and not line.startswith((" ", "file"))]
+    assert figures == [[name, row[name]] for row in ROWS for name in ("tokens", "speedup")]
+    assert max(map(len, lines)) <= columns

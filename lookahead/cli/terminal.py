@@ -177,7 +177,7 @@ def status_line(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def _cut_in_the_middle(text: str, room: int) -> str:
-    """A text of at most so many characters: of a name the beginning and the end tell it from others."""
+    """A text of at most `room` characters: the beginning and the end of a name distinguish it from others."""
     if len(text) <= room:
         return text
     end = (room - 1) * 2 // 3
@@ -185,18 +185,32 @@ def _cut_in_the_middle(text: str, room: int) -> str:
 
 
 def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[str, str] | None = None) -> Table:
-    """A table of rows by their headings, or of names and figures: numbers are aligned right, totals below a line."""
+    """A table of rows by their headings, or of names and figures: numbers are aligned right, totals below a line.
+
+    If the terminal is too narrow, it is a list of the rows instead, one figure a line.
+    """
     named = [row if isinstance(row, Mapping) else {"": row[0], " ": row[1]} for row in rows]
     first = named[0] if named else total or {}
+    columns = [[*heading.splitlines(), *(row[heading] for row in named)] for heading in [*first][1:]]
+    room = console(sys.stdout).width - sum(max(map(len, each)) + 3 for each in columns) - 5
+    if room < _LEAST_NAME and len(columns) > 1:
+        return _listed([*named, *([total] if total else [])])
     drawn = Table(show_header=not named or first is rows[0], show_footer=total is not None, box=SIMPLE)
     for i, heading in enumerate(first):
         footer = total[heading] if total else ""
         drawn.add_column(heading, footer, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
-    columns = [[*heading.splitlines(), *(row[heading] for row in named)] for heading in [*first][1:]]
-    room = max(_LEAST_NAME, console(sys.stdout).width - sum(max(map(len, each)) + 3 for each in columns) - 5)
     for row in named:
         name, *figures = row.values()
-        drawn.add_row(_cut_in_the_middle(name, room), *figures)
+        drawn.add_row(_cut_in_the_middle(name, max(room, _LEAST_NAME)), *figures)
+    return drawn
+
+
+def _listed(rows: Sequence[Mapping[str, str]]) -> Table:
+    drawn = Table.grid("", "", padding=(0, 2))
+    for row in rows:
+        drawn.add_row()
+        for heading, figure in row.items():
+            drawn.add_row(heading.replace("\n", " "), figure)
     return drawn
 
 
