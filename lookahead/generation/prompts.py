@@ -116,7 +116,7 @@ class PromptReader:
             model, tokenizer, generation_config, options
         )
         self._special, self._truncate, self.further = add_special_tokens, truncate, dict[str, Any]()
-        self._chat_kwargs = template_options(chat_template_kwargs)
+        self._chat_kwargs = {} if chat_template_kwargs is None else template_options(chat_template_kwargs)
         has_encoder = model.config.is_encoder_decoder
         self._names = ("input", "encoder") if has_encoder else ("prompt", "model")
         self._vocabulary = vocabulary_size(model)

@@ -272,7 +272,7 @@ def _of_fitting_branch(errors: Sequence[Any]) -> tuple[Any, str]:
 def _is_of_type(error: Any) -> bool:
     """Whether a value has another type than the branch of an error."""
     is_other_literal = error["type"] == "literal_error" and not isinstance(error["input"], str)
-    return is_other_literal or error["type"].endswith("_type")
+    return is_other_literal or error["type"].rpartition("_")[2] == "type"
 
 
 def _path(error: Any) -> list[str | int]:
