@@ -98,6 +98,7 @@ class Server:
             if leaves_after is not None and len(pieces) >= leaves_after:
                 break
         connection.close()
+        usage = usage or {"completion_tokens": sum(map(bool, pieces)), "prompt_tokens": 0}  # not every peer sends it
         return Answered(answer.status, "".join(pieces), usage, first, time.perf_counter() - begin)
 
 
