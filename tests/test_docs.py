@@ -65,6 +65,7 @@ NOT_RUN = {
     ("docs/grammars.md", 'lookahead generate "What'),
     ("docs/grammars.md", "grammar = lookahead.Grammar(tokenizer,"),
     ("docs/serving.md", "from openai import"),
+    ("docs/serving.md", "python -m bench.serve"),
     ("docs/front-ends.md", "from langchain_huggingface import"),
     ("docs/front-ends.md", "from smolagents import"),
     ("docs/front-ends.md", "from lm_eval import"),
