@@ -212,9 +212,10 @@ def test_a_program_that_reads_the_models_gets_a_line_for_each_whatever_the_width
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no pseudo terminal")
 @pytest.mark.parametrize("columns", [3, 20, 60, 80, 120])
-def test_names_of_models_are_whole_at_a_terminal_of_any_width(hub, columns):
+def test_names_of_models_are_whole_at_a_terminal_of_any_width(hub, columns, monkeypatch):
     from tests.support.pseudo_terminal import at_terminal
 
+    monkeypatch.delenv("COLUMNS", raising=False)
     with at_terminal("models", columns=columns) as terminal:
         assert terminal.wait() == 0
         shown = terminal.shown
