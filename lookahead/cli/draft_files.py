@@ -162,9 +162,9 @@ def pool_verify(options: VerifyOptions) -> None:
 def memory_build(options: MemoryBuildOptions) -> None:
     """Make a memory: the tokens that a model expects after each context of a text.
 
-    The model reads the texts and generates nothing. Without texts it reads every token of its vocabulary once. If
-    there are more contexts than fit, the last ones are kept. Decoding with --memory drafts from the file and adds to
-    it.
+    The model reads the texts and generates nothing. Without texts it reads every token of its vocabulary once, which
+    takes minutes on a CPU. If there are more contexts than fit, the last ones are kept. Decoding with --memory drafts
+    from the file and adds to it.
 
     For example:
 
