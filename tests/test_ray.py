@@ -187,7 +187,7 @@ def test_ctrl_c_at_a_terminal_ends_a_job_of_workers_and_its_cluster_and_keeps_wh
     model_folder, cli_folder
 ):
     """It reaches the command and what it started alike."""
-    texts = "".join(json.dumps({"id": f"d{i}", "text": f"Text number {i}, of some words."}) + "\n" for i in range(400))
+    texts = "".join(json.dumps({"id": f"d{i}", "text": f"Text number {i}, of some words."}) + "\n" for i in range(4000))
     (cli_folder / "many.jsonl").write_text(texts)
     words = [sys.executable, "-m", "lookahead", "summarize", "many.jsonl", "-o", "out.jsonl", "-n", "12", *TWO]
     options = ["--ray-address", "local", "--model", str(model_folder), "--dtype", "fp32", "--device", "cpu"]
@@ -202,6 +202,6 @@ def test_ctrl_c_at_a_terminal_ends_a_job_of_workers_and_its_cluster_and_keeps_wh
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     done = [json.loads(line)["id"] for line in output.read_text().splitlines()]
-    assert process.returncode == 130 and 2 <= len(done) < 400 and len({*done}) == len(done)
+    assert process.returncode == 130 and 2 <= len(done) < 4000 and len({*done}) == len(done)
     assert said.splitlines()[-1] == f"interrupted: {len(done)} finished summaries in out.jsonl; --resume continues"
     assert started and not psutil.wait_procs(started, timeout=30)[1]

@@ -85,7 +85,9 @@ def test_a_client_that_leaves_an_answer_is_not_logged(server, log, streams):
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
+        deadline = time.monotonic() + WAIT_S
         while not server.is_busy:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
     wait_until_idle(server)
     gc.collect()

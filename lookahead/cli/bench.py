@@ -104,8 +104,8 @@ def bench(options: BenchOptions) -> None:
         console(sys.stdout).print(table(rows))
         if plain.loops:
             times = _shown(methods[_OURS]["times_without_loops"])
-            looping = f"{plain.loops} of {count(plain.prompts, 'output')} loop, and drafts are right in a loop"
-            show_line(sys.stdout, f"{looping}: without these lookahead is {times} times as fast as transformers")
+            looping = f"{plain.loops} of {count(plain.prompts, 'output')} loop, where drafts are nearly always right"
+            show_line(sys.stdout, f"{looping}; without them lookahead is {times} times as fast as transformers")
     if differ := [name for name in configs if scores[name].identical < plain.prompts]:
         say("NOT IDENTICAL", f"{' and '.join(differ)} wrote other tokens than transformers")
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lookahead.errors import ConfigError, PromptError
 
-# Arguments of `apply_chat_template` that are not options of a template.
-_OF_RESULT = {
-    "add_generation_prompt", "continue_final_message", "max_length", "padding", "return_assistant_tokens_mask",
-    "return_dict", "return_tensors", "tokenize", "truncation",
-}  # fmt: skip
+# Arguments of `apply_chat_template` for the template; the others decide the form of the result.
+_OF_TEMPLATE = {"tools", "documents", "chat_template", "kwargs"}
 
 
 def text_messages(
@@ -65,7 +63,8 @@ def template_options(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping | None):
         raise ConfigError(f"chat_template_kwargs must be a dict or None, got {given!r}")
     options = dict(given or {})
-    if refused := _OF_RESULT & options.keys():
+    names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    if refused := (names - _OF_TEMPLATE) & options.keys():
         raise ConfigError(f"chat_template_kwargs cannot set {', '.join(sorted(refused))}")
     return options
 

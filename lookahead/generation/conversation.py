@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping, Sequence
+from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import takewhile
 from typing import Any
 
@@ -154,11 +155,11 @@ class Conversation:
 
     def _end_answer(self) -> None:
         """Close an answer that is still open: its keys and values would be mixed with the next ones."""
-        try:
-            if self._open is not None:
-                self._open.close()
-        except ValueError as error:  # it is running, in another thread or in the caller's own processor
-            raise PromptError("the last answer is being written; wait for its next piece") from error
+        if self._open is None:
+            return
+        if getgeneratorstate(self._open) == GEN_RUNNING:  # in another thread, or in the caller's own processor
+            raise PromptError("the last answer is being written; wait for its next piece")
+        self._open.close()
 
     def _has_other_cache(self) -> bool:
         """Whether options ask for another way to keep keys and values than the cache of this conversation."""
