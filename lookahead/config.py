@@ -25,7 +25,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "acceptance": ACCEPTANCES,
     "exactness": ("auto", "fast"),
     "pack": ("auto", False),
-    **dict.fromkeys(("pool_from_prompt", "cuda_graphs"), (True, False)),
+    **dict.fromkeys(("pool_from_prompt", "cuda_graphs", "trust_user_code"), (True, False)),
 }
 
 REMOVED = {
@@ -85,6 +85,10 @@ class LookaheadConfig:
         pool_from_prompt: Whether the n-gram pool of the lookahead branch is filled from the prompt too.
         pack: `"auto"` keeps a second copy of the linear weights, packed for passes of few tokens on a CPU, if it is
             faster and takes at most a quarter of the machine's memory. `False` keeps none.
+        trust_user_code: States that your own code on the way of a pass (hooks, modules of your classes, replaced
+            functions) treats every token by itself and keeps no state. It is then served like known code, after a
+            comparison with the model's own passes at the first use. Without it transformers' own loop decodes such a
+            model, with one warning, so that your code sees the calls that `generate` makes.
         cuda_graphs: Whether passes over drafts are recorded as CUDA graphs on first use; on a GPU only. The graphs and
             their KV cache are kept with the model for later calls.
 
@@ -114,6 +118,7 @@ class LookaheadConfig:
     pool_from_prompt: bool = True
     pack: Literal["auto", False] = "auto"
     cuda_graphs: bool = False
+    trust_user_code: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.proposers, str):
@@ -168,6 +173,14 @@ class LookaheadConfig:
                 f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
                 f"{size.window_nodes}, got {self.max_nodes}"
             )
+
+    @property
+    def demands(self) -> str:
+        """The option that asks for drafts of a kind that not every model can verify, or an empty string."""
+        own = next((each for each in self.proposers if not isinstance(each, str)), None)
+        if own is not None:
+            return f"proposers=({getattr(own, '__qualname__', type(own).__qualname__)},)"
+        return "" if self.window in (None, "auto") else f"window={self.window}"
 
     @property
     def decides_branch(self) -> bool:

@@ -135,8 +135,8 @@ def test_a_plan_says_why_transformers_serves_and_whether_that_is_an_error() -> N
     assert not plan.is_refused and not plan.can_join
     with pytest.warns(UserWarning, match="its state is sequential"):
         plan.begin()
-    asked = plan_of(model, LookaheadConfig(), max_new_tokens=8)
-    with pytest.raises(lookahead.UnsupportedModelError, match="leave out the configuration to decode it plainly"):
+    asked = plan_of(model, LookaheadConfig(window=7), max_new_tokens=8)
+    with pytest.raises(lookahead.UnsupportedModelError, match="leave out window=7 to decode it plainly"):
         asked.begin()
 
 

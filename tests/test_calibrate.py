@@ -6,6 +6,7 @@ import itertools
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.backend import calibration
 from lookahead.backend.calibration import NODES, calibrate, calibrate_quickly
+from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.step_costs import cost_path
 from lookahead.cli.app import app
 from lookahead.drafting.cost_model import StepCost
@@ -113,14 +115,18 @@ def test_a_model_too_slow_for_a_quick_sweep_is_not_measured_and_takes_two_steps_
 
 def test_a_model_too_slow_for_a_quick_sweep_reads_no_long_prompt_to_find_out(tiny_llama, reads, monkeypatch) -> None:
     widths: dict[float, int] = {}
+    own: Any = CpuBackend._forward
     for allowed in (20.0, 1e9):
         passes: list[int] = []
-        handle = tiny_llama.model.layers[0].register_forward_pre_hook(
-            lambda _, args, to=passes: to.append(args[0].shape[1])
-        )
+
+        def forward(self: Any, tree_pass: Any, policy: Any, to: list[int] = passes) -> Any:
+            to.append(tree_pass.tokens.shape[1])
+            return own(self, tree_pass, policy)
+
         monkeypatch.setattr(calibration, "LONGEST_QUICK_S", allowed)
-        calibrate_quickly(tiny_llama, StepCost())
-        handle.remove()
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuBackend, "_forward", forward)
+            calibrate_quickly(tiny_llama, StepCost())
         widths[allowed] = max(passes)
     assert widths[20.0] < widths[1e9]
 

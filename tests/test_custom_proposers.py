@@ -20,7 +20,7 @@ from lookahead.drafting import select
 from lookahead.drafting.proposal import Call, Draws, Feedback, IntArray, Proposal, Proposer
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "proposers.md"
-FIXED: dict[str, Any] = {"draft": "fixed", "min_probability": 0.0}
+FIXED: dict[str, Any] = {"draft": "fixed", "min_probability": 0.0, "trust_user_code": True}
 
 
 class Recorder(Proposer):

@@ -168,10 +168,26 @@ def test_a_lossy_cache_is_refused_by_name(looping_llama: PreTrainedModel) -> Non
         plan_request(ResolvedCall(looping_llama, IDS, LogitsProcessorList(), criteria, config, None, {}))
 
 
-def test_a_cache_of_another_kind_that_was_passed_in_is_refused_by_name(looping_llama: PreTrainedModel) -> None:
-    cache = Cache(layer_class_to_replicate=DynamicLayer)  # what it keeps, it may round
-    with pytest.raises(UnsupportedModelError, match="must be a DynamicCache, got a Cache"):
-        looping_llama.generate(IDS, **{CACHE: cache}, max_new_tokens=9, custom_generate=lookahead.decode)
+def test_a_cache_of_another_kind_that_was_passed_in_is_filled_by_transformers(looping_llama: PreTrainedModel) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    expected = looping_llama.generate(IDS, **options)
+    for cache in (
+        Cache(layer_class_to_replicate=DynamicLayer),  # what it keeps, it may round
+        StaticCache(config=looping_llama.config, max_cache_len=64),
+    ):
+        with pytest.warns(UserWarning, match=f"its cache is a {type(cache).__name__}; it is decoded plainly"):
+            got = looping_llama.generate(IDS, **{CACHE: cache}, **options, custom_generate=lookahead.decode)
+        assert torch.equal(got, expected) and int(cache.get_seq_length()) == got.shape[1] - 1
+
+
+def test_a_cache_with_layers_of_different_lengths_fails_as_in_generate(looping_llama: PreTrainedModel) -> None:
+    for extra in ({}, {"custom_generate": lookahead.decode}):
+        cache = DynamicCache(config=looping_llama.config)
+        looping_llama(IDS[:, :9], **{CACHE: cache})
+        cache.layers[1].crop(-4)
+        with pytest.raises(RuntimeError, match=r"size|expand|shape"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            looping_llama.generate(IDS, **{CACHE: cache}, max_new_tokens=3, do_sample=False, **extra)
 
 
 def test_an_empty_cache_of_another_kind_is_not_left_empty(looping_llama: PreTrainedModel) -> None:

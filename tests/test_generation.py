@@ -233,15 +233,12 @@ def test_what_cannot_be_served_exactly_is_refused_by_name(
         tiny_llama.generate(**inputs, max_new_tokens=5, custom_generate=lookahead.decode, **options)
 
 
-def test_right_padding_is_refused(tiny_llama: PreTrainedModel) -> None:
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    with pytest.raises(UnsupportedModelError, match="left-padded"):
-        tiny_llama.generate(
-            torch.tensor([[5, 6, 7], [5, 6, 0]]),
-            attention_mask=mask,
-            max_new_tokens=5,
-            custom_generate=lookahead.decode,
-        )
+@pytest.mark.parametrize("ids", [[[5, 6, 7, 8], [5, 6, 0, 0]], [[5, 0, 7, 8]]], ids=["right", "inside"])
+def test_padding_that_is_not_on_the_left_is_decoded_as_generate_does(tiny_llama: PreTrainedModel, ids: Any) -> None:
+    prompt, options = torch.tensor(ids), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = tiny_llama.generate(prompt, **options)  # which infers a mask
+    with pytest.warns(UserWarning, match="zeros after ones.*decoded plainly"):
+        assert torch.equal(tiny_llama.generate(prompt, **options, custom_generate=lookahead.decode), expected)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from lookahead.backend.cpu import exact_attention, product_bits
 from lookahead.backend.support import support_of
 from lookahead.drafting.controller import Controller
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
-from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
+from lookahead.errors import LogitsError, PromptError
 from lookahead.utils.fingerprints import model_fingerprint
 from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build
@@ -183,7 +183,7 @@ def test_a_probe_that_runs_out_of_memory_is_repeated_at_the_next_call(
 
     with monkeypatch.context() as patch:
         patch.setattr(model, "forward", fail)
-        first = support_of(model, shortest=4, max_length=30)
+        first = support_of(model, shortest=4, max_length=30, trusted=True)
     assert (first.shape, first.reason) == ("none", "there was too little memory to probe it")
     assert support_of(model, shortest=4, max_length=30).shape == "trees"
 
@@ -197,7 +197,7 @@ def test_a_model_that_cannot_run_when_it_is_probed_is_probed_again(
     with monkeypatch.context() as patch:
         patch.setattr(model, "forward", fail)
         assert (
-            support_of(model, shortest=4, max_length=30).reason
+            support_of(model, shortest=4, max_length=30, trusted=True).reason
             == "it cannot run (OSError: the disk of its offloaded weights is away)"
         )
     assert support_of(model, shortest=4, max_length=30).shape == "trees"
@@ -213,7 +213,7 @@ def test_one_failed_pass_of_a_probe_is_no_verdict(model: PreTrainedModel, monkey
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(model, "forward", fail_once)
-    assert support_of(model, shortest=4, max_length=30).shape == "trees"
+    assert support_of(model, shortest=4, max_length=30, trusted=True).shape == "trees"
 
 
 def test_a_model_whose_activations_are_quantized_together_is_decoded_plainly_and_says_why(
@@ -236,14 +236,6 @@ def test_a_processor_may_call_the_model_itself(model: PreTrainedModel) -> None:
 
     expected = model.generate(IDS, **GREEDY, logits_processor=LogitsProcessorList([contrast]))
     assert torch.equal(decode(model, contrast), expected)
-
-
-def test_a_model_in_training_mode_is_decoded_by_transformers_and_says_so(model: PreTrainedModel) -> None:
-    model.train()
-    with pytest.warns(UserWarning, match="training mode"):
-        assert torch.equal(decode(model), model.generate(IDS, **GREEDY))
-    with pytest.raises(UnsupportedModelError, match="training mode"):
-        decode(model, lookahead_config=LookaheadConfig())
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
@@ -383,7 +375,9 @@ def test_a_step_scored_again_counts_as_the_drafted_one_it_was_and_such_drafts_st
 
     model.forward = counted  # type: ignore[method-assign]
     offers: list[int] = []
-    config = LookaheadConfig(proposers=(lambda _: Poisoner(answer, poison, 24, offers),), memory="request")
+    config = LookaheadConfig(
+        proposers=(lambda _: Poisoner(answer, poison, 24, offers),), memory="request", trust_user_code=True
+    )
     for _ in range(2):
         scored.clear()
         with on_device(lambda nodes: 0.003 * DEVICES["half"](nodes)):

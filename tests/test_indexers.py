@@ -15,6 +15,7 @@ import lookahead
 from lookahead.backend.probes import heeds_padding, picking_few
 from lookahead.backend.support import support_of
 from lookahead.hf.facts import picks_keys
+from lookahead.hf.model_state import recognise
 from tests.support.families import FAMILIES, IS_NEWEST, build
 from tests.test_families import FIXED, ONE, generate
 
@@ -105,6 +106,7 @@ def test_a_batch_is_padded_only_where_the_indexer_picks_no_padding() -> None:
 
     for each in indexers(model):
         each.__class__ = Careless
+    recognise(model, trusted=True)
     assert not heeds_padding(model)
 
 

@@ -19,7 +19,7 @@ from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.protocol import BitPolicy
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.model_state import state_of
+from lookahead.hf.model_state import recognise, state_of
 from tests.support.small_layers import (
     HALF,
     MODELS,
@@ -202,6 +202,7 @@ def test_a_change_that_counts_no_version_up_is_seen_by_the_next_call_while_anoth
     with serving(model):
         assert torch.equal(logits_behind(model), before)
         model.model.layers[1].mlp.down_proj.weight.data.mul_(2)
+        recognise(model)
         assert torch.equal(logits_behind(model), logits_behind(copy.deepcopy(model)))
 
 

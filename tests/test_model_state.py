@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.hf.model_state import LearnedState, state_of, use_learned
+from lookahead.hf.model_state import LearnedState, recognise, state_of, use_learned
 from tests.support.small_layers import serving
 
 
@@ -29,8 +29,10 @@ def test_a_model_has_one_state_and_a_copy_of_it_another(tiny_llama: PreTrainedMo
 
 def test_another_vocabulary_begins_a_new_state(tiny_llama: PreTrainedModel) -> None:
     model = copy.deepcopy(tiny_llama)
+    recognise(model)
     before = state_of(model)
     model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    recognise(model)
     assert state_of(model) is not before
 
 
@@ -40,25 +42,21 @@ def test_a_probe_is_asked_again_once_a_weight_changed_and_what_was_learned_stays
     found = [state_of(model).probed("letter", model, lambda: next(answers)) for _ in range(2)]
     with torch.no_grad():
         model.get_input_embeddings().weight[0, 0] += 1
+    recognise(model)
     found.append(state_of(model).probed("letter", model, lambda: next(answers)))
     assert found == ["a", "a", "b"]
     assert state_of(model).learned is learned
 
 
-def test_code_that_stands_where_freed_code_stood_is_probed_again(tiny_llama: PreTrainedModel) -> None:
-    model, answers = copy.deepcopy(tiny_llama), iter("ab")
-    layer = model.model.layers[0].mlp
-    layer.forward = partial(type(layer).forward, layer)
-    place = id(layer.forward)
-    found = [state_of(model).probed("letter", model, lambda: next(answers))]
-    others = [layer.__dict__.pop("forward")]
-    others.clear()  # its memory is free
-    while id(layer.__dict__.get("forward")) != place and len(others) < 10_000:
-        layer.forward = partial(type(layer).forward, layer)
-        others.append(layer.forward)
-    assert id(layer.forward) == place
-    found.append(state_of(model).probed("letter", model, lambda: next(answers)))
-    assert found == ["a", "b"]
+def test_code_that_stands_where_freed_code_stood_has_another_stamp(tiny_llama: PreTrainedModel) -> None:
+    model, numbers = copy.deepcopy(tiny_llama), []
+    for _ in range(20):
+        space: dict[str, Any] = {}
+        exec("def forward(x): return x", space)
+        model.model.layers[0].mlp.forward = space["forward"]
+        numbers.append(recognise(model, trusted=True).stamp.number)
+        del space, model.model.layers[0].mlp.forward
+    assert len(set(numbers)) == len(numbers)
 
 
 def test_threads_that_ask_at_once_probe_a_model_once(tiny_llama: PreTrainedModel) -> None:
@@ -104,12 +102,16 @@ def test_a_verdict_stands_while_another_thread_decodes(tiny_llama: PreTrainedMod
         probes.append(1)
         return 1
 
-    state.probed("a probe", model, probe)
-    with serving(model):
-        state.probed("a probe", model, probe)
+    def found() -> int:
+        recognise(model, trusted=True)
+        return state.probed("a probe", model, probe)
+
+    found()
+    with serving(model), ThreadPoolExecutor(1) as pool:
+        pool.submit(found).result()
     assert probes == [1]
     model.model.layers[0].mlp.forward = lambda x: x
-    state.probed("a probe", model, probe)
+    found()
     assert probes == [1, 1]
 
 
@@ -120,6 +122,7 @@ def test_verdicts_of_a_hook_that_comes_and_goes_are_kept_and_old_ones_are_not():
     model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(_attn_implementation="sdpa"))
 
     def found() -> int:
+        recognise(model, trusted=True)
         return state.probed("letter", model, lambda: probes.append(1) or len(probes))
 
     for _ in range(3):
@@ -131,4 +134,4 @@ def test_verdicts_of_a_hook_that_comes_and_goes_are_kept_and_old_ones_are_not():
         with torch.no_grad():
             model[0].weight += 1
         assert found() == version
-    assert len(state._probed["letter"]) == 4
+    assert len(state._plans) == 4

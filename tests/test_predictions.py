@@ -63,7 +63,7 @@ def test_no_prediction_changes_a_token(tiny_llama, tiny_tokenizer, plain):
 
 
 def test_a_right_prediction_is_accepted_and_counted(tiny_llama, tiny_tokenizer, plain):
-    fixed = LookaheadConfig(draft="fixed", memory="request")
+    fixed = LookaheadConfig(draft="fixed", memory="request", trust_user_code=True)
     for given in ({"config": fixed}, {"config": replace(fixed, proposers=("recycled",))}):
         stats = lookahead.generate(
             tiny_llama, tiny_tokenizer, PROMPTS[0], prediction=plain(PROMPTS[0]), **LIMIT, **given
@@ -145,7 +145,7 @@ def test_model_generate_takes_a_prediction(tiny_llama, tiny_tokenizer, plain):
 def test_under_the_switch_a_method_that_was_named_gets_the_prediction_itself(tiny_llama, tiny_tokenizer, plain):
     inputs = tiny_tokenizer(PROMPTS[0], return_tensors="pt")
     given = {"lookahead_prediction": plain(PROMPTS[0]), **LIMIT}
-    fixed = LookaheadConfig(draft="fixed", memory="request")
+    fixed = LookaheadConfig(draft="fixed", memory="request", trust_user_code=True)
     for more in ({}, {"custom_generate": lookahead.decode, "lookahead_config": fixed}):
         with lookahead.enable(tiny_llama, fixed), counted_passes(tiny_llama) as passes:
             tiny_llama.generate(**inputs, **given, **more)
@@ -157,7 +157,7 @@ def test_the_sequences_of_a_prompt_share_its_prediction(tiny_llama, tiny_tokeniz
     outputs = [plain(prompt) for prompt in PROMPTS[:2]]
     several = {"max_new_tokens": 40, "do_sample": True, "top_k": 1, "num_return_sequences": 2}
     expected = tiny_llama.generate(**inputs, **several)
-    fixed = LookaheadConfig(draft="fixed", memory="request", proposers=("prompt",))
+    fixed = LookaheadConfig(draft="fixed", memory="request", proposers=("prompt",), trust_user_code=True)
     with counted_passes(tiny_llama) as passes:
         got = tiny_llama.generate(
             **inputs, **several, custom_generate=lookahead.decode, lookahead_config=fixed,

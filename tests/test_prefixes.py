@@ -77,7 +77,7 @@ def test_the_texts_take_no_more_bytes_than_the_newest_call_allows(llama, tiny_to
 
 def test_a_model_whose_calls_keep_nothing_has_no_texts(llama, tiny_tokenizer):
     outputs_of(llama, tiny_tokenizer, QUESTIONS[:1])
-    assert state_of(llama).prefixes is None
+    assert state_of(llama).plan.prefixes is None
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Qwen3", "Mixtral", "Lfm2", "Qwen3_5", "Jamba", "DeepseekV32"])

@@ -139,12 +139,13 @@ def test_prompts_are_taken_as_rows_come_free(tiny_llama, tiny_tokenizer):
 
 
 def test_a_row_that_ends_is_filled_at_once(tiny_llama, tiny_tokenizer):
-    reader = PromptReader(tiny_llama, tiny_tokenizer, LookaheadConfig(proposers=()), max_new_tokens=8)
+    config = LookaheadConfig(proposers=(), trust_user_code=True)
+    reader = PromptReader(tiny_llama, tiny_tokenizer, config, max_new_tokens=8)
     scheduler = Scheduler(reader, rows=2)
     prompts, done, passes = texts(6), [], []
     waiting = list(enumerate(prompts))
     counter = tiny_llama.register_forward_pre_hook(lambda *_: passes.append(1))
-    many(tiny_llama, tiny_tokenizer, prompts[:1])  # with the passes that the first use of a model takes
+    many(tiny_llama, tiny_tokenizer, prompts[:1], config=config)  # with the passes that the first use of a model takes
     passes.clear()
     while waiting or not scheduler.is_idle:
         while waiting and scheduler.is_free:
@@ -314,5 +315,5 @@ def test_a_model_that_scores_no_drafts_is_decoded_plainly_unless_drafts_were_ask
     assert [each.token_ids for each in done] == [
         plainly(tiny_llama, tiny_tokenizer, prompt, max_new_tokens=9) for prompt in prompts
     ]
-    with pytest.raises(UnsupportedModelError, match="leave out the configuration to decode it plainly"):
-        many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9, config=LookaheadConfig())
+    with pytest.raises(UnsupportedModelError, match="leave out window=7 to decode it plainly"):
+        many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9, config=LookaheadConfig(window=7))

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Barrier, Event, get_ident
 from typing import Any
 
@@ -92,7 +93,8 @@ class Pause:
                         self.wait()
 
             hook = model.model.layers[0].mlp.register_forward_hook(wait_in_a_tree)
-            ours(model)  # which probes it with the hook, or the decode would stand in a pass of the probe
+            options["lookahead_config"] = replace(FIXED, trust_user_code=True)
+            ours(model, **options)  # which probes it with the hook, or the decode would stand in a pass of the probe
         decode = pool.submit(ours, model, **options)
         try:
             assert self.reached.wait(PATIENCE_S), decode.exception()

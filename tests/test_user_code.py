@@ -1,4 +1,4 @@
-"""Code of a user's that tells several tokens of a pass from one: what it does in `generate` is what is emitted."""
+"""A user's own code runs as `generate` runs it: what it emits is emitted, and it sees the calls that it would see."""
 
 from __future__ import annotations
 
@@ -7,248 +7,249 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers.cache_utils import DynamicLayer
-from transformers.masking_utils import sliding_window_overlay
-from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRotaryEmbedding
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
 
 import lookahead
-from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead import LookaheadConfig
 from lookahead.backend.support import support_of
 from lookahead.hf.call_caches import CACHE
-from tests.support.adversarial_proposers import drafting_by, perfect
-from tests.support.changed_code import patched
+from lookahead.hf.known_code import is_known, users_code
 from tests.support.small_layers import HALF, SINGLE, made
+from tests.support.stateful_code import PLACES, STATES, Seen, recorded, steered
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9]])
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}  # worth packing
 NEW = 20
+OURS: dict[str, Any] = {"custom_generate": lookahead.decode}
+TRUSTED = LookaheadConfig(trust_user_code=True, draft="fixed")
 
 
-def plain(model: Any, **options: Any) -> list[list[int]]:
+def tokens(model: Any, **options: Any) -> list[list[int]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it may be decoded plainly
+        warnings.simplefilter("ignore")
         found: list[list[int]] = model.generate(
             **{"input_ids": IDS, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
         ).tolist()
     return found
 
 
-def drafted(model: Any, answers: list[list[int]], **options: Any) -> list[list[int]]:
-    """By drafts that are right, so that every pass is wide."""
-    options["custom_generate"] = lookahead.decode
-    with drafting_by(perfect(answers)):
-        try:
-            return plain(model, lookahead_config=LookaheadConfig(draft="fixed"), **options)
-        except UnsupportedModelError:
-            return plain(model, **options)
+def outcome(model: Any, place: str, state: str, **options: Any) -> tuple[list[list[int]], Seen]:
+    """The tokens of a call, and what a new object of a user's saw of it."""
+    seen: Seen = []
+    with PLACES[place](model, recorded(STATES[state](), seen)):
+        return tokens(model, **options), seen
 
 
-def same(model: Any, **options: Any) -> bool:
-    answers = plain(model, **options)
-    return drafted(model, answers, **options) == answers
-
-
-def along(x: Tensor, strength: float) -> Tensor:
-    return strength * torch.linspace(-1, 1, x.shape[-1], dtype=torch.float32).to(x.dtype)
-
-
-def _hook(model: Any, edit: Any) -> AbstractContextManager[Any]:
-    def hook(module: Any, args: Any, out: Tensor) -> Tensor:
-        out = out.clone()
-        edit(out)
-        return out
-
-    handle = model.model.layers[1].register_forward_hook(hook)
-
-    @contextmanager
-    def hooked() -> Iterator[None]:
-        yield
-        handle.remove()
-
-    return hooked()
-
-
-def weak_edit_of_the_end(out: Tensor) -> None:
-    out[:, -1] += along(out, 1.0)
-
-
-def edit_of_one_position(out: Tensor) -> None:
-    if out.shape[1] > 7:
-        out[:, 7] += along(out, 40.0)
-
-
-def edit_of_some_ends(out: Tensor) -> None:
-    end = out[:, -1]
-    out[:, -1] += along(out, 40.0) * ((end @ along(out, 1.0)) > 0)[:, None]
-
-
-class Ablated(nn.Linear):
-    """Its outputs are zeros without memory of their own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.new_zeros(1).expand(*x.shape[:-1], self.out_features)
-
-
-class Steered(LlamaDecoderLayer):
-    """A layer with a switch."""
-
-    is_on = True
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(*args, **kwargs)
-        if self.is_on:
-            out[:, -1] += along(out, 40.0)
-        return out
-
-
-@contextmanager
-def as_class(module: Any, kind: type) -> Iterator[None]:
-    own, module.__class__ = type(module), kind
-    try:
-        yield
-    finally:
-        module.__class__ = own
-
-
-def few_keys(own: Any) -> Any:
-    """Attention that forgets most of a longer text, but only for single tokens."""
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = own(self, hidden_states, *args, **kwargs)
-        past = kwargs.get(CACHE)
-        if hidden_states.shape[1] == 1 and past is not None and past.get_seq_length() > 14:
-            return (out[0] * 0.5, *out[1:])
-        return out
-
-    return forward
-
-
-def stretched(own: Any) -> Any:
-    """Positions that are pressed together once a text is long."""
-
-    def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
-        most = int(position_ids.max()) + 1
-        return own(self, x, position_ids if most <= 16 else position_ids * 16 / most)
-
-    return forward
-
-
-def dynamic_embeddings() -> LlamaRotaryEmbedding:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    return LlamaRotaryEmbedding(
-        LlamaConfig(hidden_size=512, num_attention_heads=8, max_position_embeddings=16, rope_parameters=rope)
-    )
-
-
-WAYS: dict[str, Any] = {
-    "a weak edit of the last position": lambda model: _hook(model, weak_edit_of_the_end),
-    "an edit of one position": lambda model: _hook(model, edit_of_one_position),
-    "an edit of some last positions": lambda model: _hook(model, edit_of_some_ends),
-    "an ablated product": lambda model: as_class(model.model.layers[1].mlp.gate_proj, Ablated),
-    "an ablated query": lambda model: as_class(model.model.layers[1].self_attn.q_proj, Ablated),
-    "a steered layer": lambda model: as_class(model.model.layers[1], Steered),
-    "attention of few keys": lambda model: patched(LlamaAttention, "forward", few_keys),
-    "stretched positions": lambda model: patched(LlamaRotaryEmbedding, "forward", stretched),
-    "embeddings of another kind": lambda model: patched(model.model, "rotary_emb", lambda own: dynamic_embeddings()),
-    "a partial mask": lambda model: patched(
-        modeling_llama,
-        "create_causal_mask",
-        lambda own: functools.partial(own, and_mask_function=sliding_window_overlay(12)),
-    ),
-    "a window that no mask has": lambda model: patched(
-        model.model.layers[1].self_attn, "sliding_window", lambda own: 12
-    ),
-    "a call of its own": lambda model: patched(
-        model.model.layers[1].mlp, "_call_impl", lambda own: lambda *args, **kwargs: own(*args, **kwargs) * 1.5
-    ),
-    "a part of a method": lambda model: patched(
-        DynamicLayer,
-        "update",
-        lambda own: functools.partialmethod(lambda self, by, keys, values, *args: own(self, keys, values * by), 1.5),
-    ),
-    "autocast around the layers": lambda model: patched(
-        model.model, "forward", lambda own: torch.autocast("cpu", HALF)(own)
-    ),
-    "autocast in every product": lambda model: patched(
-        nn.Linear, "forward", lambda own: torch.autocast("cpu", HALF)(own)
-    ),
-}
-
-
-@contextmanager
-def opened(way: str, model: Any) -> Iterator[None]:
-    if way == "a window that no mask has":
-        model.model.layers[1].self_attn.sliding_window = None
-    with WAYS[way](model):
-        yield
-
-
-@pytest.mark.parametrize("is_used", [False, True], ids=["new", "used"])
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.covering(2)
-def test_what_tells_one_token_from_several_is_decoded_as_generate_does(way, dtype, is_used):
-    model = made("llama", dtype, **WIDE)
-    assert not is_used or same(model)
-    with opened(way, model):
-        assert same(model)
-
-
+@pytest.mark.parametrize("is_predicted", [False, True], ids=["unpredicted", "predicted"])
+@pytest.mark.parametrize("is_warm", [False, True], ids=["fresh", "warm"])
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_a_verdict_on_one_strength_is_none_on_a_stronger_one(dtype):
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("state", STATES)
+def test_code_with_a_state_says_and_sees_what_it_does_in_generate(state, place, dtype, is_warm, is_predicted):
     model = made("llama", dtype, **WIDE)
-    for strength in (1e-4, 1.0, 40.0):
-
-        def edit(out: Tensor, strength: float = strength) -> None:
-            out[:, -1] += along(out, strength)
-
-        with _hook(model, edit):
-            assert same(model)
-
-
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_a_switch_of_a_users_layer_is_seen(dtype, monkeypatch):
-    model = made("llama", dtype, **WIDE)
-    with as_class(model.model.layers[1], Steered):
-        monkeypatch.setattr(Steered, "is_on", False)
-        assert same(model)
-        monkeypatch.setattr(Steered, "is_on", True)
-        assert same(model)
-        model.model.layers[1].is_on = False
-        assert same(model)
+    if is_warm:
+        assert tokens(model, **OURS) == tokens(model)
+    answers, seen = outcome(model, place, state)
+    options = {**OURS, "lookahead_prediction": answers[0][IDS.shape[1] :]} if is_predicted else OURS
+    assert outcome(model, place, state, **options) == (answers, seen)
+    assert len(seen) == NEW
 
 
-@pytest.mark.parametrize("change", [{"sliding_window": 14}, {"layer_types": ["full_attention"] * 3}], ids=str)
-def test_a_configuration_that_layers_were_not_made_by_is_what_masks_follow(change):
-    model = made("qwen2 with some windows", SINGLE)
-    for name, value in change.items():
-        setattr(model.config, name, value)
-    assert same(model)
+@pytest.mark.parametrize("place", PLACES)
+def test_one_warning_names_the_code_its_place_and_the_way_on(place):
+    model = made("llama", SINGLE)
+    with PLACES[place](model, steered), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.generate(IDS, max_new_tokens=4, do_sample=False, **OURS)
+        where = users_code(model)
+    assert len(told) == 1
+    assert where in str(told[0].message)
+    assert "trust_user_code=True" in str(told[0].message)
+    assert not users_code(model)
 
 
-def test_a_hook_that_may_edit_masks_leaves_padded_prompts_to_transformers():
-    def knock_out(module: Any, args: Any, kwargs: Any) -> Any:
-        mask = kwargs.get("attention_mask")
-        if mask is not None:
-            mask = mask.clone()
-            mask[..., 5:8] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        return args, {**kwargs, "attention_mask": mask}
+@pytest.mark.parametrize("how", ["stream", "stream_many", "enable", "beams", "sampled", "ragged", "report"])
+def test_every_way_to_decode_runs_a_users_code_as_transformers_does(how, tiny_tokenizer):
+    def run(model: Any, *, is_ours: bool) -> Any:
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        if how == "sampled":
+            torch.manual_seed(3)
+            options |= {"do_sample": True}
+        if how == "beams":
+            options |= {"num_beams": 2}
+        prompt: dict[str, Any] = {"input_ids": IDS}
+        if how == "ragged":
+            ids = torch.cat([IDS, torch.cat([torch.zeros(1, 4, dtype=torch.long), IDS[:, 4:]], 1)])
+            prompt = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+        if not is_ours:
+            return model.generate(**prompt, **options)[:, IDS.shape[1] :].tolist()
+        if how == "enable":
+            with lookahead.enable(model):
+                return model.generate(**prompt, **options)[:, IDS.shape[1] :].tolist()
+        if how == "report":
+            assert "transformers" in str(lookahead.backend_report(model))
+        if how == "stream":
+            stream = lookahead.stream(model, tiny_tokenizer, IDS, **options)
+            list(stream)
+            return [stream.token_ids]
+        if how == "stream_many":
+            return [
+                done.token_ids for done in lookahead.stream_many(model, tiny_tokenizer, [IDS[0].tolist()], **options)
+            ]
+        return model.generate(**prompt, **options, **OURS)[:, IDS.shape[1] :].tolist()
+
+    results = []
+    for is_ours in (False, True):
+        model, seen = made("llama", SINGLE), list[Any]()
+        edit = recorded(STATES["a flag after nine calls"](), seen)
+        model.model.layers[1].mlp.register_forward_hook(lambda module, args, out, edit=edit: edit(out))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results.append((run(model, is_ours=is_ours), seen))
+    assert results[0] == results[1]
+
+
+def _hooked(edit: Callable[[Tensor], Any]) -> Any:
+    model = made("llama", SINGLE, **WIDE)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: edit(out))
+    return model
+
+
+def test_trusted_code_that_treats_tokens_alike_is_drafted_for():
+    seen: Seen = []
+    model = _hooked(recorded(steered, seen))
+    answers = tokens(model)
+    predicted = {"lookahead_config": TRUSTED, "lookahead_prediction": answers[0][IDS.shape[1] :]}
+    tokens(model, **OURS, **predicted)  # compared
+    seen.clear()
+    assert tokens(model, **OURS, **predicted) == answers
+    assert 0 < len(seen) < NEW / 2
+
+
+def test_trusted_code_that_looks_at_other_tokens_is_found_by_the_comparison():
+    model = _hooked(lambda out: out + 4 * out.mean(1, keepdim=True))
+    answers = tokens(model)
+    with pytest.warns(UserWarning, match="decoded plainly"):
+        got = model.generate(IDS, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **OURS, lookahead_config=TRUSTED)
+    assert got.tolist() == answers
+
+
+def test_trust_is_asked_for_at_every_call():
+    model, seen = None, list[Any]()
+    model = _hooked(recorded(steered, seen))
+    tokens(model, **OURS, lookahead_config=TRUSTED)
+    seen.clear()
+    tokens(model, **OURS)
+    assert len(seen) == NEW
+
+
+def test_a_configuration_that_demands_nothing_never_turns_plain_decoding_into_an_error():
+    model = _hooked(steered)
+    answers = tokens(model)
+    for options in ({"max_nodes": 8}, {"memory": "request"}, {"draft": "fixed"}, {"window": "auto"}, {}):
+        assert tokens(model, **OURS, lookahead_config=LookaheadConfig(**options)) == answers
+    with pytest.raises(lookahead.UnsupportedModelError, match="window=7"):
+        tokens(model, **OURS, lookahead_config=LookaheadConfig(window=7))
+
+
+def test_hooks_of_the_known_libraries_are_known():
+    from accelerate.hooks import ModelHook, add_hook_to_module
 
     model = made("llama", SINGLE)
-    model.model.layers[1].register_forward_pre_hook(knock_out, with_kwargs=True)
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS[:, 3:]], 1)
-    assert same(model, input_ids=padded, attention_mask=(padded != 0).long())
-    assert same(model)
+    add_hook_to_module(model.model.layers[0], ModelHook())
+    assert not users_code(model)
+
+    class Own(ModelHook):
+        pass
+
+    add_hook_to_module(model.model.layers[0], Own())
+    assert "Own" in users_code(model)
+
+
+@pytest.mark.parametrize("wrap", [functools.partial, functools.lru_cache, functools.wraps(LlamaForCausalLM.forward)])
+def test_a_function_wrapped_by_a_library_stays_the_users(wrap):
+    def own(*args: Any) -> None:
+        return None
+
+    assert not is_known(wrap(own))
+    assert not is_known(functools.partial(torch.nn.functional.silu, own))
+    assert is_known(torch.nn.functional.silu) and is_known(LlamaForCausalLM.forward)
+
+
+def test_a_mode_of_torch_that_a_user_enters_sees_the_operations_of_generate():
+    from torch.overrides import TorchFunctionMode
+
+    class Counting(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.products = 0
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.products += function is torch.nn.functional.linear
+            return function(*args, **(kwargs or {}))
+
+    model, counts = made("llama", SINGLE, **WIDE), []
+    tokens(model, **OURS)
+    for options in ({}, OURS):
+        with Counting() as mode:
+            tokens(model, **options)
+        counts.append(mode.products)
+    assert counts[0] == counts[1]
+
+
+def edit_of_the_ids(at: int) -> Callable[..., Any]:
+    def edit(input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+        if input_ids.shape[1] in (14, 18):
+            input_ids[:, at] = 11
+        return scores
+
+    return edit
+
+
+@pytest.mark.parametrize("at", [-1, -3, 2])
+@pytest.mark.parametrize("where", ["processor", "criterion"])
+def test_ids_that_a_processor_or_criterion_writes_are_those_of_generate(where, at, tiny_tokenizer):
+    model = made("llama", SINGLE)
+
+    def options() -> dict[str, Any]:
+        edit = edit_of_the_ids(at)
+        if where == "processor":
+            return {"logits_processor": [edit], "repetition_penalty": 1.5}  # which reads the ids
+        never = torch.zeros(1, dtype=torch.bool)
+        return {
+            "stopping_criteria": [lambda ids, scores, **_: (edit(ids, scores), never)[1]],
+            "repetition_penalty": 1.5,
+        }
+
+    answers = tokens(model, **options())
+    assert 11 in answers[0]
+    assert tokens(model, **options(), **OURS) == answers
+    result = lookahead.generate(model, tiny_tokenizer, IDS, max_new_tokens=NEW, do_sample=False, **options())
+    assert result.token_ids[0] == answers[0][IDS.shape[1] :]
+
+
+def test_a_processor_that_hooks_the_model_during_a_call_is_heeded_from_the_next_pass_on():
+    model = made("llama", SINGLE, **WIDE)
+    handles: list[Any] = []
+
+    def hooking(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] == IDS.shape[1] + 3:
+            handles.append(model.lm_head.register_forward_hook(lambda module, args, out: steered(out)))
+        return scores
+
+    answers = tokens(model, logits_processor=[hooking])
+    handles.pop().remove()
+    assert answers != tokens(model)
+    got = tokens(model, logits_processor=[hooking], **OURS)
+    assert got == answers
 
 
 @pytest.mark.parametrize("how", ["class", "partial", "object"])
@@ -274,19 +275,20 @@ def test_a_cache_with_an_update_of_its_own_is_filled_by_it(how):
         return past
 
     model = made("llama", SINGLE)
-    answers = plain(model, **{CACHE: cache()})
-    assert drafted(model, answers, **{CACHE: cache()}) == answers != plain(model)
+    answers = tokens(model, **{CACHE: cache()})
+    assert tokens(model, **OURS, **{CACHE: cache()}) == answers != tokens(model)
 
 
-def test_a_class_that_hands_all_its_inputs_on_keeps_trees():
+def test_a_model_class_of_a_users_is_drafted_for_once_it_is_trusted():
     class Handing(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
     model = made("llama", HALF)
     model.__class__ = Handing
-    assert support_of(model, shortest=4, max_length=30).shape == "trees"
-    assert same(model)
+    assert support_of(model, shortest=4, max_length=30).shape == "none"
+    assert support_of(model, shortest=4, max_length=30, trusted=True).shape == "trees"
+    assert tokens(model, **OURS, lookahead_config=TRUSTED) == tokens(model)
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
@@ -303,28 +305,26 @@ def test_a_change_between_pieces_of_a_stream_is_heard_and_stays(dtype, tiny_toke
     assert len([*stream]) > 0
     assert vars(mlp)["forward"] is own
     del mlp.forward
-    assert stream.token_ids != plain(model, max_new_tokens=8)[0][IDS.shape[1] :]
+    assert stream.token_ids != tokens(model, max_new_tokens=8)[0][IDS.shape[1] :]
 
 
-def test_the_first_use_of_a_model_draws_no_random_numbers():
+def test_the_first_use_of_a_model_leaves_nothing_behind():
     model = made("llama", SINGLE)
-
-    def noisy(module: Any, args: Any, out: Tensor) -> Tensor:
-        return out + 1e-5 * torch.randn_like(out)
-
-    model.model.layers[1].register_forward_hook(noisy)
+    buffers = {name: (each, each.clone(), each._version) for name, each in model.named_buffers()}
     torch.manual_seed(5)
     support_of(model, shortest=4, max_length=30)
     after = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(after, torch.rand(1))
+    for name, each in model.named_buffers():
+        assert each is buffers[name][0] and torch.equal(each, buffers[name][1])
 
 
 def test_changes_of_one_model_leave_a_copy_alone():
     model = made("llama", SINGLE, **WIDE)
     twin = copy.deepcopy(model)
-    with opened("a call of its own", model):
-        assert same(twin)
+    with PLACES["a hook on the head"](model, steered):
+        assert tokens(twin, **OURS) == tokens(twin) != tokens(model)
 
 
 def test_a_model_that_a_user_changed_is_freed_with_its_verdicts():
@@ -333,7 +333,7 @@ def test_a_model_that_a_user_changed_is_freed_with_its_verdicts():
         type(model.model.layers[1].mlp).forward, model.model.layers[1].mlp
     )
     model.model.layers[0].register_forward_hook(lambda module, args, out, of=model: None)
-    assert same(model)
+    assert tokens(model, **OURS) == tokens(model)
     freed = weakref.ref(model)
     del model
     gc.collect()

@@ -29,8 +29,8 @@ _MIXING = 1e-5  # change of its output, relative to the norm, beyond the noise o
 _SUMS_FP32, _SUMS_HALF = 1e-3, 0.02  # change, relative to the norm, beyond the noise of another order of sums
 _NEAR = 1e-3  # distance of the compared inputs, relative to their norm
 _STEPS = 2e-4  # distance of their outputs from a line, relative to the norm; rounding to bfloat16 gives 2e-3
-MOST_ROWS = 100  # of a tried product; passes have no more
-_ROWS = (*ROWS, 48, 64, MOST_ROWS)  # of products whose bits are compared; a layer gets all rows of a pass
+_MANY_ROWS = 100  # of a tried product
+_ROWS = (*ROWS, 48, 64, _MANY_ROWS)  # of products whose bits are compared; a layer gets all rows of a pass
 _OUTPUTS = 256  # numbers of a row that are enough to show another order of sums
 
 
@@ -181,11 +181,11 @@ def _differs_alone(call: _LayerCall) -> bool:
     """Whether a row alone has another output than among several rows, e.g. if only several are quantized."""
     if not call.takes_any_rows:
         return False
-    x = call.like(MOST_ROWS)
+    x = call.like(_MANY_ROWS)
     most = _SUMS_FP32 if x.dtype == torch.float32 else _SUMS_HALF
     alone = call.output(x[:1])[0].float()
     try:
-        others = [call.output(x[:rows])[0].float() for rows in (len(PROBES[0]), MOST_ROWS)]
+        others = [call.output(x[:rows])[0].float() for rows in (len(PROBES[0]), _MANY_ROWS)]
     except _NoRows:  # it takes one row
         return True
     return any(bool((each - alone).norm() > most * alone.norm()) for each in others)

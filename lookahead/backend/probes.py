@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for
-from lookahead.backend.protocol import BitPolicy, Shape
+from lookahead.backend.protocol import Shape
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
@@ -40,7 +40,6 @@ _TOLERANCE_FP32 = 1e-3
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
 _PICKED = 4  # keys that the indexers of a probed model pick: fewer than the tokens of its texts
 _PADDING = 3  # tokens before a text that is compared with the text alone
-_PROMPT, _DEEPEST, _WIDE = 24, 5, 40  # tokens, depth and nodes to compare where user code runs
 
 TREE = (0, 0, 1, 2, 0)
 CHAIN = (0, 0, 1, 2, 3)
@@ -247,54 +246,6 @@ def scores_like_the_model(
     own = own_logits(model, [text + tail for text, tail, _ in checks], tokens)
     ends = (len(text + tail) - 1 for text, tail, _ in checks)
     return all(agree(model, check[2], own[row, end]) for row, (check, end) in enumerate(zip(checks, ends, strict=True)))
-
-
-def decodes_alike(model: PreTrainedModel, shape: Shape, by_node: bool) -> bool:
-    """Whether every node of a wide pass is decoded as it is token by token. User code may treat the two differently.
-
-    In half precision on a CPU bits are compared: a small edit changes less than rounding does.
-
-    Args:
-        model: The model.
-        shape: Whether it verifies trees or chains.
-        by_node: Whether trees are also right if every node attends alone.
-    """
-    is_half = model.dtype in TOLERANCE and input_device(model).type == "cpu"
-    policy = BitPolicy.SOLO if is_half else BitPolicy.ROUNDED
-    shape = "trees" if by_node and is_half else shape
-    if is_half and shape == "chains":  # their bits differ
-        return False
-    try:
-        return _compare_nodes(model, shape, policy)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        state_of(model).note_problem(f"{type(model).__name__} verifies no {shape}", with_place(error))
-        return False
-
-
-@torch.inference_mode()
-def _compare_nodes(model: PreTrainedModel, shape: Shape, policy: BitPolicy) -> bool:
-    vocabulary = decoder_vocabulary(model)
-    prompt = (np.arange(_PROMPT, dtype=np.int32) * 7 + 1) % vocabulary
-    chain = np.arange(-1, _DEEPEST).clip(0)
-    parents = [*chain, *(np.arange(_DEEPEST + 1, _WIDE) % (_DEEPEST + 1))] if shape == "trees" else [*chain]
-    tree = TokenTree.from_parents((np.arange(len(parents)) + prompt[-1]) % vocabulary, parents)
-    backend = backend_for(model, rows=1, capacity=128, shape=shape, packs=False)
-    with backend.serving():
-        backend.read([prompt])
-        backend.commit(0, np.zeros(1, np.int32))
-        scores = backend.score([tree], policy)[0]
-    past: Any = DynamicCache(config=model.config.get_text_config())
-    own_pass(model, prompt, past, 0)
-    for parent in range(_DEEPEST + 1):  # the chain, and the branches after each of its nodes
-        branches = [node for node in range(parent + 2, len(parents)) if parents[node] == parent]
-        for node in (parent, *branches):
-            held = past if node == parent else deepcopy(past)
-            own = own_pass(model, tree.tokens[node : node + 1], held, _PROMPT + int(tree.depths[node]))
-            if not (torch.equal(own, scores[node]) if policy is BitPolicy.SOLO else agree(model, scores[node], own)):
-                return False
-    return True
 
 
 def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:

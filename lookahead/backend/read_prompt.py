@@ -17,8 +17,7 @@ from lookahead.backend.probes import continues_texts
 from lookahead.drafting.tree import IntArray
 from lookahead.hf.cache import RowCopy, RowStates, TreeCache
 from lookahead.hf.facts import may_keep_states, picks_keys, prefills_at_once
-from lookahead.hf.model_code import version_of
-from lookahead.hf.model_state import state_of
+from lookahead.hf.model_state import recognise, state_of
 from lookahead.hf.state_scope import mixers_of
 
 _FEWEST_TOKENS = 16  # shortest prefix worth copying
@@ -198,19 +197,21 @@ def _shared(some: IntArray, others: IntArray) -> int:
 
 
 def prefixes_of(model: PreTrainedModel, most_bytes: int) -> PrefixStore:
-    """The store of a model, shared by all its calls. It is emptied if the weights or the code of the model changed.
+    """The store of a model, shared by all its calls, for its weights and code as it was last recognised.
 
-    It keeps nothing for encoder-decoder models, models with an indexer, and models that cannot continue from states.
+    It keeps nothing for encoder-decoder models, models with an indexer, models that cannot continue from states, and
+    models with weights that cannot be read.
 
     Args:
         model: The model.
         most_bytes: Bytes that the store may take from now on.
     """
-    state, version = state_of(model), version_of(model).number
-    if state.prefixes is None or state.prefixes[0] != version:
-        state.prefixes = version, PrefixStore(0)
-    store: PrefixStore = state.prefixes[1]
+    plan = state_of(model).plan or recognise(model)
+    if plan.prefixes is None:
+        plan.prefixes = PrefixStore(0)
+    store: PrefixStore = plan.prefixes
     copies = not (model.config.is_encoder_decoder or picks_keys(model) or prefills_at_once(model))
+    copies = copies and not (plan.user_code or any(each.is_meta for each in model.parameters()))
     copies = copies and (reads_apart(model) or continues_texts(model))
     store.limit(most_bytes if copies else 0)
     return store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -10,12 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.backend.layer_probes import layers_with_solo_bits, unfit_reason
+from lookahead.backend.layer_probes import unfit_reason
 from lookahead.backend.probes import (
     PROBES,
-    TOLERANCE,
     attends_ahead,
-    decodes_alike,
     own_logits,
     picking_few,
     scores_like_the_model,
@@ -23,12 +22,10 @@ from lookahead.backend.probes import (
 from lookahead.backend.protocol import Shape
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import is_out_of_memory, named, with_place
-from lookahead.hf.cache_code import changed_caches
 from lookahead.hf.calls import changed_loop
 from lookahead.hf.facts import (
     calls_registered_attention,
     decoder_vocabulary,
-    input_device,
     is_sequential,
     may_keep_states,
     other_layers,
@@ -37,12 +34,11 @@ from lookahead.hf.facts import (
     rope_parameters_of,
     vocabulary_size,
 )
-from lookahead.hf.foreign_layers import foreign_layers
-from lookahead.hf.model_code import attention_code, changed_attention, odd_window, pre_hooks_of
-from lookahead.hf.model_state import state_of
+from lookahead.hf.known_code import attention_code, changed_caches, hooks_of, is_known, name_of
+from lookahead.hf.model_state import recognise, state_of
+from lookahead.hf.stamp import version_of
 from lookahead.hf.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
-from lookahead.utils.shipped import is_shipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +48,7 @@ class Support:
     shape: Shape | Literal["none"]
     reason: str = ""  # why it is not trees
     ropes: tuple[tuple[str, int], ...] = ()  # position embeddings that change beyond a length: kind, limit
-    by_node: bool = False  # trees are also right if every node attends alone, by the model's own function
     behind_own: bool = False  # trees are right only after a prompt that the model itself has read
-    is_foreign: bool = False  # third-party layers compute a part of it
 
     @classmethod
     def of(cls, values: Any) -> Support:
@@ -63,22 +57,25 @@ class Support:
         ropes = all(type(kind) is str and type(limit) is int for kind, limit in made.ropes)
         if made.shape not in ("trees", "chains", "none") or type(made.reason) is not str or not ropes:
             raise ValueError(f"it is no verdict on what a model can verify: {values!r}")
-        by_node, behind_own, is_foreign = (truth(values[name]) for name in ("by_node", "behind_own", "is_foreign"))
-        return replace(made, by_node=by_node, behind_own=behind_own, is_foreign=is_foreign)
+        return replace(made, behind_own=truth(values["behind_own"]))
+
+
+_TRUST = "if it treats every token by itself and keeps no state, say so with LookaheadConfig(trust_user_code=True)"
 
 
 class ProbeError(Exception):
     """A probe failed for a temporary reason, such as a lack of memory; the message says which."""
 
 
-def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
+def support_of(model: PreTrainedModel, *, shortest: int, max_length: int, trusted: bool = False) -> Support:
     """The support for a model, or its decoder, with rows of `shortest` prompt tokens up to `max_length` tokens.
 
     The first call for a model probes it with a few tokens. If a probe runs out of memory or the model cannot run at
-    all, the answer is "none", and the next call probes again.
+    all, the answer is "none", and the next call probes again. A user's own code is not probed, unless it is `trusted`.
     """
+    if reason := users_reason(model, trusted=trusted):
+        return Support("none", reason)
     config: Any = model.config.get_text_config(decoder=True)
-    has_encoder = model.config.is_encoder_decoder
     others = other_layers(config)
     if processes_of(model) > 1 and may_keep_states(model):
         return Support("none", "its layers keep states, and it is spread over several processes")
@@ -99,11 +96,10 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     reason = unsupported_reason(model)
     if reason:
         return Support("none", reason)
-    state = state_of(model)
+    # The form of an audio or image encoder's outputs is guessed before the first call.
+    name = "support" if state_of(model).encoding is None else "support by what its encoder gave"
     try:
-        # The form of an audio or image encoder's outputs is guessed before the first call.
-        name = "support" if state.encoding is None else "support by what its encoder gave"
-        verdict = state.probed(name, model, partial(_probe, model, config), Support.of)
+        verdict = state_of(model).probed(name, model, partial(_probe, model, config), Support.of)
     except ProbeError as error:
         return Support("none", str(error))
     for kind, limit in verdict.ropes:
@@ -113,15 +109,13 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         verdict = Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
-    has_users = verdict.is_foreign or (state.newest is not None and bool(state.newest.users))
-    has_users = has_users and not has_encoder
-    if has_users and verdict.behind_own:  # the comparison would read the prompt in a pass of ours
-        return replace(verdict, behind_own=False)
-    if has_users and verdict.shape != "none":
-        name = f"{verdict.shape} by a user's code, {torch.get_num_threads()} threads"
-        if not state.probed(name, model, partial(_treats_tokens_alike, model, verdict, verdict.shape)):
-            return Support("none", "code from outside transformers treats several tokens differently from one")
     return verdict
+
+
+def users_reason(model: PreTrainedModel, *, trusted: bool) -> str:
+    """Why only transformers' own loop may run a model, since code of a user's is on its way; empty if it is not."""
+    plan = recognise(model, trusted=trusted)
+    return "" if trusted or not plan.user_code else f"{plan.user_code}, is your own code; {_TRUST}"
 
 
 def unsupported_reason(model: PreTrainedModel) -> str:
@@ -135,10 +129,7 @@ def unsupported_reason(model: PreTrainedModel) -> str:
     if changed := changed_caches():
         return f"{changed} has taken the place of a cache's own code"
     for module in model.modules():
-        # An adapter added to a model in evaluation mode is itself in training mode.
-        if module.training and (module is model or (isinstance(module, nn.Dropout) and module.p)):
-            return "it is in training mode; call its eval() first"
-        for hook in pre_hooks_of(module):
+        for hook in hooks_of(module):
             # One adapter per row, or one that starts at a token: drafted rows have other indices.
             for name in ("adapter_names", "alora_offsets"):
                 if name in getattr(hook, "keywords", ()):
@@ -148,9 +139,9 @@ def unsupported_reason(model: PreTrainedModel) -> str:
 
 def _probe(model: PreTrainedModel, config: Any) -> Support:
     """Try trees, then chains."""
-    if changed := changed_attention(model):  # it may treat tokens differently from some length on
-        return Support("none", f"the forward of {changed} is not that of transformers")
     decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
+    if any(module.training for module in decoder.modules()) and (reason := _training_reason(model)):
+        return Support("none", f"it is in training mode, and {reason}; call its eval() first")
     if odd := odd_window(model, decoder.modules()):
         return Support("none", odd)
     try:
@@ -164,16 +155,32 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
     probed = picking_few(model) if picks_keys(model) else model
     if probed is None:
         return Support("none", "its attention sees keys that an indexer picks, which could not be tried with few")
-    is_foreign = bool(foreign_layers(decoder))
-    return replace(_probed_shape(probed, config), ropes=_growing_ropes(model, config), is_foreign=is_foreign)
+    return replace(_probed_shape(probed, config), ropes=_growing_ropes(model, config))
 
 
-def _treats_tokens_alike(model: PreTrainedModel, verdict: Support, shape: Shape) -> bool:
-    """Whether third-party code treats several tokens as one after the other: bit for bit in half precision on a CPU."""
-    compares_bits = model.dtype in TOLERANCE and input_device(model).type == "cpu"
-    if verdict.is_foreign and compares_bits and layers_with_solo_bits(model) is None:
-        return False
-    return decodes_alike(model, shape, verdict.by_node)
+@torch.inference_mode()
+def _training_reason(model: PreTrainedModel) -> str:
+    """Why passes in training mode differ from each other, or an empty string: a pass over some tokens tells."""
+    drawn, versions = torch.get_rng_state(), [*map(version_of, model.buffers())]
+    own_logits(model, [[0] * len(PROBES[0])], PROBES[0])
+    if not torch.equal(drawn, torch.get_rng_state()):
+        return "its passes draw random numbers, as dropout does"
+    return "its passes change buffers" if versions != [*map(version_of, model.buffers())] else ""
+
+
+def odd_window(model: Any, modules: Iterable[nn.Module]) -> str:
+    """A layer whose window differs from the configuration's, which masks follow, as text; or an empty string."""
+    config = model.config.get_text_config(decoder=True)
+    common, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    for module in modules:
+        at = module.__dict__.get("layer_idx")
+        if "sliding_window" not in module.__dict__ or not isinstance(at, int):
+            continue
+        expected = common if kinds is None or "sliding" in kinds[at] else None
+        window = module.__dict__["sliding_window"] if module.__dict__.get("is_sliding", True) else None
+        if window != expected:
+            return f"layer {at} has a sliding_window of {window} instead of {expected}"
+    return ""
 
 
 def _growing_ropes(model: PreTrainedModel, config: Any) -> tuple[tuple[str, int], ...]:
@@ -191,25 +198,24 @@ def _growing_ropes(model: PreTrainedModel, config: Any) -> tuple[tuple[str, int]
 
 
 def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
-    by_node, users = False, list[Any]()
+    users = list[Any]()
     # A probe is too short to show the effect of a window or a slope over cache slots.
     if "local" in getattr(config, "attention_layers", ()):
         reason = "its attention windows count slots of the cache"
     elif getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
         reason = "its attention bias depends on cache slots (ALiBi)"
     else:
-        attention, masks = attention_code(model, list(model.modules()))
-        users = [each for each in (*masks, *attention) if not is_shipped(each)]
+        # Passes over trees have an attention function of ours, which would replace a user's.
+        users = [each for each in attention_code(model, list(model.modules())).all if not is_known(each)]
         if users:
-            reason = f"its attention calls {getattr(users[0], '__qualname__', users[0])}, which is not of transformers"
-            by_node = all(map(is_shipped, masks))
+            reason = f"its attention calls {name_of(users[0])}, which is not of transformers"
         else:
             reason = _mismatch_of(model, "trees")
     if not reason:
         return Support("trees")
     mismatch = _mismatch_of(model, "chains")
     if not mismatch:
-        return Support("chains", reason, by_node=by_node)
+        return Support("chains", reason)
     behind_own = not (users or model.config.is_encoder_decoder or _mismatch_of(model, "trees", behind_own=True))
     return Support("none", mismatch, behind_own=behind_own)
 

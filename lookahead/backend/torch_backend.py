@@ -29,9 +29,8 @@ from lookahead.hf.facts import (
     prefills_at_once,
     windows_of,
 )
-from lookahead.hf.model_code import version_of
 from lookahead.hf.model_inputs import ModelInputs
-from lookahead.hf.model_state import outside_passes
+from lookahead.hf.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute
 from lookahead.hf.state_layers import cache_layers
 from lookahead.hf.state_scope import StateScope, mixers_of
 
@@ -81,7 +80,7 @@ class TorchBackend:
         self.keeps_hidden = True
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
-        self._is_served = False
+        self._is_served, self._checkpointed = False, checkpointed(model)
         # In float32 the last bits do not change tokens.
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_read_whole = self.is_cold = self.is_ragged = False
@@ -107,7 +106,8 @@ class TorchBackend:
             self._spans.clear()
             try:
                 by_depth = nullcontext() if self._states is None else self._states.serving()
-                with outside_passes(), by_depth, self._patched():
+                cached = patched_attribute(CHECKPOINTING, self._checkpointed)
+                with outside_passes(), by_depth, cached, self._patched():
                     yield
             finally:
                 self._is_served = False
@@ -213,8 +213,6 @@ class TorchBackend:
         is_fused = is_sdpa and not cached.any() and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
         is_whole = is_whole or self._reads_at_once or bool(self.cache.states)
-        # A hook may edit the end of a prompt; it must not see the ends of parts.
-        is_whole = is_whole or (width > PREFILL_CHUNK and bool(version_of(self._model).users))
         return width if is_whole else PREFILL_CHUNK
 
     def score(

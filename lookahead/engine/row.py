@@ -84,6 +84,7 @@ class Row:
         self.prefilled = 0.0  # `time.perf_counter` at the end of its prefill
         self.policy = BitPolicy.ROUNDED  # the bits of its passes
         self.finish_reason: FinishReason | None = None
+        self.is_edited = False  # whether processors or criteria of a user's, which may write into the ids, are called
 
     @property
     def text(self) -> IntArray:
@@ -151,7 +152,10 @@ class Row:
 
         def choose(node: int) -> int:
             if pick is None and node not in typical:
-                return self.chooser.choose(self._seen(), logits[node], row=self.place, step=self.emitted)
+                seen = self._seen()
+                token = self.chooser.choose(seen, logits[node], row=self.place, step=self.emitted)
+                self._heed(seen)
+                return token
             chances = self.chooser.chances(self._seen(), logits[node], row=self.place, step=self.emitted)
             if node in typical:
                 token, chance = typical[node]
@@ -165,7 +169,7 @@ class Row:
         return StepOutput(self.index, tokens, self.finish_reason, draft, path)
 
     def _emit(self, token: int) -> bool:
-        """Add a token to the ids; returns whether the output ends with it."""
+        """Add a token to the ids; returns whether the walk ends with it: the output, or a criterion replaced it."""
         if token < 0:
             raise not_a_number(self.index, self.emitted)
         self.ids[self.length] = self.last_token = token
@@ -173,12 +177,21 @@ class Row:
         self.emitted += 1
         rule, scores = self.stopping, self.chooser.scores[self.place]
         # Every criterion is called, as in `model.generate`: one may count its calls.
-        fired = [reason for reason, criterion in rule.custom if criterion(self._seen(), scores)]
+        seen = self._seen() if rule.custom else None
+        fired = [reason for reason, criterion in rule.custom if seen is not None and criterion(seen, scores)]
+        if seen is not None:
+            self._heed(seen)
+            self.last_token = int(self.ids[self.length - 1])
         if "stop" in fired or token in rule.eos_tokens:
             self.finish_reason = "stop"
         elif fired or self.length >= rule.max_length:
             self.finish_reason = fired[0] if fired else "length"
-        return self.finish_reason is not None
+        return self.finish_reason is not None or self.last_token != token
+
+    def _heed(self, seen: Tensor) -> None:
+        """Take over what a user's processor or criterion wrote into ids `[1, tokens]`, as `model.generate` does."""
+        if self.is_edited and seen.device.type != "cpu":  # on a CPU they share memory
+            self.ids[: seen.shape[1]] = seen[0].cpu().numpy()
 
     def _chances_after(self, tree: TokenTree, logits: Tensor, path: list[int]) -> Tensor:
         """The target's distribution after a path of nodes, from `[nodes, vocab]` logits."""

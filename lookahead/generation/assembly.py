@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.backend import self_check
 from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for
-from lookahead.backend.layer_probes import MOST_ROWS
 from lookahead.backend.protocol import Backend, BitPolicy, Shape
 from lookahead.backend.torch_backend import MakeInputs
 from lookahead.config import LookaheadConfig
@@ -56,7 +55,6 @@ def assemble(
     reading: PromptReading | None = None,
     memory: OutputStore | None = None,
     keep_cache: bool = False,
-    is_foreign: bool = False,
     predicts: bool = False,
     is_constrained: bool = False,
 ) -> Engine:
@@ -76,11 +74,10 @@ def assemble(
         reading: Reads prompts of the batch that are more than tokens.
         memory: The store of `memory="request"`; None for an empty one.
         keep_cache: As for `Engine`.
-        is_foreign: Whether third-party layers compute a part of the model.
         predicts: Whether rows may have predictions.
         is_constrained: Whether rows that join later may follow a grammar.
     """
-    config = _bounded(config, model, len(batch) or slots, is_foreign)
+    config = _bounded(config, model, len(batch) or slots)
     rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
     by_rejection = config.acceptance == "rejection" and warp is not None
     call = Call(
@@ -136,9 +133,7 @@ def assemble(
             make_inputs=make_inputs,
         )
     given = (backend, proposers, controller, config, call, batch)
-    engine = Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
-    engine.reads_alone |= is_foreign  # prompts read together may exceed the rows that these layers were tested with
-    return engine
+    return Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
 
 
 def backend_options(
@@ -154,14 +149,8 @@ def backend_options(
     return {"packs": packs, "has_kernels": is_compared or self_check.kernels_agree(model, shape, packs=packs)}
 
 
-def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int, is_foreign: bool) -> LookaheadConfig:
-    """The configuration with trees limited by the room for states, unless it sets `max_nodes`.
-
-    With third-party layers, passes are limited to the rows that were tested.
-    """
-    if is_foreign and config.node_budget:
-        most = MOST_ROWS // rows - 1
-        config = replace(config, **({"max_nodes": min(config.node_budget, most)} if most > 0 else {"proposers": ()}))
+def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> LookaheadConfig:
+    """The configuration with trees limited by the room for states, unless it sets `max_nodes`."""
     if config.max_nodes is not None or not config.node_budget or not may_keep_states(model) or not mixers_of(model):
         return config
     fewest = 1 if config.branch_size is None else config.branch_size.window_nodes

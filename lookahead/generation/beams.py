@@ -25,7 +25,7 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend, packed_products
 from lookahead.backend.cpu.product_bits import has_bits_of_copies
 from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import kernels_agree, may_keep_bits
-from lookahead.backend.support import support_of
+from lookahead.backend.support import support_of, users_reason
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.fallback import PlainLoop
@@ -36,7 +36,7 @@ from lookahead.generation.hf_outputs import append_states, copy_prefix_from
 from lookahead.hf.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.call_caches import CACHE, cache_in, is_callers, tokens_in
-from lookahead.hf.calls import ResolvedCall, own_beam_search, read_prompt
+from lookahead.hf.calls import ResolvedCall, is_left_padded, own_beam_search, read_prompt
 from lookahead.hf.encoded_rows import held_layers, rows_of
 from lookahead.hf.facts import attention_name, empty_cache, picks_keys, processes_of, vocabulary_size
 from lookahead.hf.model_state import state_of
@@ -129,6 +129,9 @@ class BeamLoop(PlainLoop):
         past, beams = cache_in(options), generation_config.num_beams
         if is_callers(past) or tokens_in(past) > 0:
             raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
+        mask = None if model.config.is_encoder_decoder else options.get("attention_mask")
+        if mask is not None and not is_left_padded(mask):
+            raise UnsupportedModelError("with beams attention_mask must be zeros and then ones in every row")
         room = None if context is None else context + 1
         if room is not None and cast(int, generation_config.max_length) > room:
             raise PromptError(
@@ -178,6 +181,10 @@ class BeamLoop(PlainLoop):
         model, width, options = self._model, self._ids.shape[1], self._model_kwargs
         search = own_beam_search(self._call._replace(generation_config=self._generation))
         search = partial(search, stopping_criteria=stopping_criteria)
+        trusted = self._config.trust_user_code
+        if reason := users_reason(model, trusted=trusted):
+            warn(f"{reason}; the beams are searched as transformers does")
+            return search(model, **options)
         if model.config.is_encoder_decoder:
             if model.dtype != torch.float32:
                 self._policy = BitPolicy.BATCH  # transformers runs all passes
@@ -189,7 +196,9 @@ class BeamLoop(PlainLoop):
         lengths = np.repeat(self._lengths, self._beams)
         if not validation.has_usual_positions(options.get("position_ids"), lengths, width):
             raise UnsupportedModelError("position_ids of your own are not served with beams")
-        support = support_of(model, shortest=int(self._lengths.min()), max_length=self._generation.max_length)
+        support = support_of(
+            model, shortest=int(self._lengths.min()), max_length=self._generation.max_length, trusted=trusted
+        )
         apart = "it is spread over several processes" if processes_of(model) > 1 else ""
         apart = apart or ("its layers keep states" if mixers_of(model) else "")
         apart = apart or ("an indexer picks the keys it sees" if picks_keys(model) else "")
@@ -197,7 +206,9 @@ class BeamLoop(PlainLoop):
             reason = support.reason or apart
             reason = f"the beams of {type(model).__name__} are no token tree: {reason}"
             if self._is_refused:
-                raise UnsupportedModelError(f"{reason}; leave out the configuration to search as transformers does")
+                raise UnsupportedModelError(
+                    f"{reason}; leave out {self._config.demands} to search as transformers does"
+                )
             warn(f"{reason}; they are searched as transformers does")
             return search(model, **options)
         return self._search_trees(search)

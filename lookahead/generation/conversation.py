@@ -12,7 +12,7 @@ import numpy as np
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.probes import continues_texts
-from lookahead.backend.read_prompt import prefixes_of
+from lookahead.backend.read_prompt import PrefixStore, prefixes_of
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.errors import ConfigError, PromptError
 from lookahead.generation.api import stream
@@ -24,6 +24,7 @@ from lookahead.generation.session_file import SessionFile, read_session
 from lookahead.generation.validation import check_pair, resolved
 from lookahead.hf.call_caches import CACHE, tokens_in
 from lookahead.hf.facts import context_limit
+from lookahead.hf.model_state import recognise
 from lookahead.hf.state_layers import counts_tokens, has_states
 
 
@@ -79,7 +80,9 @@ class Conversation:
         check_whole("prefix_bytes", prefix_bytes, 0)
         if CACHE in options:
             raise ConfigError(f"{CACHE} is not an option of a conversation, which keeps its own cache")
-        self._prefix_bytes = prefix_bytes
+        self._prefix_bytes, self._config = prefix_bytes, config
+        self._store: PrefixStore | None = None  # for the model as it was at the last question
+        self._stamp = 0
         context = context_limit(model)
         reserved = max_new_tokens if context is None else min(max_new_tokens, max(1, context // 4))
         self._model, self._tokenizer = model, tokenizer
@@ -182,9 +185,8 @@ class Conversation:
                 said.append(piece)
                 yield piece
             self._held = [*ids, *pieces.token_ids[:-1]]
-            if self._prefix_bytes and (kept := pieces.kept) is not None:
-                text = np.array(self._held[: kept.tokens], np.int32)
-                prefixes_of(self._model, self._prefix_bytes).put(text, kept)
+            if self._store is not None and (kept := pieces.kept) is not None:
+                self._store.put(np.array(self._held[: kept.tokens], np.int32), kept)
         finally:
             pieces.close()
             answer = {"role": "assistant", "content": "".join(said)}
@@ -193,6 +195,11 @@ class Conversation:
 
     def _continue_from(self, ids: list[int]) -> None:
         """Cut the cache to the prefix it shares with a prompt; start an empty one if it cannot be cut."""
+        plan = recognise(self._model, trusted=bool(self._config and self._config.trust_user_code))
+        if plan.stamp.number != self._stamp:  # keys and values of other weights
+            self._cache, self._held = DynamicCache(config=self._model.config), []
+        self._stamp = plan.stamp.number
+        self._store = prefixes_of(self._model, self._prefix_bytes) if self._prefix_bytes else None
         is_same = [held == wanted for held, wanted in zip(self._held, ids[:-1], strict=False)]
         shared = is_same.index(False) if False in is_same else len(is_same)
         is_whole = tokens_in(self._cache) == len(self._held)
@@ -204,8 +211,8 @@ class Conversation:
         elif is_cut:
             self._cache.crop(shared - len(self._held))
             self._held = self._held[:shared]
-        if self._prefix_bytes and not is_sliding:  # a sliding window holds too few tokens to continue
-            prefix = prefixes_of(self._model, self._prefix_bytes).longest(np.array(ids, np.int32))
+        if self._store is not None and not is_sliding:  # a sliding window holds too few tokens to continue
+            prefix = self._store.longest(np.array(ids, np.int32))
             if prefix.held is not None and prefix.tokens > len(self._held):
                 self._cache, self._held = DynamicCache(config=self._model.config), ids[: prefix.tokens]
                 append_states(self._cache, [prefix.cut()], [0])

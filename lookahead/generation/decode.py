@@ -15,13 +15,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
+from lookahead.errors import warn
 from lookahead.generation import validation
 from lookahead.generation.beams import BeamLoop
 from lookahead.generation.hf_outputs import collect, return_cache, scores_by_step
 from lookahead.generation.plan import plan_request
 from lookahead.generation.prediction_reading import Predictions, read_predictions
 from lookahead.hf.call_caches import cache_in
-from lookahead.hf.calls import GenerateOutput, ResolvedCall, generate_output
+from lookahead.hf.calls import GenerateOutput, ResolvedCall, generate_output, own_loop
 from lookahead.proposers.ngram import OutputStore
 
 
@@ -78,6 +79,11 @@ def decode(
     call = ResolvedCall(
         model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
     )
+    if torch.is_grad_enabled() and (loop := own_loop(model, generation_config)) is not None:
+        warn("decoded by transformers alone: gradients are recorded, which passes over drafts do not")
+        given: Any = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        given |= {"generation_config": generation_config, "streamer": lookahead_streamer, **model_kwargs}
+        return cast(Tensor | GenerateOutput, loop(model, input_ids, **given))
     copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     predictions = read_predictions(model, lookahead_tokenizer, lookahead_prediction, len(input_ids) // copies)
     plan = plan_request(call, lookahead_config, lookahead_tokenizer, memory=lookahead_memory)
@@ -92,6 +98,9 @@ def decode(
         [torch.tensor(row, device="cpu") for row in tokens], batch_first=True, padding_value=int(pad or 0)
     )
     sequences = torch.cat([input_ids, new.to(input_ids.device)], -1)
+    for row in engine.batch:
+        if row.is_edited:  # the prompt may be edited too
+            sequences[row.place] = torch.from_numpy(row.ids[: row.length])
     return_cache(engine, past)
     if not generation_config.return_dict_in_generate:
         return sequences

@@ -112,6 +112,9 @@ def collect(
         raise
     if streamer is not None:
         streamer.end()
+    for row in engine.batch if isinstance(engine, Engine) else ():
+        if row.is_edited:
+            outputs[row.place] = row.ids[row.length - row.emitted : row.length].tolist()
     return outputs, reasons
 
 

@@ -35,7 +35,8 @@ def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None
     validate_model(model)
     validation.check_config("config", config)
     config = config if config is not None else LookaheadConfig()
-    shape, reason = shape_of(model, support.support_of(model, shortest=1, max_length=1), config)
+    found = support.support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
+    shape, reason = shape_of(model, found, config)
     if shape == "none" or model.config.is_encoder_decoder:
         paths = (PathReport("drafts", shape != "none", reason or f"its decoder verifies {shape}"),)
         name = "transformers' own loop" if shape == "none" else "a backend behind its encoder"

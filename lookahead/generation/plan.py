@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from lookahead.backend import probes, self_check, support
-from lookahead.backend.layer_probes import MOST_ROWS
 from lookahead.backend.protocol import Shape
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import IntArray
@@ -26,9 +25,8 @@ from lookahead.generation.assembly import assemble
 from lookahead.generation.beams import BEAM_MODES, BeamLoop
 from lookahead.generation.hf_outputs import copy_prefix_from
 from lookahead.generation.prompt_reading import PromptReading, placeholders_of
-from lookahead.hf.cache_code import changed_cache
 from lookahead.hf.call_caches import cache_in, tokens_in
-from lookahead.hf.calls import ResolvedCall, own_sample
+from lookahead.hf.calls import ResolvedCall, own_sample, unserved_reason
 from lookahead.hf.encoded_rows import Encoded
 from lookahead.hf.encoding import note_outputs
 from lookahead.hf.facts import (
@@ -42,14 +40,14 @@ from lookahead.hf.facts import (
     reads_text,
     vocabulary_size,
 )
-from lookahead.hf.model_code import edits_inputs, version_of
-from lookahead.hf.model_state import outside_passes, undisturbed
+from lookahead.hf.known_code import changed_cache
+from lookahead.hf.model_state import checkpointed, outside_passes, undisturbed
 from lookahead.hf.private_names import missing_names
 from lookahead.hf.state_layers import takes_states
 from lookahead.hf.state_scope import mixers_of
 from lookahead.proposers.ngram import OutputStore
 from lookahead.verification.sampling import TokenChooser, warp_of
-from lookahead.verification.stopping import StoppingRule, stateful_reason, stopping_rule
+from lookahead.verification.stopping import StoppingRule, stateful_name, stateful_reason, stopping_rule
 
 Loop = Engine | PlainLoop
 
@@ -70,7 +68,6 @@ class RequestPlan:
         reading: Reads prompts that are more than tokens; None for token ids.
         reason: Why transformers decodes the call, for a warning; empty if there is nothing to report.
         is_refused: Whether `reason` is an error, since the given configuration names proposers.
-        is_foreign: Whether third-party layers compute a part of the model.
         predictions: The expected output of every prompt; empty for none.
         generator: Draws the tokens of sampled rows; None for torch's global generator, whose draws depend on the order
             of calls, so these rows are decoded alone.
@@ -87,7 +84,6 @@ class RequestPlan:
     reading: PromptReading | None = None
     reason: str = ""
     is_refused: bool = False
-    is_foreign: bool = False
     predictions: Sequence[Sequence[IntArray]] = ()
     generator: torch.Generator | None = None
 
@@ -101,9 +97,10 @@ class RequestPlan:
         """Whether its prompt can share a batch, as a request for a single token can, which drafts nothing."""
         if (self.is_sampled and self.generator is None) or self.reason or self.reading is not None:
             return False
-        given = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
-        is_single = self.shape == "none"
-        return self.shape == "trees" or (is_single and support.support_of(self.call.model, **given).shape == "trees")
+        if self.shape == "none":  # a single token
+            given = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
+            return support.support_of(self.call.model, **given, trusted=self.config.trust_user_code).shape == "trees"
+        return self.shape == "trees"
 
     @property
     def keeps_cache(self) -> bool:
@@ -118,12 +115,14 @@ class RequestPlan:
         is_shown = bool(config.output_scores or config.output_logits)
         batch_size = len(self.lengths)
         sampling: Any = {"do_sample": self.is_sampled, "keep": is_shown, "generator": self.generator}
+        is_edited = batch_size == 1 and bool(stateful_name(call.logits_processor, call.stopping_criteria, config))
         chooser = TokenChooser(call.logits_processor, batch_size=batch_size, **sampling)
         rows = []
         for i, (ids, length) in enumerate(zip(call.input_ids.cpu().numpy(), self.lengths.tolist(), strict=True)):
             padding = longest - length
             rule = self.stopping.within(self.context, padding)
             rows.append(Row(i, ids, chooser, rule, padding=padding, place=i, device=device))
+            rows[i].is_edited = is_edited
             if self.predictions:  # several sampled outputs of a prompt stand next to each other
                 rows[i].predictions = self.predictions[i * len(self.predictions) // batch_size]
         if self.reading is not None:
@@ -165,7 +164,7 @@ class RequestPlan:
         if call.generation_config.get_generation_mode() in BEAM_MODES:
             return BeamLoop(call, self.config, is_refused=self.is_refused, context=self.context)
         if self.reason and self.is_refused:
-            raise UnsupportedModelError(f"{self.reason}; leave out the configuration to decode it plainly")
+            raise UnsupportedModelError(f"{self.reason}; leave out {self.config.demands} to decode it plainly")
         if self.shape == "none":
             if self.reason:
                 warn(self.reason)
@@ -189,7 +188,6 @@ class RequestPlan:
                 reading=self.reading,
                 memory=self.memory,
                 keep_cache=self.keeps_cache or is_continued,
-                is_foreign=self.is_foreign,
                 predicts=any(self.predictions),
             )
         if is_continued and self.reading is None:
@@ -226,7 +224,7 @@ def plan_request(
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     model, generation_config, options = call.model, call.generation_config, call.model_kwargs
-    is_given, config = config is not None, config if config is not None else LookaheadConfig()
+    config = config if config is not None else LookaheadConfig()
     stopping = stopping_rule(call.stopping_criteria, generation_config)
     named = ", ".join(missing_names())
     lacking = f"the installed libraries lack what drafts need, {named}" if named else ""
@@ -235,7 +233,7 @@ def plan_request(
             raise UnsupportedModelError(lacking)
         none = np.zeros(0, np.int64)
         return RequestPlan(
-            call=call, config=config, context=context, lengths=none, stopping=stopping, is_refused=is_given
+            call=call, config=config, context=context, lengths=none, stopping=stopping, is_refused=bool(config.demands)
         )
     validation.validate_call(model, generation_config, options)
     past = cache_in(options)
@@ -258,6 +256,8 @@ def plan_request(
         stopping=stopping,
     )
     batch_size, longest = call.input_ids.shape
+    if reason := unserved_reason(call):
+        return replace(plan, reason=f"{reason}; it is decoded plainly")
     if lacking:
         return replace(plan, reason=f"{lacking}; it is decoded plainly")
     if stopping.max_length <= longest + 1:
@@ -266,10 +266,12 @@ def plan_request(
     given = call.logits_processor, call.stopping_criteria, generation_config
     if reason := stateful_reason(*given, batch_size, is_lossy):
         return replace(plan, reason=reason)
-    found = _found(call, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
-    plan, is_padded = replace(plan, is_foreign=found.is_foreign), bool(lengths.min() < longest)
+    if generation_config.use_cache is False and (name := stateful_name(*given)):
+        return replace(plan, reason=f"{name} may edit a text that is read again for every token; it is decoded plainly")
+    found = _found(call, config, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
+    is_padded = bool(lengths.min() < longest)
     shape, reason = shape_of(model, found, config, rows=batch_size, is_padded=is_padded)
-    if reason and is_given and config.proposers:
+    if reason and config.demands:
         return replace(plan, reason=reason, is_refused=True)
     if (others or found.behind_own) and generation_config.use_cache is False:
         reason = f"{', '.join(others) or 'its prompt'} is read again for every token"
@@ -285,23 +287,25 @@ def plan_request(
         if reason := reading.unsupported_reason(shape, found.ropes, stopping.max_length - longest):
             behind = ", ".join(others) or "a prompt"
             reason = f"{type(model).__name__} cannot be decoded speculatively after {behind}: {reason}"
-            is_refused = is_given and bool(config.proposers)
-            return replace(plan, reason=f"{reason}; it is decoded plainly", is_refused=is_refused)
+            return replace(plan, reason=f"{reason}; it is decoded plainly", is_refused=bool(config.demands))
         return replace(plan, shape=shape, reading=reading)
     return replace(plan, shape=shape)
 
 
-def _found(call: ResolvedCall, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool) -> support.Support:
+def _found(
+    call: ResolvedCall, config: LookaheadConfig, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool
+) -> support.Support:
     """The support of the model for drafts, given the cache and the padding of the call."""
     model, past, is_cached = call.model, cache_in(call.model_kwargs), call.generation_config.use_cache is not False
     is_padded, hears = bool(lengths.min() < call.input_ids.shape[1]), not reads_text(model)
     if hears and (hears := model.config.is_encoder_decoder):
         note_outputs(model, call.model_kwargs["encoder_outputs"])
-    found, why = support.support_of(model, shortest=int(lengths.min()), max_length=max_length), ""
-    if changed := changed_cache(past):
+    given: Any = {"shortest": int(lengths.min()), "max_length": max_length, "trusted": config.trust_user_code}
+    found, why = support.support_of(model, **given), ""
+    if is_cached and checkpointed(model):
+        why = "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
+    elif changed := changed_cache(past):
         why = f"its cache has its own code, {changed}"
-    elif found.shape != "none" and is_padded and edits_inputs(model):
-        why = "a hook of a user's may edit its masks, which the padding of a batch needs"
     elif found.shape != "none" and may_keep_states(model) and mixers_of(model):
         if keeps_cache and (len(lengths) > 1 or not takes_states(past)):
             why = "its states can be returned for one prompt only, and only with attention"
@@ -316,8 +320,6 @@ def _found(call: ResolvedCall, lengths: NDArray[np.int64], max_length: int, *, k
             why = "its indexer picks keys, which the padding of a batch changes"
     elif hears and not (is_cached and isinstance(getattr(past, "self_attention_cache", past), DynamicCache)):
         why = "its encoder reads no text, and the cache of its decoder does not grow"
-    elif not is_cached and (users := version_of(model).users):
-        why = f"its {users[0]} is not of transformers and may compute otherwise without a cache"
     return support.Support("none", why) if why else found
 
 
@@ -341,9 +343,6 @@ def shape_of(
     shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
     if found.behind_own:
         shape = "trees"
-    fewest = 1 if config.branch_size is None else config.branch_size.window_nodes
-    if found.is_foreign and rows * (1 + fewest) > MOST_ROWS:
-        shape, why = "none", f"its layers of others' code were tried with {MOST_ROWS} tokens of a pass and no more"
     is_auto = config.exactness == "auto"
     if has_encoder and shape == "trees":
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
@@ -352,8 +351,6 @@ def shape_of(
         # The nodes of a chain attend to the same slots as alone: fewer outputs differ by rounding.
         elif is_half and is_auto and (rows > 1 or is_padded or not self_check.keeps_solo_bits(model)):
             shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
-    elif found.by_node and rows == 1 and not is_padded and is_auto and self_check.keeps_solo_bits(model):
-        shape = "trees"
     acceptance = config.acceptance
     obstacles = {
         f"be decoded speculatively: {why}": shape == "none",
@@ -372,5 +369,6 @@ def joins_alone(model: PreTrainedModel, config: LookaheadConfig) -> bool:
 
     On a GPU, reading several inputs takes little more time than one.
     """
-    shape, _ = shape_of(model, support.support_of(model, shortest=1, max_length=1), config)
+    found = support.support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
+    shape, _ = shape_of(model, found, config)
     return shape == "trees" and calls_registered_attention(model) and input_device(model).type == "cpu"

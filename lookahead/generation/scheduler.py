@@ -26,6 +26,7 @@ from lookahead.generation.plan import RequestPlan, generator_for, joins_alone
 from lookahead.generation.prompts import Prompt, PromptReader
 from lookahead.generation.validation import check_seed, validate_call
 from lookahead.hf.facts import input_device, prefills_at_once
+from lookahead.hf.model_state import recognise
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, stateful_name
 
@@ -103,6 +104,7 @@ class Scheduler:
             )
         has_encoder, kind = self._model.config.is_encoder_decoder, input_device(self._model).type
         own = reader.has_own or not all(isinstance(each, str) for each in config.proposers)
+        found = support_of(self._model, shortest=1, max_length=1, trusted=config.trust_user_code)
         # Draws, beams, stop strings, time limits and decoder prompts belong to one call.
         self._shares_batches = (
             has_encoder
@@ -110,14 +112,12 @@ class Scheduler:
             and (reader.option("num_beams") or 1) == 1
             and not {"decoder_input_ids", "decoder_attention_mask"} & reader.options.keys()
             and config.acceptance == "exact"
-            and support_of(self._model, shortest=1, max_length=1).shape != "none"
+            and found.shape != "none"
         )
         # A user's objects belong to the rows of one call.
         self._is_apart = own or prefills_at_once(self._model)
         # If the model itself must read a prompt, `RequestPlan` has already read it.
-        found = support_of(self._model, shortest=1, max_length=1)
         self._is_apart |= not has_encoder and found.behind_own
-        self._is_foreign = found.is_foreign
         if has_encoder and not (self._shares_batches and joins_alone(self._model, config)):
             self._is_apart = True  # `put` would run the encoder only to resolve options
         self.rows = rows_of(self._model) if rows is None else rows
@@ -200,6 +200,8 @@ class Scheduler:
             return []
         step_outputs: list[StepOutput] = []
         engine.report_prefill(self.on_prefill)
+        if joining and self._prefix_bytes:
+            recognise(self._model, trusted=self._config.trust_user_code)
         with engine.serving():
             for rows in self._in_passes(joining):
                 step_outputs += self._admit(engine, rows)
@@ -307,7 +309,6 @@ class Scheduler:
                 first.stopping,
                 tokenizer,
                 slots=self.rows,
-                is_foreign=self._is_foreign,
                 predicts=self._predicts,
                 is_constrained=first.grammar is not None,  # the options of all prompts are the same
                 keep_cache=self._prefix_bytes > 0,

@@ -32,7 +32,7 @@ from lookahead.hf.facts import (
     side_positions,
     validate_model,
 )
-from lookahead.hf.model_state import state_of
+from lookahead.hf.model_state import recognise, state_of
 from lookahead.hf.state_layers import is_filled
 from lookahead.proposers.pool_files import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
@@ -216,7 +216,6 @@ def validate_call(
     """Raise UnsupportedModelError if a resolved call of `model.generate` cannot be served."""
     validate_model(model)
     mode, past, has_encoder = config.get_generation_mode(), cache_in(model_kwargs), model.config.is_encoder_decoder
-    cache = EncoderDecoderCache if has_encoder else DynamicCache
     if config.guidance_scale is not None and config.guidance_scale != 1:
         raise _left_out(
             f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token"
@@ -229,13 +228,15 @@ def validate_call(
         raise _left_out(f"{mode.value.replace('_', ' ')} ({named}) is not served here", hint)
     if config.cache_implementation == "quantized":
         raise _left_out("a quantized cache changes tokens and is not served")
-    if may_be_callers(past, config) and not isinstance(past, cache):
-        raise UnsupportedModelError(f"{CACHE} must be a {cache.__name__}, got a {type(past).__name__}")
+    if has_encoder and may_be_callers(past, config) and not isinstance(past, EncoderDecoderCache):
+        raise UnsupportedModelError(f"{CACHE} must be an EncoderDecoderCache, got a {type(past).__name__}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise _left_out(f"{name}=True is not served")
     for name in other_inputs(model, model_kwargs):
         # Beam search and encoder-decoder models take only tokens.
+        if mode not in _LOOPS and name == "mm_encoder_outputs":  # made of them by `generate`
+            raise _left_out(f"{mode.value.replace('_', ' ')} is not served after images, videos or sound")
         if has_encoder or mode not in _LOOPS or name == "inputs_embeds":
             raise _left_out(f"the model input {name!r} is not served")
     if isinstance(past, EncoderDecoderCache):
@@ -277,6 +278,9 @@ def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
 
 def _heeds(model: PreTrainedModel, name: str) -> bool:
     """Whether zeros in an input `[batch, tokens]` change the logits of a model."""
+    plan = recognise(model, trusted=(plan := state_of(model).plan) is not None and plan.trusted)
+    if plan.user_code and not plan.trusted:
+        return True
 
     def probe() -> bool:
         ids = torch.arange(1, 7, device=input_device(model))[None]
@@ -371,8 +375,6 @@ def prompt_lengths(
         raise UnsupportedModelError(f"attention_mask must have the shape of input_ids, {shapes}")
     mask = np.ones((batch_size, longest), bool) if given is None else given.bool().cpu().numpy()
     lengths: NDArray[np.int64] = mask.sum(1)
-    if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
-        raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")
     if (lengths == 0).any():
         raise _left_out(
             f"attention_mask of prompt {int(lengths.argmin())} is all zeros: a prompt needs at least one token"

@@ -8,13 +8,20 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils.generic import ModelOutput
 
-from lookahead.hf.call_caches import CACHE
-from lookahead.utils.shipped import is_shipped
+from lookahead.hf.call_caches import CACHE, cache_in, may_be_callers
+from lookahead.hf.known_code import is_known
 
 GenerateOutput = utils.GenerateOutput
 
@@ -48,7 +55,7 @@ def changed_loop(model: Any) -> str:
     """The name of a method of the loop of `model.generate` that transformers does not ship, or an empty string."""
     for name in _LOOP:
         own = vars(model).get(name) if name != "prepare_inputs_for_generation" else None
-        if not is_shipped(own or getattr(type(model), name, None)):
+        if not is_known(own or getattr(type(model), name, None)):
             return name
     return ""
 
@@ -57,6 +64,27 @@ def mask_length(config: GenerationConfig, default: int) -> int:
     """Length of a call's mask in tokens, if its configuration has one."""
     length: int = getattr(config, "_mask_length", default)
     return length
+
+
+def unserved_reason(call: ResolvedCall) -> str:
+    """Why passes over drafts cannot follow the mask or the cache of a call, or an empty string.
+
+    `generate` infers a mask of its own if a prompt holds the padding token.
+    """
+    past, mask = cache_in(call.model_kwargs), call.model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape == call.input_ids.shape and not is_left_padded(mask):
+        return "its attention_mask has zeros after ones"
+    if may_be_callers(past, call.generation_config) and not isinstance(past, DynamicCache | EncoderDecoderCache):
+        return f"its cache is a {type(past).__name__}"
+    layers: Any = past.layers if isinstance(past, DynamicCache) else ()
+    lengths = {int(layer.get_seq_length()) for layer in layers if getattr(layer, "keys", None) is not None}
+    return "the layers of its cache hold different numbers of tokens" if len(lengths) > 1 else ""
+
+
+def is_left_padded(mask: Tensor) -> bool:
+    """Whether every row of a mask, `[batch, tokens]`, is zeros and then ones."""
+    kept = mask.bool().cpu().numpy()
+    return bool((kept[:, 1:] >= kept[:, :-1]).all())
 
 
 def resolve_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> ResolvedCall:

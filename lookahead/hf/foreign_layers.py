@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lookahead.hf.model_code import forward_under, is_ours
-from lookahead.utils.shipped import is_shipped
+from lookahead.hf.known_code import forward_under
 
 _SHIPPED = "torch.", "transformers.", "lookahead."
 _ADDRESS = re.compile(r" at 0x\w+")
@@ -26,10 +25,11 @@ def foreign_layers(module: nn.Module) -> list[nn.Module]:
 def is_foreign(module: nn.Module) -> bool:
     """Whether a module, without its submodules, runs code from outside torch, transformers and this package."""
     forward = forward_under(module)
+    forward = getattr(forward, "func", getattr(forward, "__func__", forward))
     return (
         not _is_shipped_class(type(module))
         or not all(map(_is_shipped_class, weight_kinds(module)))
-        or not (forward is None or is_ours(forward) or is_shipped(forward))
+        or not (forward is None or f"{forward.__module__}.".startswith(_SHIPPED))
     )
 
 

@@ -53,7 +53,7 @@ TORCH: dict[str, PrivateName] = {
     "_compiled_call_impl": PrivateName(_MODULE, "2.0"),
     "_forward_hooks": PrivateName(_MODULE, "2.0"),
     "_forward_pre_hooks": PrivateName(_MODULE, "2.0"),
-    "_forward_pre_hooks_with_kwargs": PrivateName(_MODULE, "2.0"),
+    "_get_dispatch_stack_at": PrivateName("torch._C", "2.0"),
     "_get_function_stack_at": PrivateName("torch._C", "2.0"),
     "_global_forward_hooks": PrivateName("torch.nn.modules.module", "2.0"),
     "_global_forward_pre_hooks": PrivateName("torch.nn.modules.module", "2.0"),

@@ -89,9 +89,8 @@ class DecodingLoop:
         self._queue, self._numbers = queue, itertools.count()
         self._joins_none = model.config.is_encoder_decoder or prefills_at_once(model)
         self._reads_beside = input_device(model).type == "cpu"
-        # Prompts with states or indexer keys are read in the cache of the rows.
-        self._reads_apart = reads_apart(model)
-        self.store = prefixes_of(model, prefix_bytes)
+        self._reads_apart = reads_apart(model)  # prompts with states or indexer keys are read in the rows' cache
+        self._prefix_bytes, self.store = prefix_bytes, prefixes_of(model, prefix_bytes)
         self._engine: Engine | None = None
         self._reader: ReadingAhead | None = None
         self._changed, self._closed = threading.Condition(), False
@@ -142,6 +141,8 @@ class DecodingLoop:
         options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
         reader = PromptReader(self.model, self.tokenizer, self._given, **options)
         plan = reader.plan([reader.read(request.ids, 0)], None, [request.prediction])
+        if prefixes_of(self.model, self._prefix_bytes) is not self.store:  # the weights changed
+            self.store, self._reader = prefixes_of(self.model, self._prefix_bytes), None
         return replace(plan, generator=generator_for(self.model, request.seed)) if plan.is_sampled else plan
 
     def _row_of(self, plan: RequestPlan) -> Row | None:
@@ -330,7 +331,6 @@ class DecodingLoop:
             plan.stopping,
             self.tokenizer,
             slots=self.rows,
-            is_foreign=plan.is_foreign,
             predicts=True,
             is_constrained=True,
             keep_cache=self.store.most_bytes > 0,

@@ -35,7 +35,7 @@ from numba.core.ccallback import CFunc
 
 from lookahead.utils.cache_folders import temporary_folder
 from lookahead.utils.locks import locked
-from lookahead.utils.shipped import source_files, sources_digest
+from lookahead.utils.sources import source_files, sources_digest
 
 _NO_FOLDER = "no locator available"  # in Numba's error message; the error has no special type
 _COMPILED = re.compile(rb"numba|llvmlite|utils\.jit|ngram\.inlining")

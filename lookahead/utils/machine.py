@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from lookahead.utils.cpu_features import cpu_features
-from lookahead.utils.shipped import source_files, sources_digest
+from lookahead.utils.sources import source_files, sources_digest
 
 _PACKAGES = ("torch", "transformers", "numba", "llvmlite", "numpy")
 # Prefixes of environment variables that choose instructions in torch's libraries and Numba, and so the bits of results.

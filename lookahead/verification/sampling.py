@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from lookahead.errors import LogitsError
-from lookahead.utils.shipped import is_shipped
+from lookahead.hf.known_code import is_known
 from lookahead.verification.exact import likeliest
 from lookahead.verification.grammar import GrammarProcessor
 from lookahead.verification.per_row import is_per_row
@@ -165,13 +165,13 @@ def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig,
         is_ours = kind is hf.SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last
         if is_ours and not is_tentative:
             continue  # its state is per row and per call, and every row gets its own copy
-        if kind is hf.WhisperNoSpeechDetection and is_shipped(kind.__call__) and processor.start_of_trans_offset > 1:
+        if kind is hf.WhisperNoSpeechDetection and is_known(kind.__call__) and processor.start_of_trans_offset > 1:
             continue  # it runs the model on all rows, once, and reads no scores
         if is_per_row(processor) and not is_tentative:
             continue  # every row gets its own object
         if kind is hf.PrefixConstrainedLogitsProcessor:
             return "prefix_allowed_tokens_fn"
-        if kind not in _ROW_WISE or not is_shipped(kind.__call__):
+        if kind not in _ROW_WISE or not is_known(kind.__call__):
             return str(getattr(processor, "__qualname__", kind.__qualname__))  # it may be a function
     return ""
 

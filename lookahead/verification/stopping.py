@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.utils.shipped import is_shipped
+from lookahead.hf.known_code import is_known
 from lookahead.verification.per_row import is_per_row
 from lookahead.verification.sampling import foreign_processor
 
@@ -51,7 +51,7 @@ class StoppingRule:
 
 def _is_plain(criterion: object, kinds: Collection[type] = _ROW_WISE) -> bool:
     """Whether a criterion is of one of these kinds, with transformers' `__call__`."""
-    return type(criterion) in kinds and is_shipped(type(criterion).__call__)
+    return type(criterion) in kinds and is_known(type(criterion).__call__)
 
 
 def has_own(options: Mapping[str, Any]) -> bool:

@@ -19,9 +19,9 @@ Run = Callable[[], tuple[Tensor, ...]]
 @contextmanager
 def counted_passes(model: Any) -> Iterator[list[None]]:
     """A list with one element for every forward pass of a model within the block."""
-    passes: list[None] = []
+    passes: list[None] = []  # the hook is code of a user's: `trust_user_code` lets our passes run it
     handle = model.register_forward_pre_hook(lambda *_: passes.append(None))
-    probe(model)  # a hook is code of a pass, so the verdicts must be found again
+    probe(model)
     passes.clear()
     try:
         yield passes
@@ -31,7 +31,7 @@ def counted_passes(model: Any) -> Iterator[list[None]]:
 
 def probe(model: Any) -> None:
     """Find all verdicts on a model, so that later passes are only passes of decoding."""
-    shape = support_of(model, shortest=1, max_length=8).shape
+    shape = support_of(model, shortest=1, max_length=8, trusted=True).shape
     keeps_solo_bits(model)
     for packs in (True, False) if shape != "none" and not model.config.is_encoder_decoder else ():
         kernels_agree(model, shape, packs=packs)

@@ -50,7 +50,7 @@ class CpuBackend(TorchBackend):
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
-        self._most_states = most_states
+        self._most_states, self._packs = most_states, packs
         if most_states is None and self.cache.states and self._keeps(BitPolicy.SOLO):
             name, make = f"nodes of a call, {torch.get_num_threads()} threads", partial(self._alike, model)
             find = partial(nodes_of_call, make, decoder_vocabulary(model))
@@ -60,7 +60,7 @@ class CpuBackend(TorchBackend):
         if processes_of(model) > 1:
             self._why_apart = "it is spread over several processes"
         self._served: nn.Module = nn.Identity() if self._why_apart else model
-        self._linears = LinearScope(self._served, packs=packs)
+        self._linears, self._stamp = LinearScope(self._served, packs=packs), state_of(model).stamp_number
         self._threads = state_of(model).threads
         self._fused = FusedLayers([], [], [])
         self._whole: WholePass | str = "it was not in service yet"
@@ -78,6 +78,8 @@ class CpuBackend(TorchBackend):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
+        if self._stamp != (stamp := state_of(self._model).stamp_number):  # a request noticed other weights
+            self._linears, self._stamp = LinearScope(self._served, packs=self._packs), stamp
         self._fused = find_fused(self._served)
         # Chains are verified under the model's own masks, which a user may have changed.
         self._whole = "it verifies chains, by its own masks"

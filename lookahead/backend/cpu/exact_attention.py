@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.hf.facts import Attention, attention_name, is_sdpa
-from lookahead.hf.model_code import arithmetic_flags
+from lookahead.hf.known_code import arithmetic_flags
 from lookahead.kernels import row_attention
 from lookahead.kernels.microkernel import LANES
 

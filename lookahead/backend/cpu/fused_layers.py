@@ -32,13 +32,13 @@ from lookahead.hf.attention import registered_attention
 from lookahead.hf.block_layers import BlockLinear
 from lookahead.hf.call_caches import CACHE
 from lookahead.hf.facts import SILU, attention_name, is_offloaded
-from lookahead.hf.model_code import (
+from lookahead.hf.known_code import (
     arithmetic_flags,
     code_of,
-    has_global_hooks,
+    global_hooks,
     is_set_by_user,
     multiplies_as_shipped,
-    user_hooks_of,
+    working_hooks_of,
 )
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import layer_ops
@@ -78,7 +78,7 @@ def find_fused(model: nn.Module) -> FusedLayers:
     offloaded, in training, not on the CPU or of an unknown class stay as they are.
     """
     modules = list(model.modules())
-    is_called_otherwise = has_global_hooks() or any(each._compiled_call_impl is not None for each in modules)
+    is_called_otherwise = bool(global_hooks()) or any(each._compiled_call_impl is not None for each in modules)
     found = [each for each in modules if name_of(each) in FAMILIES]
     reason = ""
     if not found:
@@ -121,8 +121,7 @@ def is_bare(module: nn.Module) -> bool:
     return (
         (forward is None or getattr(forward, "func", None) in (_layer_forward, _norm_forward))
         and "_call_impl" not in module.__dict__
-        and not module.training
-        and not user_hooks_of(module)
+        and not working_hooks_of(module)
     )
 
 

@@ -14,7 +14,6 @@ from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from transformers import Conv1D
 
@@ -34,7 +33,7 @@ from lookahead.backend.cpu.product_bits import (
 )
 from lookahead.backend.cpu.product_choice import LAYOUTS, measured_backends
 from lookahead.backend.protocol import BitPolicy
-from lookahead.hf.model_code import multiplies_as_shipped
+from lookahead.hf.known_code import multiplies_as_shipped
 from lookahead.hf.model_state import state_of
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels.packed_product import PackedWeight
@@ -54,7 +53,7 @@ class PackedLinear:
     def __init__(self) -> None:
         self._own: Tensor | None = None
         self._version = 0
-        self._digest = 0
+        self._digest: int | None = None  # of the weight, by the model's stamp
         self._packed: dict[BitPolicy, Packed | None] = {}
 
     def __reduce__(self) -> Any:
@@ -73,10 +72,10 @@ class PackedLinear:
         found = next((each for each in self._packed.values() if each is not None), None)
         return "torch" if found is None else "onednn" if found.own is None else "kernel"
 
-    def check(self) -> None:
-        """Drop packed weights if the weight's bytes changed: writes through `.data` do not increment its version."""
-        if self._own is not None and any(self._packed.values()) and _digest(self._own) != self._digest:
-            self._own = None
+    def check(self, digest: int | None) -> None:
+        """Drop packed weights if the weight has another digest: writes through `.data` do not increment its version."""
+        if digest != self._digest:
+            self._own, self._digest = None, digest
 
     def weight(self, layer: nn.Linear | Conv1D, policy: BitPolicy = BitPolicy.ROUNDED) -> Packed | None:
         """A packed weight with the bits of `policy`, repacked if the weight has changed; None if torch is used."""
@@ -89,10 +88,7 @@ class PackedLinear:
             self._own, self._version = own, own._version
         if policy not in self._packed:
             others = [each for each in self._packed.values() if each is not None]
-            packed = _pack(matrix_of(layer), layer.bias, policy, others)
-            if packed is not None and not others:
-                self._digest = _digest(own)
-            self._packed[policy] = packed
+            self._packed[policy] = _pack(matrix_of(layer), layer.bias, policy, others)
             thread.is_cold = True
         return self._packed[policy]
 
@@ -144,10 +140,10 @@ class LinearScope:
         self.packs = not self.reason
         is_fast = backends[:1] == ("packed",) and "packed" in measured_backends(dtype, (1,), _ONE_ROW)
         self.fewest = 1 if is_fast else 2
-        known = state_of(model).linears
+        known, plan = state_of(model).linears, state_of(model).plan
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())
-            packed.check()
+            packed.check(None if plan is None else plan.stamp.contents.get(id(layer.weight)))
             self._forwards.append((layer, None, partial(_forward, layer, packed)))
         self._layers = frozenset(layers if "packed" in backends else ())
 
@@ -242,10 +238,6 @@ def _is_for_prompts(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool
         and takes_any_rows(Kind.of(weight, bias), layout)
         and "packed" in measured_backends(weight.dtype, _MANY_ROWS)
     )
-
-
-def _digest(weight: Tensor) -> int:
-    return int(xxhash.xxh3_64_intdigest(weight.detach().view(torch.uint8).numpy().data))
 
 
 def _is_plain(layer: nn.Linear | Conv1D) -> bool:

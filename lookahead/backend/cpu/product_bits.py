@@ -22,7 +22,7 @@ from lookahead.backend.protocol import BitPolicy
 from lookahead.hf.block_layers import BlockEmbedding
 from lookahead.hf.facts import modules_of_text
 from lookahead.hf.foreign_layers import foreign_layers
-from lookahead.hf.model_code import arithmetic_flags, multiplies_as_shipped
+from lookahead.hf.known_code import arithmetic_flags, multiplies_as_shipped
 from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import packed_product
 from lookahead.kernels.packed_product import PackedWeight

@@ -28,7 +28,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.hf.attention import real_config
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.facts import own_attention
-from lookahead.hf.model_code import code_of, has_global_hooks, is_set_by_user, user_hooks_of
+from lookahead.hf.known_code import code_of, global_hooks, is_set_by_user, working_hooks_of
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import torch_on_one_thread
 
@@ -56,7 +56,7 @@ def fastest_number(run: Callable[[int], object], most: int, clock: Callable[[], 
 
 def _is_called_alone(head: Any) -> bool:
     """Whether calling the output layer runs no user code around it."""
-    return not (is_set_by_user(head) or user_hooks_of(head))
+    return not (is_set_by_user(head) or working_hooks_of(head))
 
 
 class WholePass:
@@ -172,7 +172,7 @@ class WholePass:
     def _is_unhooked(self) -> bool:
         """Whether no module that is not called has a hook; checked again after any hook was set anywhere."""
         called = self._decoder.embed_tokens, self._decoder.rotary_emb, None if self._parts.head else self._model.lm_head
-        if has_global_hooks() or any(user_hooks_of(each) for each in self._model.modules() if each not in called):
+        if global_hooks() or any(working_hooks_of(each) for each in self._model.modules() if each not in called):
             return False
         self._newest_hook = RemovableHandle.next_id
         return True

@@ -25,7 +25,6 @@ from lookahead.errors import first_line
 from lookahead.hf.attention import AttentionScope
 from lookahead.hf.cache import TreeCache
 from lookahead.hf.call_caches import CACHE
-from lookahead.hf.model_code import Version, version_of
 from lookahead.hf.model_state import ModelState, state_of
 
 _FEWEST_SLOTS = 1024  # per row
@@ -149,8 +148,8 @@ class KeptGraphs:
     They are kept with the model between calls, and hold no reference to it.
     """
 
-    kind: Hashable  # a later call can use them only with an equal kind and version
-    version: Version
+    kind: Hashable  # a later call can use them only with an equal kind and stamp
+    stamp: int  # the number of the model's stamp
     cache: TreeCache
     runners: dict[tuple[int, int], _ShapeRunner] = field(default_factory=dict)
     made_at: int = -1  # the cache's allocation count when the runners were made
@@ -170,11 +169,11 @@ class KeptGraphs:
             windows: Positions that each layer of the model's own cache keeps; None for all.
         """
         kept: KeptGraphs | None = vars(state_of(model)).pop("graphs", None)  # another thread may want them
-        kind, version = (kind, _settings_of(model)), version_of(model)
-        slots = None if kept is None or (kept.kind, kept.version.number) != (kind, version.number) else kept.cache.slots
+        stamp = state_of(model).stamp_number
+        slots = None if kept is None or (kept.kind, kept.stamp) != (kind, stamp) else kept.cache.slots
         if kept is None or slots is None or slots.rows != rows or slots.capacity < capacity:
             capacity = max(_FEWEST_SLOTS, 1 << (capacity - 1).bit_length())
-            return cls(kind, version, TreeCache(rows=rows, capacity=capacity, windows=windows))
+            return cls(kind, stamp, TreeCache(rows=rows, capacity=capacity, windows=windows))
         slots.lengths[:], slots.active = 0, rows
         with torch.inference_mode():
             for buffer in kept.cache.buffers():
@@ -188,17 +187,6 @@ class KeptGraphs:
         left = state()
         if left is not None:
             left.graphs = self
-
-
-def _settings_of(model: torch.nn.Module) -> int:
-    """A hash of the plain attributes of modules, such as a norm's epsilon or the active adapters."""
-    found, plain = [], (bool, int, float, str, type(None))
-    for module in model.modules():
-        for name, value in vars(module).items():
-            parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-            if all(isinstance(each, plain) for each in parts):
-                found.append((name, str(value)))
-    return hash(tuple(found))
 
 
 class GraphRunner:

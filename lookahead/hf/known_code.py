@@ -1,0 +1,308 @@
+"""Known code and a user's own code: what of a model is run as `generate` runs it, and by whom it was written.
+
+Known code is what torch, transformers, accelerate, peft, the quantizers of docs/models.md and this package ship, the
+libraries that transformers' models call, and the remote code of a checkpoint. It is recognised by the file of a
+function and the package of a class. Everything else on the way of a pass is the user's own: nothing looks inside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules_of_torch
+from transformers import Conv1D, DynamicCache, EncoderDecoderCache, masking_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+KNOWN_PACKAGES = frozenset(
+    {
+        *("torch", "transformers", "accelerate", "peft", "lookahead"),
+        "transformers_modules",  # the remote code of checkpoints
+        *("torchao", "bitsandbytes", "optimum", "compressed_tensors", "gptqmodel", "auto_round", "awq", "hqq"),
+        *("aqlm", "eetq", "fbgemm_gpu", "fp_quant", "quark", "sinq", "spqr_quant", "vptq"),
+        *("numpy", "einops", "causal_conv1d", "mamba_ssm", "fla", "flash_attn", "kernels"),  # models call them
+    }
+)
+_DECORATORS = contextlib.__file__, functools.__file__, typing.__file__  # what they wrap counts
+_AUTOCAST = os.path.join("torch", "amp", "autocast_mode.py")  # as a decorator it changes what it wraps
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_PRIMITIVE = frozenset((bool, int, float, str, type(None)))
+_DATA = _PRIMITIVE | {dict, list, set, frozenset, tuple, ModuleType}
+_DATA_OWNERS = ModuleType, type
+_SHARED: tuple[Any, ...] = (torch.nn.functional, sdpa_attention, masking_utils)  # every model's layers call these
+_LINEARS = frozenset((nn.Linear, Conv1D))
+_CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
+_CALLS = "forward", "_call_impl"  # instance attributes that change how a module is called
+_CALLABLES = frozenset((FunctionType, MethodType, BuiltinFunctionType, functools.partial))
+_USUAL_FLAGS = True, True
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_known_file(file: str) -> bool:
+    """Whether a source file belongs to a known package, or to Python."""
+    if file.startswith(_STANDARD_LIBRARY):
+        return "-packages" + os.sep not in file
+    for name in KNOWN_PACKAGES:
+        package: Any = sys.modules.get(name)
+        if any(file.startswith(folder + os.sep) for folder in getattr(package, "__path__", ())):
+            return not file.endswith(_AUTOCAST)
+    return file.startswith("<")  # made by `exec` of a library, as dataclasses are
+
+
+def is_known_class(kind: type) -> bool:
+    """Whether a class is of a known package. The methods that somebody replaced in it are found by `code_of`."""
+    return kind.__module__.partition(".")[0] in KNOWN_PACKAGES
+
+
+def is_known(function: Any) -> bool:
+    """Whether a callable, everything that it wraps and everything that it is bound to are known."""
+    while function is not None:
+        if isinstance(function, functools.partial | functools.partialmethod):
+            arguments = (*function.args, *function.keywords.values())
+            if not all(isinstance(each, nn.Module) or type(each) in _DATA for each in arguments):
+                return False
+            function = function.func
+        elif isinstance(function, MethodType):
+            owner = function.__self__
+            if not is_known_class(owner if isinstance(owner, type) else type(owner)):
+                return False
+            function = function.__func__
+        elif type(function) is FunctionType:
+            file = function.__code__.co_filename
+            wrapped = getattr(function, "__wrapped__", None)
+            if not _is_known_file(file) or (file in _DECORATORS and wrapped is None):
+                return False
+            function = wrapped
+        elif hasattr(function, "__wrapped__") and not isinstance(function, nn.Module):  # a functools cache
+            function = function.__wrapped__
+        elif type(getattr(function, "__self__", None)) not in (*_DATA_OWNERS, type(None)):
+            return False  # a compiled method of an object of a user's, such as `list.append`
+        else:
+            package = type(function).__module__.partition(".")[0]
+            return package in KNOWN_PACKAGES or package in ("builtins", "typing", "functools")
+    return True
+
+
+class Code(NamedTuple):
+    """The functions that modules of some classes can call."""
+
+    number: int  # constant while no function is replaced
+    foreign: tuple[Any, ...]  # functions and other callables that are not known
+    held: list[Any]  # keeps alive the objects whose ids make up the number
+
+
+_found: dict[frozenset[type], Code] = {}
+
+
+def code_of(classes: frozenset[type]) -> Code:
+    """The code of modules of some classes: their methods, inherited ones included, and the globals of their files."""
+    bases = list(dict.fromkeys(base for kind in classes for base in kind.__mro__ if base is not object))
+    shared = _SHARED if any(issubclass(kind, nn.Module) for kind in classes) else ()
+    own: list[Mapping[str, Any]] = [*map(vars, bases), *map(vars, shared)]
+    files = _files_of(classes)
+    spaces = own + [vars(file) if _is_shipped(file) else _called((kind,), file) for kind, file in files]
+    values = [value for space in spaces for value in list(space.values()) if type(value) not in _DATA]
+    held = values + [value.__code__ for value in values if type(value) is FunctionType]
+    number = hash(tuple(map(id, held)))
+    code = _found.get(classes)
+    if code is None or code.number != number:
+        called = [*own, *(_called(classes, file) for file in {file.__name__: file for _, file in files}.values())]
+        found = [function for space in called for value in list(space.values()) for function in callables_in(value)]
+        foreign = tuple(function for function in found if not is_known(function))
+        code = _found[classes] = Code(number, foreign, held)
+    return code
+
+
+def _files_of(classes: Iterable[type]) -> list[tuple[type, ModuleType]]:
+    return [(kind, sys.modules[kind.__module__]) for kind in classes if kind.__module__ in sys.modules]
+
+
+def _is_shipped(file: ModuleType) -> bool:
+    """Whether a file is of a package. A user's may be a notebook, whose globals come and go."""
+    return file.__name__.partition(".")[0] in ("torch", "transformers")
+
+
+def _called(classes: Iterable[type], file: ModuleType) -> dict[str, Any]:
+    """The globals of a file that the methods of its classes name, and the globals that these name in turn."""
+    space, found = vars(file), dict[str, Any]()
+    kinds = [kind for kind in classes if kind.__module__ == file.__name__]
+    waiting = [each for kind in kinds for value in list(vars(kind).values()) for each in callables_in(value)]
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        for name in getattr(getattr(function, "__code__", None), "co_names", ()):
+            value = space.get(name)
+            # Other callables may be models, and must not be kept alive.
+            if name not in found and isinstance(value, FunctionType | BuiltinFunctionType):
+                found[name] = value
+                waiting.append(value)
+    return found
+
+
+def callables_in(value: Any) -> Iterator[Any]:
+    """The callables in a class attribute or a global. Classes are skipped: their own attributes count."""
+    if isinstance(value, property):
+        yield from filter(None, (value.fget, value.fset))
+    elif isinstance(value, staticmethod | classmethod):
+        yield value.__func__
+    elif (callable(value) or hasattr(type(value), "__get__")) and not isinstance(value, type):
+        yield value
+
+
+def users_code(model: Any) -> str:
+    """The first code of a user's own that a pass of the model may run and where it hangs, or an empty string."""
+    named = list(model.named_modules())
+    for hook in global_hooks():
+        if not is_known(hook):
+            return f"{name_of(hook)}, a hook on all modules"
+    for path, module in named:
+        place = path or type(module).__name__
+        if not is_known_class(type(module)):
+            return f"{type(module).__qualname__}, the class of {place}"
+        for hook in hooks_of(module):
+            if not is_known(hook):
+                return f"{name_of(hook)}, a hook on {place}"
+        for key, value in list(vars(module).items()):
+            is_called = key == "_hf_hook" or type(value) in _CALLABLES or (key in _CALLS and value is not None)
+            if is_called and not (is_ours(value) or key == "generate" or _is_known_attribute(value)):
+                return f"{name_of(value)}, the {key} of {place}"
+        for key, weight in (*module._parameters.items(), *module._buffers.items()):
+            if weight is not None and not is_known_class(type(weight)):
+                return f"{type(weight).__qualname__}, the class of {place}.{key}"
+    modules = [module for _, module in named]
+    for function in (*attention_code(model, modules).all, *code_of(frozenset(map(type, modules))).foreign):
+        if not is_known(function):
+            return f"{name_of(function)}, which replaces a function of the model's code"
+    modes = [mode for mode in torch_modes() if not is_known_class(mode)]
+    return f"{modes[0].__qualname__}, a mode of torch" if modes else ""
+
+
+def _is_known_attribute(value: Any) -> bool:
+    """Whether a callable attribute of a module, or a hook of accelerate, is known."""
+    if callable(value):
+        return is_known(value)
+    parts = (value, *(getattr(value, "hooks", None) or ()))  # accelerate's own sequence of hooks
+    return all(is_known_class(type(part)) for part in parts)
+
+
+def torch_modes() -> list[type]:
+    """The classes of torch's modes that this thread has entered, and that see every operation."""
+    functions, operations = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    modes = [torch._C._get_function_stack_at(at) for at in range(functions)]
+    modes += [torch._C._get_dispatch_stack_at(at) for at in range(operations)]
+    return list(map(type, modes))
+
+
+def multiplies_as_shipped() -> bool:
+    """Whether linear layers multiply by torch's own code, and in the precision of their dtype."""
+    return arithmetic_flags()[: len(_USUAL_FLAGS)] == _USUAL_FLAGS and not code_of(_LINEARS).foreign
+
+
+def arithmetic_flags() -> tuple[Any, ...]:
+    """Torch's global settings that change the sums of products and of attention on a CPU."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
+    precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
+    attention = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()  # apply to CPUs too
+    return precision in ("highest", "none", "ieee"), torch.backends.mkldnn.enabled, *attention
+
+
+class AttentionCode(NamedTuple):
+    """The attention and mask functions of a model's layers."""
+
+    attention: list[Callable[..., Any]]
+    masks: list[Callable[..., Any]]
+
+    @property
+    def all(self) -> list[Callable[..., Any]]:
+        """Both."""
+        return self.attention + self.masks
+
+
+def attention_code(model: Any, modules: Sequence[nn.Module]) -> AttentionCode:
+    """The attention and mask functions that the modules of a model call according to its configuration."""
+    common = model.config.get_text_config()._attn_implementation or "eager"
+    layers = [each for each in modules if "layer_idx" in each.__dict__]
+    own = [getattr(each.__dict__.get("config"), "_attn_implementation", None) for each in layers]
+    kinds = {(type(each).__module__, name or common) for each, name in zip(layers, own, strict=True)}
+    found: list[Any] = []
+    masks: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(common)]
+    for file, name in sorted(kinds):
+        space = vars(sys.modules[file]) if file in sys.modules else {}
+        registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        found.append(registry.get(name, space.get("eager_attention_forward")))
+        masks += [value for key, value in list(space.items()) if key.startswith("create_") and key.endswith("_mask")]
+    return AttentionCode(*([each for each in functions if each is not None] for functions in (found, masks)))
+
+
+def changed_caches() -> str:
+    """The name of a function that replaces one of transformers' caches, or an empty string."""
+    return _changed_in(_CACHES)
+
+
+def changed_cache(cache: Any) -> str:
+    """The same for a cache passed to a call, whose class or `update` may be a user's; empty without a cache."""
+    if cache is None:
+        return ""
+    parts = [cache, *(getattr(cache, "layers", None) or ())]
+    items = [item for part in parts for item in list(vars(part).items())]
+    own = [name for name, each in items if callable(each) and not isinstance(each, type | torch.dtype)]
+    return own[0] if own else _changed_in(frozenset(map(type, parts)))
+
+
+def _changed_in(kinds: frozenset[type]) -> str:
+    return next((name_of(function) for function in code_of(kinds).foreign), "")
+
+
+def global_hooks() -> list[Any]:
+    """Torch's hooks for all modules."""
+    hooks = modules_of_torch._global_forward_hooks, modules_of_torch._global_forward_pre_hooks
+    return [hook for each in hooks for hook in each.values()]
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks around the calls of a module."""
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return []
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def working_hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks of a module, except those of transformers for recording outputs, which our passes do not request."""
+    return [hook for hook in hooks_of(module) if getattr(hook, "__module__", None) != _RECORDS_OUTPUTS]
+
+
+_RECORDS_OUTPUTS = "transformers.utils.output_capturing"
+
+
+def forward_under(module: nn.Module) -> Any:
+    """The forward that accelerate or compressed-tensors wrapped to move tensors, else the one set on a module."""
+    own = vars(module)
+    return own.get("_old_forward", own.get("_original_forward_func", own.get("forward")))
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a `forward` or another attribute belongs to this package, which sets them during a pass of any thread."""
+    function = getattr(function, "func", function)
+    return str(getattr(function, "__module__", "")).startswith("lookahead.")
+
+
+def is_set_by_user(module: nn.Module) -> bool:
+    """Whether a module has instance attributes that change how it is called and are not from this package."""
+    return not all(is_ours(module.__dict__[name]) for name in _CALLS if name in module.__dict__)
+
+
+def name_of(value: Any) -> str:
+    """The name of a function, or the class of another object."""
+    value = getattr(value, "func", value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
