@@ -113,6 +113,9 @@ class DraftingOptions:
     guesses: int | None = option(None, "G, most n-grams of the window that a step verifies. (default: 7)")
     exactness: str = option("auto", "auto; fast: quicker passes in bf16, whose rounding may change a token.")
     cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
+    trust_user_code: bool = option(
+        False, "Your own code in the model treats every token by itself and keeps no state: draft beside it too."
+    )
 
     def config(self) -> LookaheadConfig | None:
         """The configuration, checked; `None` for defaults alone, with which any model is decoded, if only plainly."""
@@ -127,7 +130,8 @@ class DraftingOptions:
         config = LookaheadConfig(
             proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
             guesses=self.guesses, exactness=cast(Any, self.exactness),
-            cuda_graphs=self.cuda_graphs, memory="shared" if self.memory is None else self.memory,
+            cuda_graphs=self.cuda_graphs, trust_user_code=self.trust_user_code,
+            memory="shared" if self.memory is None else self.memory,
         )  # fmt: skip
         return None if config == LookaheadConfig() else config
 
