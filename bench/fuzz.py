@@ -2,8 +2,8 @@
 
     python -m bench.fuzz --runs 10000
 
-Each run is two generations: one under random settings, and one with a model whose code, hooks or flags were changed,
-with its text as a stream.
+Each run is three generations: one under random settings; one with a model whose code, hooks or flags were changed, with
+its text as a stream; and one with a user's code that keeps a state, or with weights written between two prompts.
 
 Every case is seeded by its number, so that a failing case can be run alone (`--first N --runs 1`).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
@@ -33,6 +33,7 @@ from tests.support.families import FAMILIES, build
 from tests.support.small_layers import MODELS as LAYERED
 from tests.support.small_layers import made
 from tests.support.stateful import DoneTracker, Grammar, calls_of
+from tests.support.stateful_code import PLACES, STATES, Seen, recorded
 from tests.support.text_tokenizers import TOKENIZERS
 
 # Full attention, sliding windows, sinks and prepared masks, which differ in tree attention.
@@ -227,6 +228,46 @@ def check_text(
     return "" if pieces == whole else f"streamed {pieces!r} instead of {whole!r}"
 
 
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "data.copy_": lambda weight: weight.data.copy_(weight * 1.3 + 0.01),
+    "data": lambda weight: setattr(weight, "data", weight.detach() * 1.3),
+    "data.mul_": lambda weight: weight.data.mul_(0.7),
+    "numpy": lambda weight: np.negative(bits := weight.detach().view(torch.int16).numpy()[..., :8], out=bits),
+    "row": lambda weight: weight.data[:1].mul_(-2),
+}
+
+
+def check_kept(number: int) -> str:
+    """The failure of prompts with a user's code that keeps a state, or after a silent write to a weight; or empty."""
+    rng = np.random.default_rng([number, 6])
+    name, dtype = str(rng.choice(["llama", "qwen3"])), (torch.bfloat16, torch.float32)[int(rng.integers(2))]
+    model, tokenizer = deepcopy(changeable(name, dtype)), tokenizer_of(min(TOKENIZERS))
+    document = rng.choice(rng.integers(3, 101, 12), 40).tolist()
+    prompts = [[*document, *rng.integers(3, 101, 3).tolist()] for _ in range(2)]
+    call: dict[str, Any] = {"max_new_tokens": int(rng.integers(2, 20)), "do_sample": False, "pad_token_id": 0}
+    if rng.random() < 0.5:
+        trusted, place = bool(rng.random() < 0.3), str(rng.choice([*PLACES]))
+        state = "a recorder" if trusted else str(rng.choice([*STATES]))
+        call |= {"input_ids": torch.tensor(prompts[:1])}
+        config = LookaheadConfig(trust_user_code=trusted)
+        found = []
+        for ours in ({}, {"custom_generate": lookahead.decode, "lookahead_config": config}):
+            seen: Seen = []
+            with PLACES[place](model, recorded(STATES[state](), seen)):
+                found.append((outcome_of(model, number, {**call, **ours}), [] if trusted else seen))
+        complaint = f"{state} in {place}, trusted: {trusted}: {found[1]} instead of {found[0]}"
+        return "" if found[0] == found[1] else f"{name}, {dtype}, {complaint}"
+    write, parameters = str(rng.choice([*WRITES])), [*model.parameters(), *model.buffers()]
+    for _ in range(2):
+        done = list(lookahead.stream_many(model, tokenizer, prompts, rows=1, prefix_bytes=1 << 24, **call))
+        got = [prompt + each.token_ids for prompt, each in zip(prompts, done, strict=True)]
+        plain = [outcome_of(model, number, {"input_ids": torch.tensor([prompt]), **call})[0][0] for prompt in prompts]
+        if got != plain and dtype == torch.float32:
+            return f"{name}, {dtype}, after {write}: {got} instead of {plain}"
+        WRITES[write](parameters[int(rng.integers(len(parameters)))])
+    return ""
+
+
 def outcome_of(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> tuple[list[list[int]], list[Any]] | str:
     """The tokens of a call and the calls of its objects, or the error message for contradictory settings."""
     torch.manual_seed(seed)
@@ -247,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", UserWarning)
     failures: list[int] = []
     for number in range(arguments.first, arguments.first + arguments.runs):
-        complaint = check_case(number) or check_changed(number)
+        complaint = check_case(number) or check_changed(number) or check_kept(number)
         if complaint:
             failures.append(number)
             print(f"case {number}: {complaint}")

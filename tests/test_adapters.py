@@ -200,8 +200,9 @@ def test_what_no_draft_could_be_verified_with_is_decoded_plainly_and_says_so(
 
 def test_demanding_drafts_with_prompt_tuning_is_refused(looping_llama: PreTrainedModel) -> None:
     model = adapted(looping_llama, PLAIN["prompt tuning"])
+    options: dict[str, Any] = {**CALLS[0], "custom_generate": lookahead.decode}
     with pytest.raises(UnsupportedModelError, match="prompt tuning"):
-        drafted(model)
+        model.generate(**options, lookahead_config=LookaheadConfig(window=3))
 
 
 @pytest.mark.parametrize("config", [None, DRAFTING], ids=["default", "drafts demanded"])

@@ -99,8 +99,9 @@ def test_in_fp32_drafts_would_change_tokens_so_there_are_none_and_a_warning_says
     with pytest.warns(UserWarning, match="QuantizedLinear layers round their inputs, .*; load it with dtype='bf16'"):
         got = model.generate(**options, custom_generate=lookahead.decode)
     assert torch.equal(got, model.generate(**options))
+    demanding = LookaheadConfig(window=3)
     with pytest.raises(UnsupportedModelError, match="load it with dtype='bf16'"):
-        compare(model, **inputs, do_sample=False)
+        model.generate(**options, custom_generate=lookahead.decode, lookahead_config=demanding)
 
 
 @widths

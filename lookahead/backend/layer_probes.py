@@ -1,9 +1,8 @@
 """Probes of third-party layers, run alone: does a row's output depend on other rows, and does it keep its bits?
 
-Drafts may share a pass with a text only if a row's output does not depend on the rows next to it, except for the order
-of sums. Layers that scale activations by the maximum of a row meet this; layers with one scale per tensor do not, and
-no name distinguishes them. Attention over several tokens changes last bits. In float32 a layer that rounds its inputs,
-to 8 bits or to half precision, turns such differences into whole steps.
+Drafts may share a pass with a text only if it does not. Layers with one scale per row of activations meet this, layers
+with one per tensor do not, and no name distinguishes them. In float32 a layer that rounds its inputs turns the last
+bits, which attention over several tokens changes, into whole steps.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from transformers import PreTrainedModel
 
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.product_bits import ROWS
-from lookahead.backend.probes import PROBES, own_logits
+from lookahead.backend.probes import PROBES, TOLERANCE, own_logits
 from lookahead.errors import is_out_of_memory, named
-from lookahead.hf.facts import decoder_vocabulary
+from lookahead.hf.facts import decoder_vocabulary, input_device
 from lookahead.hf.foreign_layers import arithmetic_of, foreign_layers, weight_kinds
 from lookahead.hf.quantized import QuantizedLinear
 
@@ -95,16 +94,16 @@ def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        if not _runs_without_gradients(model):
-            return ""  # the next probe reports it
         return f"its layers do not run in torch.inference_mode, as passes over drafts do ({named(error)})"
     if names := _names_of(calls, _mixes):
         return f"its {names} layers scale activations by all tokens of a pass, so drafts would change them"
     if names := _names_of(calls, _differs_alone):
         return f"its {names} layers compute several tokens differently from one"
     if is_single and (names := _names_of(calls, _rounds)):
-        remedy = "load it with dtype='bf16'"
-        return f"its {names} layers round their inputs, which enlarges the rounding of several tokens; {remedy}"
+        return f"its {names} layers round their inputs, which enlarges other rounding; load it with dtype='bf16'"
+    is_half = model.dtype in TOLERANCE and input_device(model).type == "cpu"
+    if is_half and (names := _names_of(calls, lambda call: not _keeps_bits(call))):
+        return f"its {names} layers round several tokens differently from one"
     return ""
 
 
@@ -140,16 +139,6 @@ def _calls_in_pass(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[
             stack.callback(layer.register_forward_pre_hook(record, with_kwargs=True).remove)
         own_logits(model, [tokens], tokens)
     return list(calls.values())
-
-
-def _runs_without_gradients(model: PreTrainedModel) -> bool:
-    """Whether a pass runs under `torch.no_grad`, as in `model.generate`."""
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            own_logits(model, [[0]], [0])
-    except Exception:
-        return False
-    return True
 
 
 def _names_of(calls: Sequence[_LayerCall], is_met: Callable[[_LayerCall], bool]) -> str:

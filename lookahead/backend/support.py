@@ -206,7 +206,7 @@ def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
         reason = "its attention bias depends on cache slots (ALiBi)"
     else:
         # Passes over trees have an attention function of ours, which would replace a user's.
-        users = [each for each in attention_code(model, list(model.modules())).all if not is_known(each)]
+        users = [each for each in attention_code(model, list(model.modules())) if not is_known(each)]
         if users:
             reason = f"its attention calls {name_of(users[0])}, which is not of transformers"
         else:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import typing
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules import module as modules_of_torch
-from transformers import Conv1D, DynamicCache, EncoderDecoderCache, masking_utils
+from transformers import Conv1D, DynamicCache, EncoderDecoderCache, cache_utils, masking_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -71,7 +72,7 @@ def is_known(function: Any) -> bool:
     while function is not None:
         if isinstance(function, functools.partial | functools.partialmethod):
             arguments = (*function.args, *function.keywords.values())
-            if not all(isinstance(each, nn.Module) or type(each) in _DATA for each in arguments):
+            if not all(map(_is_known_argument, arguments)):
                 return False
             function = function.func
         elif isinstance(function, MethodType):
@@ -93,6 +94,11 @@ def is_known(function: Any) -> bool:
             package = type(function).__module__.partition(".")[0]
             return package in KNOWN_PACKAGES or package in ("builtins", "typing", "functools")
     return True
+
+
+def _is_known_argument(value: Any) -> bool:
+    """Whether a partial's argument is data, a module, or a known method; a function may be a user's choice."""
+    return type(value) in _DATA or isinstance(value, nn.Module) or (type(value) is MethodType and is_known(value))
 
 
 class Code(NamedTuple):
@@ -181,7 +187,7 @@ def users_code(model: Any) -> str:
             if weight is not None and not is_known_class(type(weight)):
                 return f"{type(weight).__qualname__}, the class of {place}.{key}"
     modules = [module for _, module in named]
-    for function in (*attention_code(model, modules).all, *code_of(frozenset(map(type, modules))).foreign):
+    for function in (*attention_code(model, modules), *code_of(frozenset(map(type, modules))).foreign):
         if not is_known(function):
             return f"{name_of(function)}, which replaces a function of the model's code"
     modes = [mode for mode in torch_modes() if not is_known_class(mode)]
@@ -217,32 +223,19 @@ def arithmetic_flags() -> tuple[Any, ...]:
     return precision in ("highest", "none", "ieee"), torch.backends.mkldnn.enabled, *attention
 
 
-class AttentionCode(NamedTuple):
-    """The attention and mask functions of a model's layers."""
-
-    attention: list[Callable[..., Any]]
-    masks: list[Callable[..., Any]]
-
-    @property
-    def all(self) -> list[Callable[..., Any]]:
-        """Both."""
-        return self.attention + self.masks
-
-
-def attention_code(model: Any, modules: Sequence[nn.Module]) -> AttentionCode:
+def attention_code(model: Any, modules: Sequence[nn.Module]) -> list[Callable[..., Any]]:
     """The attention and mask functions that the modules of a model call according to its configuration."""
     common = model.config.get_text_config()._attn_implementation or "eager"
     layers = [each for each in modules if "layer_idx" in each.__dict__]
     own = [getattr(each.__dict__.get("config"), "_attn_implementation", None) for each in layers]
     kinds = {(type(each).__module__, name or common) for each, name in zip(layers, own, strict=True)}
-    found: list[Any] = []
-    masks: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(common)]
+    found: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(common)]
     for file, name in sorted(kinds):
         space = vars(sys.modules[file]) if file in sys.modules else {}
         registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         found.append(registry.get(name, space.get("eager_attention_forward")))
-        masks += [value for key, value in list(space.items()) if key.startswith("create_") and key.endswith("_mask")]
-    return AttentionCode(*([each for each in functions if each is not None] for functions in (found, masks)))
+        found += [value for key, value in list(space.items()) if key.startswith("create_") and key.endswith("_mask")]
+    return [each for each in found if each is not None]
 
 
 def changed_caches() -> str:
@@ -261,7 +254,14 @@ def changed_cache(cache: Any) -> str:
 
 
 def _changed_in(kinds: frozenset[type]) -> str:
-    return next((name_of(function) for function in code_of(kinds).foreign), "")
+    """A method added under a name that transformers' caches do not use is harmless: they never call it."""
+    if not (foreign := code_of(kinds).foreign):
+        return ""
+    used = frozenset(re.findall(r"\w+", inspect.getsource(cache_utils)))
+    spaces = [vars(base) for kind in kinds for base in kind.__mro__ if base is not object]
+    names = {id(each): name for space in spaces for name, value in space.items() for each in callables_in(value)}
+    added = {at for at, name in names.items() if not name.startswith("__") and name not in used}
+    return next((name_of(function) for function in foreign if id(function) not in added), "")
 
 
 def global_hooks() -> list[Any]:
@@ -279,10 +279,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 def working_hooks_of(module: nn.Module) -> list[Any]:
     """The hooks of a module, except those of transformers for recording outputs, which our passes do not request."""
-    return [hook for hook in hooks_of(module) if getattr(hook, "__module__", None) != _RECORDS_OUTPUTS]
-
-
-_RECORDS_OUTPUTS = "transformers.utils.output_capturing"
+    recording = "transformers.utils.output_capturing"
+    return [hook for hook in hooks_of(module) if getattr(hook, "__module__", None) != recording]
 
 
 def forward_under(module: nn.Module) -> Any:

@@ -81,7 +81,7 @@ def stamp_of(model: Any) -> Stamp:
             code += [type(module), *map(_code_in, hooks_of(module))]
     code += [*map(_code_in, global_hooks()), *torch_modes()]
     kinds = list(map(type, modules))
-    code += [*kinds, *attention_code(model, modules).all]
+    code += [*kinds, *attention_code(model, modules)]
     table = _tables.get(model)
     pointers = list(map(_pointer_of, tensors.values()))
     if table is None or table.ids != [*tensors] or table.pointers != pointers:

@@ -7,13 +7,15 @@ digest of all of them, so only models of known code have one, with all their wei
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from torch import nn
 
-from lookahead.hf.known_code import global_hooks, hooks_of, is_ours
+from lookahead.hf.known_code import callables_in, global_hooks, hooks_of, is_ours
 from lookahead.hf.stamp import digest_of, modules_of
 from lookahead.utils.kept_values import kept_file
 from lookahead.utils.machine import machine_fingerprint
@@ -39,10 +41,20 @@ def verdict_file(model: Any) -> Path | None:
     files = {type(module).__module__ for module in modules}
     packages = sorted({name.partition(".")[0] for name in files} - {_REMOTE, "lookahead"})
     releases = [(name, _releases_of(name)) for name in packages]
-    named = xxhash.xxh3_128(repr((digest, machine_fingerprint(), releases)).encode())
+    named = xxhash.xxh3_128(repr((digest, machine_fingerprint(), releases, _places_of(modules))).encode())
     sources = {getattr(sys.modules.get(name), "__file__", None) for name in files if name.startswith(_REMOTE)}
     named.update(sources_digest(Path(source) for source in sources if source is not None))
     return kept_file("verdicts", f"{type(model).__name__}-{named.hexdigest()}")
+
+
+def _places_of(modules: Sequence[nn.Module]) -> list[tuple[str, str, str]]:
+    """Where the functions of classes and their files were defined, which tells if one took the place of another."""
+    kinds = {base for module in modules for base in type(module).__mro__}
+    spaces: list[Any] = [*kinds, *{sys.modules.get(kind.__module__) for kind in kinds}]
+    found = [(name, each) for space in spaces for name, value in vars(space).items() for each in callables_in(value)]
+    return sorted(
+        (name, str(getattr(each, "__module__", "")), str(getattr(each, "__qualname__", ""))) for name, each in found
+    )
 
 
 def _releases_of(package: str) -> list[str]:
