@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -162,7 +163,8 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
 def _training_reason(model: PreTrainedModel) -> str:
     """Why passes in training mode differ from each other, or an empty string: a pass over some tokens tells."""
     drawn, versions = torch.get_rng_state(), [*map(version_of, model.buffers())]
-    own_logits(model, [[0] * len(PROBES[0])], PROBES[0])
+    with suppress(Exception):  # the next probe reports it
+        own_logits(model, [[0] * len(PROBES[0])], PROBES[0])
     if not torch.equal(drawn, torch.get_rng_state()):
         return "its passes draw random numbers, as dropout does"
     return "its passes change buffers" if versions != [*map(version_of, model.buffers())] else ""
