@@ -226,7 +226,7 @@ def model_folder(
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lets passes be recorded on the CPU, and lists what was."""
     from lookahead.backend.gpu import cuda_graphs
-    from lookahead.hf.model_state import ModelState
+    from lookahead.hf.model_state import ModelState, state_of
     from tests.support.pass_recorder import Recording
 
     made: list[Any] = []
@@ -239,7 +239,13 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(cuda_graphs, "graphs_unsupported_reason", lambda *_: None)
     monkeypatch.setattr(cuda_graphs, "CudaGraphs", lambda *_, **__: capture)
-    monkeypatch.setattr(cuda_graphs, "state_of", lambda model: states.setdefault(model, ModelState()))
+
+    def state_for_graphs(model: Any) -> ModelState:
+        state = states.setdefault(model, ModelState())
+        state.plan = state_of(model).plan
+        return state
+
+    monkeypatch.setattr(cuda_graphs, "state_of", state_for_graphs)
     return made
 
 

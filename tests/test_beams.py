@@ -24,12 +24,15 @@ from lookahead.generation import beams
 from lookahead.generation.beams import has_bits_of_beams
 from lookahead.hf import beam_tree
 from lookahead.hf.call_caches import CACHE, MARKS_CACHES, cache_in
+from lookahead.hf.model_state import recognise
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.beam_search import ONE, OPTIONS, RAGGED, assert_same, found
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build, cases
 from tests.support.stateful import Grammar
 
 TREES = [family for family in FAMILIES.values() if family.decoded == "trees"]
+
+TRUSTING = LookaheadConfig(trust_user_code=True)  # for the hooks that count here
 
 
 @pytest.mark.covering(1)
@@ -157,6 +160,7 @@ def test_a_long_prompt_in_bf16_is_read_once_where_its_products_allow_it(
     ids = torch.randint(3, 101, (1, beams.LONG_PROMPT + 9), generator=torch.Generator().manual_seed(0))
     read: list[torch.Size] = []
     model.register_forward_pre_hook(lambda _, args, inputs: read.append(inputs["input_ids"].shape), with_kwargs=True)
+    recognise(model, trusted=True)
     if not has_bits_of_beams(model, 3) or not beams.has_bits_of_copies(model, ids.shape[1], 3):
         pytest.skip("on this processor the bits of transformers cannot be had")
     if not is_alike:
@@ -171,7 +175,7 @@ def test_a_long_prompt_in_bf16_is_read_once_where_its_products_allow_it(
         copy(past, *rest, **more)
 
     monkeypatch.setattr(beams, "copy_prefix_from", seen)
-    got = found(model, **options, custom_generate=lookahead.decode)
+    got = found(model, **options, custom_generate=lookahead.decode, lookahead_config=TRUSTING)
     assert [layer.keys.numel() for past in pasts for layer in past.layers] == [0, 0]  # not held twice
     assert [each[0] for each in read if each[1] == ids.shape[1]] == [1 if is_alike else 3]
     assert got.sequences.tolist() == expected.sequences.tolist()
@@ -185,6 +189,7 @@ def test_products_in_half_precision_run_over_the_rows_of_transformers(monkeypatc
     monkeypatch.setattr(beams, "has_bits_of_beams", lambda *_: True)
     monkeypatch.setattr(beams, "has_bits_of_copies", lambda *_: True)
     options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None, "custom_generate": lookahead.decode}
+    options["lookahead_config"] = TRUSTING
     heads: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0][..., 0].numel()))
     found(model, input_ids=ids, **options)  # the first call probes the model
@@ -244,8 +249,8 @@ def test_a_model_whose_beams_are_no_tree_is_searched_by_transformers_with_a_warn
     expected = outcome(model)
     with pytest.warns(UserWarning, match="as transformers does"):
         assert outcome(model, custom_generate=lookahead.decode) == expected
-    with pytest.raises(UnsupportedModelError, match="leave out the configuration"):
-        found(model, **ONE, custom_generate=lookahead.decode, lookahead_config=LookaheadConfig())
+    with pytest.raises(UnsupportedModelError, match="leave out window=7"):
+        found(model, **ONE, custom_generate=lookahead.decode, lookahead_config=LookaheadConfig(window=7))
 
 
 def outcome(model: PreTrainedModel, **extra: Any) -> Any:
@@ -296,7 +301,7 @@ def test_an_encoder_reads_once_and_the_keys_of_its_output_are_kept_once() -> Non
         kept.append(cache_in(options).cross_attention_cache.layers[0].keys)
 
     model.get_decoder().register_forward_hook(look, with_kwargs=True)
-    found(model, **ONE, custom_generate=lookahead.decode)
+    found(model, **ONE, custom_generate=lookahead.decode, lookahead_config=TRUSTING)
     assert len(reads) == 1
     assert len(kept[-1]) == 3 and kept[-1].untyped_storage().nbytes() == kept[-1][0].nbytes
 

@@ -23,7 +23,7 @@ from lookahead.cli.app import app
 from lookahead.utils import cache_folders
 from lookahead.utils.cache_folders import temporary_folder, writable_folder
 from lookahead.utils.jit import _CacheFile, compiled_files
-from lookahead.utils.shipped import source_files
+from lookahead.utils.sources import source_files
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

@@ -200,7 +200,7 @@ def test_a_process_that_dies_while_it_writes_leaves_the_file_as_it_was(path, mon
 
 def test_a_memory_lives_on_in_another_process_and_drafts_from_the_first_step(tmp_path, tiny_llama):
     path = tmp_path / "new.lkm"
-    config = LookaheadConfig(proposers=("recycled",), memory=path, draft="fixed", max_nodes=8)
+    config = LookaheadConfig(trust_user_code=True, proposers=("recycled",), memory=path, draft="fixed", max_nodes=8)
     expected = tiny_llama.generate(TEXT, **GREEDY)
 
     def passes() -> int:

@@ -83,7 +83,8 @@ def is_known(function: Any) -> bool:
         elif type(function) is FunctionType:
             file = function.__code__.co_filename
             wrapped = getattr(function, "__wrapped__", None)
-            if not _is_known_file(file) or (file in _DECORATORS and wrapped is None):
+            hides = file in _DECORATORS and wrapped is None and function.__closure__ is not None
+            if hides or not _is_known_file(file):
                 return False
             function = wrapped
         elif hasattr(function, "__wrapped__") and not isinstance(function, nn.Module):  # a functools cache

@@ -125,7 +125,7 @@ class DraftModel:
             raise ProposerError(
                 f"{name} cannot draft: it reads {own}, and the target {read}; choose another draft model"
             )
-        support = support_of(self.model, shortest=1, max_length=call.max_length)
+        support = support_of(self.model, shortest=1, max_length=call.max_length, trusted=True)
         if support.shape == "none":
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
         if mixers_of(self.model):  # drafted tokens are kept between passes, without states
