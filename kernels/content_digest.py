@@ -1,7 +1,7 @@
-"""Digests of the contents of many arrays, by a sample of one word of 8 bytes a row.
+"""Digests of the contents of many arrays, by a sample of words of 8 bytes.
 
-The sampled word moves to the right from row to row, so that a change of a whole row, a whole column, or many numbers of
-a matrix changes its digest.
+Every row gives a word, and every column of words gives one: the sampled word moves to the right from row to row. So a
+change of a whole row, a whole column, or many numbers of a matrix changes its digest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def digests(table: NDArray[np.int64]) -> NDArray[np.uint64]:
     """A digest of every array.
 
     Args:
-        table: int64 `[arrays, 4]`: the address, the rows, the distance of two rows in words, and the sampled words of a
-            row: row r gives word `r % sampled`. The arrays must stay alive during the call.
+        table: int64 `[arrays, 4]`: the address, the rows, the distance of two rows in words, and the columns of words:
+            row r gives word `r % columns`, and with fewer rows than columns further ones, `rows` apart. The arrays must
+            stay alive during the call.
 
     Returns:
         uint64 `[arrays]`.
@@ -67,6 +68,9 @@ def _digest(table: Any, out: Any) -> None:
         address, rows, step, places = table[at]
         words = array_at(address, rows * step, np.uint64)
         one = two = three = four = np.uint64(rows)
+        for turn in range(1, -(-places // max(rows, 1))):  # columns beyond the number of rows
+            for row in range(min(rows, places - turn * rows)):
+                two = _mixed(two, words[row * step + turn * rows + row])
         place = row = 0
         while row + 4 <= rows:
             second, third, fourth = place + 1, place + 2, place + 3

@@ -96,6 +96,12 @@ class Backend(Protocol):
         Other calls of the model, on this thread or another, are not affected.
         """
 
+    def has_changed(self) -> bool:
+        """Whether the model is another one than at the first call of this method, in the same `serving` block.
+
+        From then on passes run the model's own code. A user's processor or criterion may change it between steps.
+        """
+
     def reads_alone(self, policy: BitPolicy) -> bool:
         """Whether prompts must be read one at a time, so that their rows keep their bits."""
 

@@ -31,6 +31,7 @@ from lookahead.hf.facts import (
 )
 from lookahead.hf.model_inputs import ModelInputs
 from lookahead.hf.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute
+from lookahead.hf.stamp import stamp_of
 from lookahead.hf.state_layers import cache_layers
 from lookahead.hf.state_scope import StateScope, mixers_of
 
@@ -81,6 +82,8 @@ class TorchBackend:
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
         self._is_served, self._checkpointed = False, checkpointed(model)
+        self._first_stamp: int | None = None  # of `has_changed`
+        self._runs_own_code = False
         # In float32 the last bits do not change tokens.
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_read_whole = self.is_cold = self.is_ragged = False
@@ -115,6 +118,13 @@ class TorchBackend:
     def _patched(self) -> AbstractContextManager[None]:
         """A block in which modules of the model are patched for passes."""
         return nullcontext() if self._scope is None else self._scope.serving()
+
+    def has_changed(self) -> bool:
+        """See `Backend.has_changed`."""
+        number = stamp_of(self._model).number
+        self._first_stamp = number if self._first_stamp is None else self._first_stamp
+        self._runs_own_code = self._runs_own_code or number != self._first_stamp
+        return self._runs_own_code
 
     def reads_alone(self, policy: BitPolicy) -> bool:
         """See `Backend.reads_alone`."""

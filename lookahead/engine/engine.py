@@ -89,6 +89,7 @@ class Engine:
         self._rows_since_output_start = -len(self._free_slots)  # rows that joined since an output began
         self._rows: list[Row] = []
         self.batch = batch
+        self._is_watched = any(row.is_edited for row in batch)  # a user's code is called, which may change the model
         self.stats = [row.stats for row in batch]
         self.cache = backend.cache
         self.cache.slots.active = 0  # rows join in `admit`; their KV stays
@@ -128,6 +129,8 @@ class Engine:
         already. The logits after the prompts give every row its first token.
         """
         started = time.perf_counter()
+        if self._is_watched:
+            self._backend.has_changed()
         with self._learning:
             for row in rows:
                 row.slot = self._free_slots.pop()
@@ -189,7 +192,8 @@ class Engine:
                 context = max([row.length for row in self._rows])
                 given = {"is_refilled": is_refilled, "is_ragged": self._backend.is_ragged}
                 plan = self._controller.plan(left, context, **given)
-            drafts = self._draft(left, plan)
+            is_changed = self._is_watched and self._backend.has_changed()
+            drafts = self._root_only(self._rows) if is_changed else self._draft(left, plan)
         drafted = time.perf_counter()
         drafts, logits, scores, nodes = self._score(drafts, plan)
         results = self._verify(drafts, logits, scores)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -152,10 +153,8 @@ class Row:
 
         def choose(node: int) -> int:
             if pick is None and node not in typical:
-                seen = self._seen()
-                token = self.chooser.choose(seen, logits[node], row=self.place, step=self.emitted)
-                self._heed(seen)
-                return token
+                with self._showing() as seen:
+                    return self.chooser.choose(seen, logits[node], row=self.place, step=self.emitted)
             chances = self.chooser.chances(self._seen(), logits[node], row=self.place, step=self.emitted)
             if node in typical:
                 token, chance = typical[node]
@@ -177,10 +176,10 @@ class Row:
         self.emitted += 1
         rule, scores = self.stopping, self.chooser.scores[self.place]
         # Every criterion is called, as in `model.generate`: one may count its calls.
-        seen = self._seen() if rule.custom else None
-        fired = [reason for reason, criterion in rule.custom if seen is not None and criterion(seen, scores)]
-        if seen is not None:
-            self._heed(seen)
+        fired: list[FinishReason] = []
+        if rule.custom:
+            with self._showing() as seen:
+                fired = [reason for reason, criterion in rule.custom if criterion(seen, scores)]
             self.last_token = int(self.ids[self.length - 1])
         if "stop" in fired or token in rule.eos_tokens:
             self.finish_reason = "stop"
@@ -188,9 +187,18 @@ class Row:
             self.finish_reason = fired[0] if fired else "length"
         return self.finish_reason is not None or self.last_token != token
 
-    def _heed(self, seen: Tensor) -> None:
-        """Take over what a user's processor or criterion wrote into ids `[1, tokens]`, as `model.generate` does."""
-        if self.is_edited and seen.device.type != "cpu":  # on a CPU they share memory
+    @contextmanager
+    def _showing(self) -> Iterator[Tensor]:
+        """The ids so far for a processor or criterion; what a user's writes into them is taken over.
+
+        As in `model.generate` it gets a tensor of its own, which may take part in gradients.
+        """
+        if not self.is_edited:
+            yield self._seen()
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            seen = self._seen().clone()
+            yield seen
             self.ids[: seen.shape[1]] = seen[0].cpu().numpy()
 
     def _chances_after(self, tree: TokenTree, logits: Tensor, path: list[int]) -> Tensor:

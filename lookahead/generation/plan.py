@@ -154,8 +154,8 @@ class RequestPlan:
             heard = inputs.repeat_interleave(len(tokens) // len(inputs), 0)
         return Encoded(outputs, mask, past, self.keeps_cache, tokens, heard)
 
-    def begin(self) -> Loop:
-        """The loop that decodes the request; a warning says why if it is the loop of transformers.
+    def begin(self, *, warns: bool = True) -> Loop:
+        """The loop that decodes the request; a warning says why if it is the loop of transformers and `warns`.
 
         Raises:
             UnsupportedModelError: Nothing can be drafted, though the given configuration asks for drafts.
@@ -166,7 +166,7 @@ class RequestPlan:
         if self.reason and self.is_refused:
             raise UnsupportedModelError(f"{self.reason}; leave out {self.config.demands} to decode it plainly")
         if self.shape == "none":
-            if self.reason:
+            if self.reason and warns:
                 warn(self.reason)
             loop = outside_passes()(own_sample(call))
             return PlainLoop(loop, call.input_ids, self.lengths, call.stopping_criteria, self.context)

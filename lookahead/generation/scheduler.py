@@ -128,6 +128,7 @@ class Scheduler:
         check_seed(seed)
         self._prefix_bytes, self._seed, self._predicts = prefix_bytes, seed, predicts
         self._prefixes: PrefixStore | None = None
+        self._has_warned = False
         self._reader_ahead: ReadingAhead | None = None
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
         self._engine: Engine | None = None
@@ -260,7 +261,8 @@ class Scheduler:
             if self._seed is not None:
                 torch.manual_seed(self._seed_of(group[0].index))
             ids, predictions = zip(*((request.ids, request.prediction) for request in group), strict=True)
-            engine = self._reader.plan(ids, group[0].max_new_tokens, predictions).begin()
+            engine = self._reader.plan(ids, group[0].max_new_tokens, predictions).begin(warns=not self._has_warned)
+            self._has_warned = True  # once for all prompts
             engine.report_prefill(self.on_prefill)
             rows = engine.batch if isinstance(engine, Engine) else [None] * len(group)
             for step_outputs in engine.run():  # later rows are further sequences of a prompt

@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils.generic import ModelOutput
 
 from lookahead.hf.call_caches import CACHE, cache_in, may_be_callers
-from lookahead.hf.known_code import is_known
+from lookahead.hf.known_code import is_known, is_known_class
 
 GenerateOutput = utils.GenerateOutput
 
@@ -57,7 +57,8 @@ def changed_loop(model: Any) -> str:
         own = vars(model).get(name) if name != "prepare_inputs_for_generation" else None
         if not is_known(own or getattr(type(model), name, None)):
             return name
-    return ""
+    kinds = LogitsProcessorList, StoppingCriteriaList
+    return next((f"{kind.__name__}.__call__" for kind in kinds if not is_known(kind.__call__)), "")
 
 
 def mask_length(config: GenerationConfig, default: int) -> int:
@@ -72,6 +73,11 @@ def unserved_reason(call: ResolvedCall) -> str:
     `generate` infers a mask of its own if a prompt holds the padding token.
     """
     past, mask = cache_in(call.model_kwargs), call.model_kwargs.get("attention_mask")
+    tensors = [call.input_ids, *call.model_kwargs.values()]
+    tensors += [value for layer in getattr(past, "layers", None) or () for value in vars(layer).values()]
+    own = next((type(each) for each in tensors if isinstance(each, Tensor) and not is_known_class(type(each))), None)
+    if own is not None:
+        return f"{own.__qualname__}, the class of an input, is your own code"
     if mask is not None and mask.shape == call.input_ids.shape and not is_left_padded(mask):
         return "its attention_mask has zeros after ones"
     if may_be_callers(past, call.generation_config) and not isinstance(past, DynamicCache | EncoderDecoderCache):

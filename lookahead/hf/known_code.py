@@ -20,11 +20,18 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
-from transformers import Conv1D, DynamicCache, EncoderDecoderCache, cache_utils, masking_utils
+from transformers import (
+    Conv1D,
+    DynamicCache,
+    EncoderDecoderCache,
+    PretrainedConfig,
+    cache_utils,
+    masking_utils,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.integrations import sdpa_attention
+from transformers.integrations import moe, sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 KNOWN_PACKAGES = frozenset(
@@ -33,19 +40,24 @@ KNOWN_PACKAGES = frozenset(
         "transformers_modules",  # the remote code of checkpoints
         *("torchao", "bitsandbytes", "optimum", "compressed_tensors", "gptqmodel", "auto_round", "awq", "hqq"),
         *("aqlm", "eetq", "fbgemm_gpu", "fp_quant", "quark", "sinq", "spqr_quant", "vptq"),
-        *("numpy", "einops", "causal_conv1d", "mamba_ssm", "fla", "flash_attn", "kernels"),  # models call them
+        # What the files of models import.
+        *("numpy", "einops", "causal_conv1d", "mamba_ssm", "fla", "flash_attn", "kernels", "triton", "scipy"),
+        *("huggingface_hub", "safetensors", "tokenizers", "packaging", "tqdm", "PIL", "typing_extensions"),
     }
 )
+_OWN_FOLDERS = frozenset(("torch", "transformers", "lookahead", "transformers_modules"))  # of others: site-packages
 _DECORATORS = contextlib.__file__, functools.__file__, typing.__file__  # what they wrap counts
 _AUTOCAST = os.path.join("torch", "amp", "autocast_mode.py")  # as a decorator it changes what it wraps
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _PRIMITIVE = frozenset((bool, int, float, str, type(None)))
 _DATA = _PRIMITIVE | {dict, list, set, frozenset, tuple, ModuleType}
 _DATA_OWNERS = ModuleType, type
-_SHARED: tuple[Any, ...] = (torch.nn.functional, sdpa_attention, masking_utils)  # every model's layers call these
+# Every model's layers call these.
+_SHARED: tuple[Any, ...] = (torch, torch.Tensor, torch._C._nn, torch.nn.functional, sdpa_attention, masking_utils, moe)
 _LINEARS = frozenset((nn.Linear, Conv1D))
 _CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
 _CALLS = "forward", "_call_impl"  # instance attributes that change how a module is called
+_UNCALLED = frozenset(("generate", "extra_repr"))  # attributes that no pass calls
 _CALLABLES = frozenset((FunctionType, MethodType, BuiltinFunctionType, functools.partial))
 _USUAL_FLAGS = True, True
 
@@ -55,16 +67,28 @@ def _is_known_file(file: str) -> bool:
     """Whether a source file belongs to a known package, or to Python."""
     if file.startswith(_STANDARD_LIBRARY):
         return "-packages" + os.sep not in file
-    for name in KNOWN_PACKAGES:
-        package: Any = sys.modules.get(name)
-        if any(file.startswith(folder + os.sep) for folder in getattr(package, "__path__", ())):
-            return not file.endswith(_AUTOCAST)
-    return file.startswith("<")  # made by `exec` of a library, as dataclasses are
+    return not file.endswith(_AUTOCAST) and any(
+        file.startswith(each) for name in KNOWN_PACKAGES for each in _folders(name)
+    )
+
+
+def _folders(package: str) -> list[str]:
+    """The folders of a known package; of generic names only those of installed packages, not of a script's folder."""
+    module: Any = sys.modules.get(package)
+    folders = [folder + os.sep for folder in getattr(module, "__path__", ())]
+    folders = folders or [file for file in (getattr(module, "__file__", None),) if file is not None]
+    return folders if package in _OWN_FOLDERS else [each for each in folders if "-packages" + os.sep in each]
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_known_package(name: str) -> bool:
+    package = name.partition(".")[0]
+    return package in KNOWN_PACKAGES and bool(_folders(package))
 
 
 def is_known_class(kind: type) -> bool:
     """Whether a class is of a known package. The methods that somebody replaced in it are found by `code_of`."""
-    return kind.__module__.partition(".")[0] in KNOWN_PACKAGES
+    return _is_known_package(kind.__module__)
 
 
 def is_known(function: Any) -> bool:
@@ -84,17 +108,33 @@ def is_known(function: Any) -> bool:
             file = function.__code__.co_filename
             wrapped = getattr(function, "__wrapped__", None)
             hides = file in _DECORATORS and wrapped is None and function.__closure__ is not None
-            if hides or not _is_known_file(file):
+            # What `exec` makes, as libraries do for dataclasses, has no file.
+            if hides or not (_is_known_file(file) if file[0] != "<" else _is_known_package(_home_of(function))):
                 return False
             function = wrapped
         elif hasattr(function, "__wrapped__") and not isinstance(function, nn.Module):  # a functools cache
             function = function.__wrapped__
-        elif type(getattr(function, "__self__", None)) not in (*_DATA_OWNERS, type(None)):
-            return False  # a compiled method of an object of a user's, such as `list.append`
-        else:
-            package = type(function).__module__.partition(".")[0]
-            return package in KNOWN_PACKAGES or package in ("builtins", "typing", "functools")
+        elif type(function).__module__ == "builtins":  # compiled; `list.append` is of an object of a user's
+            is_free = type(getattr(function, "__self__", None)) in (*_DATA_OWNERS, type(None))
+            return is_free or _is_known_package(str(getattr(function, "__module__", "")))
+        elif type(function).__module__ in ("typing", "functools"):
+            return True
+        else:  # an object that is called
+            called = vars(type(function)).get("__call__")
+            return is_known_class(type(function)) and (type(called) is not FunctionType or is_known(called))
     return True
+
+
+def _home_of(function: FunctionType) -> str:
+    return str(function.__globals__.get("__name__", ""))
+
+
+def is_known_hook(hook: Any) -> bool:
+    """Whether a hook is known, and of a library that places hooks: `print` is known code, and a user's choice."""
+    function = getattr(hook, "func", hook)
+    function = getattr(function, "__func__", function)
+    home = _home_of(function) if type(function) is FunctionType else type(function).__module__
+    return is_known(hook) and _is_known_package(home)
 
 
 def _is_known_argument(value: Any) -> bool:
@@ -171,19 +211,24 @@ def users_code(model: Any) -> str:
     """The first code of a user's own that a pass of the model may run and where it hangs, or an empty string."""
     named = list(model.named_modules())
     for hook in global_hooks():
-        if not is_known(hook):
+        if not is_known_hook(hook):
             return f"{name_of(hook)}, a hook on all modules"
     for path, module in named:
         place = path or type(module).__name__
         if not is_known_class(type(module)):
             return f"{type(module).__qualname__}, the class of {place}"
         for hook in hooks_of(module):
-            if not is_known(hook):
+            if not is_known_hook(hook):
                 return f"{name_of(hook)}, a hook on {place}"
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig) and not is_known_class(type(config)):
+            return f"{type(config).__qualname__}, the class of the configuration of {place}"
         for key, value in list(vars(module).items()):
-            is_called = key == "_hf_hook" or type(value) in _CALLABLES or (key in _CALLS and value is not None)
-            if is_called and not (is_ours(value) or key == "generate" or _is_known_attribute(value)):
+            is_called = key == "_hf_hook" or (callable(value) and not isinstance(value, type | nn.Module))
+            if is_called and not (is_ours(value) or key in _UNCALLED or _is_known_attribute(value)):
                 return f"{name_of(value)}, the {key} of {place}"
+            if isinstance(value, Tensor) and not is_known_class(type(value)):
+                return f"{type(value).__qualname__}, the class of {place}.{key}"
         for key, weight in (*module._parameters.items(), *module._buffers.items()):
             if weight is not None and not is_known_class(type(weight)):
                 return f"{type(weight).__qualname__}, the class of {place}.{key}"
@@ -199,8 +244,11 @@ def _is_known_attribute(value: Any) -> bool:
     """Whether a callable attribute of a module, or a hook of accelerate, is known."""
     if callable(value):
         return is_known(value)
-    parts = (value, *(getattr(value, "hooks", None) or ()))  # accelerate's own sequence of hooks
-    return all(is_known_class(type(part)) for part in parts)
+    for part in (value, *(getattr(value, "hooks", None) or ())):  # accelerate's own sequence of hooks
+        kind, own = type(part), [each for each in vars(part).values() if type(each) in _CALLABLES]
+        if not (is_known_class(kind) and all(map(is_known, own))) or code_of(frozenset((kind,))).foreign:
+            return False
+    return True
 
 
 def torch_modes() -> list[type]:
@@ -231,6 +279,9 @@ def attention_code(model: Any, modules: Sequence[nn.Module]) -> list[Callable[..
     own = [getattr(each.__dict__.get("config"), "_attn_implementation", None) for each in layers]
     kinds = {(type(each).__module__, name or common) for each, name in zip(layers, own, strict=True)}
     found: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(common)]
+    found.append(
+        moe.ALL_EXPERTS_FUNCTIONS.get(getattr(model.config.get_text_config(), "_experts_implementation", None))
+    )
     for file, name in sorted(kinds):
         space = vars(sys.modules[file]) if file in sys.modules else {}
         registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)

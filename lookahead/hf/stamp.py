@@ -8,6 +8,7 @@ large matrices on a CPU one word of 8 bytes of every row, in turn of other colum
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,8 +32,14 @@ from lookahead.kernels.content_digest import WORD, digests
 
 _PLAIN = frozenset((bool, int, float, str))  # None is as good as no attribute: a state may be None before a pass
 _GROUPS = frozenset((list, tuple, dict, set, torch.dtype, torch.device, torch.Size))
-STANDARD = (frozenset(vars(nn.Module())) - {"training"}) | {"gradient_checkpointing", "generate"}
-"""Attributes that every module has, which are read separately, and that passes and `lookahead.enable` set."""
+STANDARD = (frozenset(vars(nn.Module())) - {"training"}) | {
+    *("gradient_checkpointing", "generate"),
+    *("in_features", "out_features", "_is_hf_initialized"),  # as the weights have them
+}
+"""Attributes that every module has, which are read separately, that passes and `lookahead.enable` set, or that say
+nothing else than weights."""
+_NUMBERS = int, float, np.generic
+_COUNTED = "max_seq_len_cached"  # of rotary embeddings, whose frequencies are a buffer
 _WHOLE_MODEL = 1 << 24  # bytes of weights, up to which every byte is read
 _WHOLE = 1 << 15  # the same of one array
 _SAMPLES = 1024  # numbers of an array that is not on a CPU, or not contiguous
@@ -58,26 +65,31 @@ class Stamp(NamedTuple):
 
 def stamp_of(model: Any) -> Stamp:
     """The stamp of a model now. It takes about a hundredth of the time of an answer of 64 tokens."""
-    modules = modules_of(model)
+    modules, is_stateful = modules_of(model), getattr(model, "_is_stateful", False)  # its passes set attributes
     attributes, tensors, code = list[Any](), dict[int, Tensor](), list[Any]()
     for module in modules:
         own = module.__dict__
-        for name, value in list(own.items()):
-            if name in STANDARD:
-                continue
+        for name in sorted(own.keys() - STANDARD):
+            value = own.get(name)
             if (kind := type(value)) in _PLAIN:
                 attributes.append((name, value))
-            elif kind in _GROUPS:
-                attributes.append((name, repr(value)))
+            elif value is None:
+                continue
+            elif kind in _GROUPS or isinstance(value, _NUMBERS):
+                attributes.append((name, _shown(value)))
+            elif isinstance(value, Tensor):
+                if not (is_stateful or name.endswith(_COUNTED)):
+                    tensors[id(value)] = value
             elif callable(value) and not (isinstance(value, nn.Module) or is_ours(value)):
                 code.append(_code_in(value))
                 arguments = (*getattr(value, "args", ()), *getattr(value, "keywords", {}).values())  # of a partial
                 attributes += [(name, each) for each in arguments if type(each) in _PLAIN]
-        for held in (own["_parameters"], own["_buffers"]):
-            for tensor in held.values() if held else ():
-                if tensor is not None:
-                    tensors[id(tensor)] = tensor
-        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        # A scripted module has methods instead of these attributes.
+        held = own.get("_parameters", module._parameters), own.get("_buffers", module._buffers)
+        for tensor in (*held[0].values(), *held[1].values()):
+            if tensor is not None:
+                tensors[id(tensor)] = tensor
+        if module._forward_hooks or module._forward_pre_hooks:
             code += [type(module), *map(_code_in, hooks_of(module))]
     code += [*map(_code_in, global_hooks()), *torch_modes()]
     kinds = list(map(type, modules))
@@ -90,7 +102,8 @@ def stamp_of(model: Any) -> Stamp:
     sizes = [value for name, value in attributes if name == "num_embeddings"]
     structure = hash((*map(id, kinds), *sizes, getattr(model, "dtype", None)))
     shapes = [each.shape for each in tensors.values()]
-    parts = structure, *shapes, code_of(frozenset(kinds)).number, *map(id, code), *attributes, *contents
+    plain = xxhash.xxh3_64_intdigest(marshal.dumps(attributes, 2))  # `hash` has the same value for -1 and -2
+    parts = structure, *shapes, code_of(frozenset(kinds)).number, *map(id, code), plain, *contents
     number = hash((*parts, *table.traces(tensors.values()), *_settings_of(model)))
     return Stamp(number, structure, dict(zip(tensors, contents, strict=True)), code)
 
@@ -113,7 +126,7 @@ def digest_of(model: Any) -> str | None:
     None if a tensor is not plain memory of the CPU.
     """
     modules = dict(model.named_modules())
-    described: list[Any] = [_settings_of(model), torch.get_num_threads(), torch.get_default_dtype()]
+    described: list[Any] = [_settings_of(model), torch.get_num_threads()]
     for name, module in modules.items():
         own = [(key, value) for key, value in vars(module).items() if key not in STANDARD]
         plain = {key: value for key, value in own if type(value) in _PLAIN or type(value) in _GROUPS}
@@ -124,7 +137,17 @@ def digest_of(model: Any) -> str | None:
         contents = _contents_of(list(tensors.values()))
         kinds = [(str(each.dtype), tuple(each.shape)) for each in tensors.values()]
         kind = type(module)
-        described.append((name, kind.__module__, kind.__qualname__, sorted(plain.items()), [*tensors], kinds, contents))
+        described.append(
+            (
+                name,
+                kind.__module__,
+                kind.__qualname__,
+                sorted((key, _shown(each)) for key, each in plain.items()),
+                [*tensors],
+                kinds,
+                contents,
+            )
+        )
     shown = repr(described)
     return None if " at 0x" in shown else xxhash.xxh3_128_hexdigest(shown.encode())
 
@@ -134,7 +157,11 @@ def _settings_of(model: Any) -> tuple[str, ...]:
     configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
     values = [[(name, _comparable(value)) for name, value in list(vars(each).items())] for each in configs]
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return repr(values), repr(autocast), repr(arithmetic_flags())
+    return repr(values), repr(autocast), repr(arithmetic_flags()), repr(torch.get_default_dtype())
+
+
+def _shown(value: Any) -> str:
+    return repr(sorted(map(repr, value)) if isinstance(value, set) else value)
 
 
 def _comparable(value: Any) -> Any:
@@ -166,6 +193,7 @@ class ContentTable(NamedTuple):
         limit = _WHOLE_MODEL if reads_all else _WHOLE
         rows, is_whole, odd = list[tuple[int, int, int, int]](), list[bool](), list[int]()
         for at, tensor in enumerate(tensors):
+            tensor = _in_order(tensor)
             is_readable = _is_memory(tensor) and tensor.is_contiguous()
             is_whole.append(is_readable and tensor.nbytes <= limit)
             rows.append(_row_of(tensor, is_whole=is_whole[-1]) if is_readable else (0, 0, 1, 1))
@@ -180,7 +208,7 @@ class ContentTable(NamedTuple):
         for at in self.odd:
             tensor = held[at]
             if self.rows[at, 0]:  # less than a word is left
-                found[at] ^= _digest_of(tensor.detach().flatten()[-(WORD // tensor.itemsize) :])
+                found[at] ^= _digest_of(_in_order(tensor).detach().flatten()[-(WORD // tensor.itemsize) :])
             else:
                 found[at] = _sampled(tensor)
         return found
@@ -207,6 +235,15 @@ def _row_of(tensor: Tensor, *, is_whole: bool) -> tuple[int, int, int, int]:
         return tensor.data_ptr(), words, 1, 1
     width = size // WORD if size and size % WORD == 0 else _WHOLE // WORD
     return tensor.data_ptr(), words // width, width, width
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """A view with the dimensions in the order of their strides: a transposed matrix is stored by its columns."""
+    if type(tensor) not in _MEMORY or tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda at: -strides[at])
+    return nn.Parameter(tensor.detach().permute(order), requires_grad=False)
 
 
 def _is_memory(tensor: Tensor) -> bool:

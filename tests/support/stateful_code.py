@@ -8,10 +8,11 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-Seen = list[tuple[tuple[int, ...], float]]
+Seen = list[tuple[tuple[int, ...], str]]
 Edit = Callable[[Tensor], Tensor]
 
 
@@ -113,7 +114,7 @@ def recorded(edit: Edit, seen: Seen) -> Edit:
     """The edit, with the shape and a sum of every tensor that it was shown."""
 
     def run(x: Tensor) -> Tensor:
-        seen.append((tuple(x.shape), round(float(x.float().sum()), 2)))
+        seen.append((tuple(x.shape), f"{float(x.float().sum()):.2f}"))
         return edit(x)
 
     return run
@@ -188,6 +189,62 @@ def _attribute(model: Any, edit: Edit) -> Iterator[None]:
     mlp.act_fn = own
 
 
+@contextmanager
+def _typed_in(model: Any, edit: Edit) -> Iterator[None]:
+    """A method that was typed into an interpreter, which has no file."""
+    kind, last = type(model.model.layers[1].mlp), model.model.layers[1].mlp
+    own, space = kind.forward, {"edit": edit, "last": last, "own": kind.forward, "__name__": "__main__"}
+    exec("def forward(self, x):\n    return edit(own(self, x)) if self is last else own(self, x)", space)
+    kind.forward = space["forward"]
+    yield
+    kind.forward = own
+
+
+@contextmanager
+def _torch_function(model: Any, edit: Edit) -> Iterator[None]:
+    own = torch.rsqrt
+    torch.rsqrt = lambda x: own(x) if x.shape[1] == 0 else edit(own(x).expand(*x.shape[:-1], 2)).narrow(-1, 0, 1)
+    yield
+    torch.rsqrt = own
+
+
+@contextmanager
+def _tensor_method(model: Any, edit: Edit) -> Iterator[None]:
+    own = torch.Tensor.pow
+    torch.Tensor.pow = lambda x, by: edit(own(x, by))  # norms take squares by it
+    yield
+    torch.Tensor.pow = own
+
+
+class Called:
+    """An object that is no module, and is called by one."""
+
+    def __init__(self, own: Any, edit: Edit) -> None:
+        self.own, self.edit = own, edit
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.edit(self.own(x))
+
+
+@contextmanager
+def _called_object(model: Any, edit: Edit) -> Iterator[None]:
+    mlp = model.model.layers[1].mlp
+    own = mlp._modules.pop("act_fn")
+    mlp.act_fn = Called(own, edit)
+    yield
+    del mlp.act_fn
+    mlp.act_fn = own
+
+
+@contextmanager
+def _hook_of_accelerate(model: Any, edit: Edit) -> Iterator[None]:
+    hook: Any = ModelHook()
+    hook.post_forward = lambda module, out: edit(out)
+    add_hook_to_module(model.model.layers[1].mlp, hook)
+    yield
+    remove_hook_from_module(model.model.layers[1].mlp)
+
+
 PLACES: dict[str, Callable[[Any, Edit], Any]] = {
     "a hook on an MLP": _hook(lambda model: model.model.layers[1].mlp),
     "a hook on a product": _hook(lambda model: model.model.layers[0].self_attn.o_proj),
@@ -199,4 +256,9 @@ PLACES: dict[str, Callable[[Any, Edit], Any]] = {
     "a forward": _forward,
     "a method of a class": _class_method,
     "an attribute": _attribute,
+    "a method without a file": _typed_in,
+    "a function of torch": _torch_function,
+    "a method of tensors": _tensor_method,
+    "an object that is called": _called_object,
+    "a hook of accelerate": _hook_of_accelerate,
 }

@@ -105,11 +105,12 @@ class CpuBackend(TorchBackend):
             policy = BitPolicy.BATCH  # passes that `model.generate` would also run have its bits
         linears = self._linears
         is_prompt = not tree_pass.trees
-        mode = CpuPass(policy, is_prompt, linears.packs, linears.fewest)
+        by_kernels = not self._runs_own_code
+        mode = CpuPass(policy, is_prompt, linears.packs and by_kernels, linears.fewest)
         layers = self._hidden_layers if self.keeps_hidden else ()
-        with running(mode) as seen:
+        with running(mode, fuses=by_kernels) as seen:
             given = None
-            if isinstance(self._whole, WholePass) and seen is not None and not is_prompt:
+            if isinstance(self._whole, WholePass) and seen is not None and not is_prompt and by_kernels:
                 given = self._whole(tree_pass, self.cache, seen, layers)
             if not is_prompt:
                 self.is_ragged = given is not None

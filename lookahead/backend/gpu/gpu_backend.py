@@ -50,7 +50,7 @@ class GpuBackend(TorchBackend):
     ) -> Tensor:
         """See `Backend.score`; replays a recording if there is one."""
         known, outputs = len(dispatch.verdicts) + len(dispatch.served), None
-        if self._graphs is not None and scored is None:
+        if self._graphs is not None and scored is None and not self._runs_own_code:
             outputs = self._graphs.score(trees)
         if outputs is None:
             logits = super().score(trees, policy, scored)
