@@ -143,9 +143,10 @@ def test_sound_of_several_segments_has_the_tokens_and_times_of_generate(count: i
 def test_no_encoder_runs_to_find_out_what_a_decoder_verifies() -> None:
     model, heard = tiny_whisper(), []
     model.get_encoder().register_forward_hook(lambda *_: heard.append(1))
-    assert support_of(model, shortest=1, max_length=FRAMES).shape == "trees"
+    assert support_of(model, shortest=1, max_length=FRAMES, trusted=True).shape == "trees"
     assert not heard
-    hear(model, sounds(), **ONE, force_unique_generate_call=True, custom_generate=lookahead.decode)
+    ours = {"custom_generate": lookahead.decode, "lookahead_config": FIXED}
+    hear(model, sounds(), **ONE, force_unique_generate_call=True, **ours)
     assert len(heard) == 1
 
 
@@ -229,7 +230,9 @@ def test_the_api_of_text_refuses_a_model_that_reads_none(tiny_tokenizer: Any) ->
 def test_later_segments_are_drafted_from_earlier_ones(memory: str) -> None:
     model, refrain = tiny_whisper(), sounds().repeat(1, 1, 5)
     support_of(model, shortest=1, max_length=FRAMES)
-    config = LookaheadConfig(proposers=("outputs",), draft="fixed", min_probability=0.0, memory=memory)
+    config = LookaheadConfig(
+        proposers=("outputs",), draft="fixed", min_probability=0.0, memory=memory, trust_user_code=True
+    )
     options = {**ONE, "return_timestamps": True}
     expected = hear(model, refrain, **options)
     with lookahead.enable(model, config), counted_passes(model) as passes:
@@ -263,7 +266,7 @@ def test_a_small_model_that_hears_drafts_for_any_number_of_sounds(
     options = {**options, "return_timestamps": True, "max_length": 24}
     expected = hear(model, LONG[:count], **options)
     of_large, of_small = heard_by(model), heard_by(small)
-    config = LookaheadConfig(proposers=(DraftModel(small),), draft="fixed")
+    config = LookaheadConfig(proposers=(DraftModel(small),), draft="fixed", trust_user_code=True)
     with lookahead.enable(model, config):
         assert_same(hear(model, LONG[:count], **options), expected)
     assert of_large and (not of_small if encoder == "shared" else max(of_small) == count**2)
@@ -272,7 +275,9 @@ def test_a_small_model_that_hears_drafts_for_any_number_of_sounds(
 def test_a_copy_drafts_all_that_is_said_and_reads_the_sound_once() -> None:
     model = tiny_whisper()
     model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
-    config = LookaheadConfig(proposers=(DraftModel(copy.deepcopy(model), depth=16),), draft="fixed")
+    config = LookaheadConfig(
+        proposers=(DraftModel(copy.deepcopy(model), depth=16),), draft="fixed", trust_user_code=True
+    )
     expected = hear(model, sounds(2), **ONE, force_unique_generate_call=True)
     hear(model, sounds(2), **ONE, custom_generate=lookahead.decode, lookahead_config=config)  # probed
     heard = heard_by(model)

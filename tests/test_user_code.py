@@ -243,7 +243,7 @@ def test_adapters_of_peft_and_layers_of_torch_are_known(looping_llama):
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "up_proj"])
     assert not users_code(peft.get_peft_model(copy.deepcopy(looping_llama), config))
     model = made("llama", SINGLE)
-    torch.nn.utils.parametrizations.weight_norm(down(model))
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[1].mlp.down_proj)
     prune.random_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.5)
     assert not users_code(model)
     model.model.layers[0].mlp = torch.jit.trace(model.model.layers[0].mlp, torch.randn(1, 3, 72))

@@ -191,7 +191,7 @@ def leaving_nothing(model: Any) -> Iterator[None]:
     """A block for passes that leave nothing behind: random state, buffers, and attributes of modules."""
     modules = modules_of(model)
     attributes = [(vars(each), _attributes_of(each)) for each in modules]
-    attributes += [(each._buffers, dict(each._buffers)) for each in modules]
+    attributes += [(each._buffers, dict(each._buffers)) for each in modules if isinstance(each._buffers, dict)]
     small = [buffer for each in modules for buffer in each._buffers.values() if buffer is not None]
     small = [each for each in small if not (each.is_meta or each.is_inference()) and each.nbytes <= _SMALL_BUFFER]
     contents, versions = [each.clone() for each in small], [each._version for each in small]

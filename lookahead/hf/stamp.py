@@ -257,7 +257,8 @@ def _sampled(tensor: Tensor) -> int:
         return _UNREADABLE
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return hash(tuple(_contents_of([getattr(tensor, name) for name in names])))
+        parts = [getattr(tensor, name) for name in names]
+        return hash(tuple(_contents_of([part for part in parts if isinstance(part, Tensor)])))
     with torch.no_grad():
         data = tensor.detach()
         places = torch.linspace(0, data.numel() - 1, min(_SAMPLES, data.numel()), dtype=torch.float64).long()
