@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import lookahead
+from lookahead.backend.probes import picking_few
 from lookahead.backend.support import Support
 from lookahead.hf import model_state
 from lookahead.hf.known_code import users_code
@@ -25,6 +26,7 @@ from lookahead.hf.verdict_files import verdict_file
 from lookahead.utils import kept_values
 from lookahead.utils.kept_values import truth
 from tests.conftest import _random_llama
+from tests.support.families import FAMILIES, build
 
 Change = Callable[[Any, pytest.MonkeyPatch], object]
 
@@ -175,6 +177,13 @@ def test_a_hook_of_all_modules_keeps_verdicts_from_files(kept):
         assert is_probed(llama()) and not kept.exists()
     finally:
         handle.remove()
+
+
+def test_a_copy_that_a_probe_makes_has_no_file(kept):
+    model: Any = build(FAMILIES["DeepseekV32"])
+    copied = picking_few(model)
+    assert copied is not None and is_probed(copied) and not kept.exists()
+    assert is_probed(model) and kept.exists()
 
 
 def test_a_verdict_that_came_with_a_problem_is_told_by_every_process(kept):

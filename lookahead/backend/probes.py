@@ -99,6 +99,7 @@ def picking_few(model: PreTrainedModel) -> PreTrainedModel | None:
     indexers = [each for each in copied.modules() if "index_topk" in vars(each)]
     for indexer in indexers:
         vars(indexer)["index_topk"] = _PICKED
+    state_of(copied).is_throwaway = True
     return copied if indexers else None
 
 

@@ -85,7 +85,8 @@ class ModelPlan:
     def _file_of(self, model: Any) -> Path | None:
         """The file of the verdicts; None if another process could not know that the model is the same."""
         if self._file is None:
-            self._file = (None if self.user_code else verdict_file(model),)
+            is_unknown = self.user_code or state_of(model).is_throwaway
+            self._file = (None if is_unknown else verdict_file(model),)
         return self._file[0]
 
 
@@ -95,6 +96,7 @@ class ModelState:
     def __init__(self) -> None:
         self.plan: ModelPlan | None = None  # of the newest recognition
         self.learned = LearnedState()
+        self.is_throwaway = False  # a copy that a probe made: nothing about it is worth a file
         self.has_failed_capture = False  # recording CUDA graphs failed, and is not tried again
         self.graphs: Any = None  # `KeptGraphs` that no call uses
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
