@@ -32,6 +32,8 @@ TRANSFORMERS: dict[str, PrivateName] = {
     "_beam_search": PrivateName(_LOOP, "4.30"),
     "_can_set_attn_implementation": PrivateName("transformers.PreTrainedModel", "4.54"),
     "_get_train_sampler": PrivateName("transformers.Trainer", "4.30", "training draws its examples in another order"),
+    "_experts_implementation": PrivateName("", "5.0", "experts replaced in the registry of transformers are unseen"),
+    "_is_hf_initialized": PrivateName("", "4.30", _NOTHING),
     "_is_stateful": PrivateName("transformers.PreTrainedModel", "4.42"),
     "_is_user_defined": PrivateName("", "5.17", "any cache may be the caller's, and is filled as his"),
     "_mask_length": PrivateName("", "5.19", "the length of the ids counts"),
@@ -62,6 +64,7 @@ TORCH: dict[str, PrivateName] = {
     "_linear_pointwise": PrivateName("", "2.0", "products are torch's own"),  # only where oneDNN was built in
     "_modules": PrivateName(_MODULE, "2.0"),
     "_orig_mod": PrivateName("", "2.0", "a compiled model is taken as it is"),
+    "_nn": PrivateName("torch._C", "2.0"),
     "_parameters": PrivateName(_MODULE, "2.0"),
     "_reorder_linear_weight": PrivateName("", "2.0", "products are torch's own"),
     "_scaled_dot_product_flash_attention": PrivateName("torch.ops.aten", "2.0"),
