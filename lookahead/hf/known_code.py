@@ -45,7 +45,8 @@ KNOWN_PACKAGES = frozenset(
         *("huggingface_hub", "safetensors", "tokenizers", "packaging", "tqdm", "PIL", "typing_extensions"),
     }
 )
-_OWN_FOLDERS = frozenset(("torch", "transformers", "lookahead", "transformers_modules"))  # of others: site-packages
+# Names that a script's own folder may have too: only what is installed counts.
+_COMMON_NAMES = frozenset(("optimum", "awq", "hqq", "aqlm", "eetq", "quark", "sinq", "vptq", "fla", "kernels"))
 _DECORATORS = contextlib.__file__, functools.__file__, typing.__file__  # what they wrap counts
 _AUTOCAST = os.path.join("torch", "amp", "autocast_mode.py")  # as a decorator it changes what it wraps
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -73,11 +74,11 @@ def _is_known_file(file: str) -> bool:
 
 
 def _folders(package: str) -> list[str]:
-    """The folders of a known package; of generic names only those of installed packages, not of a script's folder."""
+    """The folders of a known package, or the file of a single module."""
     module: Any = sys.modules.get(package)
     folders = [folder + os.sep for folder in getattr(module, "__path__", ())]
     folders = folders or [file for file in (getattr(module, "__file__", None),) if file is not None]
-    return folders if package in _OWN_FOLDERS else [each for each in folders if "-packages" + os.sep in each]
+    return [each for each in folders if package not in _COMMON_NAMES or "-packages" + os.sep in each]
 
 
 @functools.lru_cache(maxsize=4096)
