@@ -27,7 +27,7 @@ from bench.command import use_one_thread
 from bench.prompts import SUMMARIZER, passages
 from lookahead.hf.loading import LoadedModel, load
 from lookahead.summarization.prompting import Prompting
-from tools.train_extractor.corpus import read_documents
+from tools.texts import read_documents
 
 _PIECE = 120_000  # characters of a document that passages are cut from at a time
 _BATCH, _SAMPLE = 100, 250  # texts that are sampled together, and tokens of each

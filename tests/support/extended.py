@@ -27,7 +27,6 @@ EXTENDED = {
     "tests/test_head_training.py": ("lookahead/jobs/training/*", "lookahead/heads/*"),
     "tests/test_kept_states.py": ("lookahead/jobs/training/*", "lookahead/heads/*"),
     "tests/test_train_cli.py": ("lookahead/jobs/training/*", "lookahead/heads/*", "lookahead/cli/*"),
-    "tests/test_training.py": ("tools/*",),
     # CUDA graphs on a CPU, and kernels that are interpreted or compiled ahead of time
     "tests/test_graphs.py": ("lookahead/*/cuda_graphs.py", "lookahead/*/tree_pass.py"),
     "tests/test_recording.py": ("lookahead/*/cuda_graphs.py",),

@@ -1,4 +1,4 @@
-"""Reading plain text for training: files, folders and xz archives of them."""
+"""Plain text to train heads with: files, folders and xz archives of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Document:
 def clean(text: str) -> str:
     r"""Collapse every run of whitespace, hard line breaks included, to one space.
 
-    Training and use must agree on this, so the tokenizer's chat template does the same.
+    The chat template of the tests' summarizer does the same.
 
     >>> clean("  a hard\nline  break ")
     'a hard line break'
@@ -57,16 +57,6 @@ def read_documents(paths: Sequence[Path], fields: Sequence[str] = TEXT_FIELDS) -
     if not documents:
         raise TrainingError(f"no text found under {', '.join(str(path) for path in paths)}")
     return sorted(documents, key=lambda document: document.name)
-
-
-def split_held_out(documents: Sequence[Document], every: int) -> tuple[list[Document], list[Document]]:
-    """Set every `every`-th whole document aside for evaluation, but not the only one."""
-    if every < 2:
-        raise TrainingError(f"one document in {every} cannot be held out: the number must be at least 2")
-    offset = every // 2
-    train = [document for index, document in enumerate(documents) if index % every != offset]
-    held_out = [document for index, document in enumerate(documents) if index % every == offset]
-    return (train, held_out) if train else (held_out, [])
 
 
 def _read_file(file: Path, fields: Sequence[str]) -> Iterator[Document]:
