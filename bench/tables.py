@@ -167,7 +167,7 @@ CAPTIONS = {
     "faults": Caption("Jobs killed at random moments and resumed", "faults --documents 1000 --kills 200 --model none"),
     "faults_summarizer": Caption("The same with the summarizer of the tests", "faults --documents 1000 --kills 200"),
     "ray_job": Caption("A job on Ray against local processes", "ray_job --documents 200 --workers 4"),
-    "summarizer": Caption("The summarizer of the tests", "", "`tools.train_extractor.measure` of commit 25dbca5a made it."),
+    "summarizer": Caption("The summarizer of the tests", "", "`tools.train_extractor.measure` of 25dbca5a made it."),
 }
 
 
