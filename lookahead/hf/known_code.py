@@ -61,6 +61,7 @@ _CALLS = "forward", "_call_impl"  # instance attributes that change how a module
 _UNCALLED = frozenset(("generate", "extra_repr"))  # attributes that no pass calls
 _CALLABLES = frozenset((FunctionType, MethodType, BuiltinFunctionType, functools.partial))
 _USUAL_FLAGS = True, True
+_MAX_CODES = 64  # that are remembered: a notebook may define its classes anew again and again
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,6 +171,8 @@ def code_of(classes: frozenset[type]) -> Code:
         found = [function for space in called for value in list(space.values()) for function in callables_in(value)]
         foreign = tuple(function for function in found if not is_known(function))
         code = _found[classes] = Code(number, foreign, held)
+        while len(_found) > _MAX_CODES:
+            _found.pop(next(iter(_found)), None)
     return code
 
 
