@@ -7,7 +7,8 @@ bits, which attention over several tokens changes, into whole steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -33,31 +34,28 @@ _ROWS = (*ROWS, 48, 64, _MANY_ROWS)  # of products whose bits are compared; a la
 _OUTPUTS = 256  # numbers of a row that are enough to show another order of sums
 
 
+_SCALES = "scale activations by all tokens of a pass, so drafts would change them"
+_DIFFERS = "compute several tokens differently from one"
+_ROUNDS = "round their inputs, which enlarges other rounding; load it with dtype='bf16'"
+_BITS = "round several tokens differently from one"
+
+
 class _NoRows(Exception):
     """A layer cannot be called alone, or has no output for every row. Passes of the whole model judge it instead."""
 
 
 class _LayerCall(NamedTuple):
-    """A call of a layer with replaceable rows."""
+    """A call of a layer with rows, `[..., width]`, and all layers of its kind."""
 
     layer: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rows: Tensor  # the argument to replace, `[..., width]`
-    alike: list[nn.Module]  # all layers of this kind
-
-    @property
-    def takes_any_rows(self) -> bool:
-        """Whether the rows are the only tensor argument, so that their number is free."""
-        return sum(isinstance(each, Tensor) for each in (*self.args, *self.kwargs.values())) == 1
+    rows: Tensor
+    alike: list[nn.Module]
 
     def output(self, rows: Tensor) -> Tensor:
         """The output, `[rows, outputs]`, for rows `[rows, width]`; raises _NoRows if it has another shape."""
-        shape = (*(1 for _ in self.rows.shape[:-2]), *rows.shape) if self.takes_any_rows else self.rows.shape
-        args = [rows.view(shape) if each is self.rows else each for each in self.args]
-        kwargs = {name: rows.view(shape) if each is self.rows else each for name, each in self.kwargs.items()}
+        shape = (*(1 for _ in self.rows.shape[:-2]), *rows.shape)
         try:
-            out = self.layer.forward(*args, **kwargs)
+            out = self.layer.forward(rows.view(shape))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -67,8 +65,7 @@ class _LayerCall(NamedTuple):
         return out.reshape(len(rows), -1)
 
     def like(self, count: int, seed: int = 0) -> Tensor:
-        """Random rows, `[count, width]`, scaled as the call's rows; the call's number of rows if that is fixed."""
-        count = count if self.takes_any_rows else self.rows[..., 0].numel()
+        """Random rows, `[count, width]`, scaled as the call's rows."""
         source = torch.Generator().manual_seed(seed)
         numbers = torch.randn(count, self.rows.shape[-1], generator=source, dtype=torch.float32, device="cpu")
         return numbers.to(self.rows) * self.rows.std().clamp_min(_NEAR)
@@ -95,16 +92,15 @@ def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
         if is_out_of_memory(error):
             raise
         return f"its layers do not run in torch.inference_mode, as passes over drafts do ({named(error)})"
-    if names := _names_of(calls, _mixes):
-        return f"its {names} layers scale activations by all tokens of a pass, so drafts would change them"
-    if names := _names_of(calls, _differs_alone):
-        return f"its {names} layers compute several tokens differently from one"
-    if is_single and (names := _names_of(calls, _rounds)):
-        return f"its {names} layers round their inputs, which enlarges other rounding; load it with dtype='bf16'"
-    is_half = model.dtype in TOLERANCE and input_device(model).type == "cpu"
-    if is_half and (names := _names_of(calls, lambda call: not _keeps_bits(call))):
-        return f"its {names} layers round several tokens differently from one"
-    return ""
+    keeps_bits = model.dtype in TOLERANCE and input_device(model).type == "cpu"
+    faults = defaultdict[str, set[str]](set)
+    for call in calls:
+        with suppress(_NoRows):
+            if fault := _fault_of(call, is_single=is_single, keeps_bits=keeps_bits):
+                kinds = ", ".join(sorted({each.__name__ for each in weight_kinds(call.layer)} - {"Parameter"}))
+                faults[fault].add(type(call.layer).__name__ + (f" ({kinds})" if kinds else ""))
+    first = next((fault for fault in (_SCALES, _DIFFERS, _ROUNDS, _BITS) if fault in faults), None)
+    return "" if first is None else f"its {' and '.join(sorted(faults[first]))} layers {first}"
 
 
 @torch.inference_mode()
@@ -123,15 +119,14 @@ def layers_with_solo_bits(model: PreTrainedModel) -> set[nn.Module] | None:
 
 
 def _calls_in_pass(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[_LayerCall]:
-    """One call for every kind of layer, recorded in a pass of the model."""
+    """A call for every kind of layer with a single tensor as its argument, recorded in a pass of the model."""
     calls = dict[Any, _LayerCall]()
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1]
-        rows = next((each for each in tensors if each.is_floating_point()), None)
-        if rows is not None:
-            kind = arithmetic_of(layer), rows.shape, rows.dtype
-            calls.setdefault(kind, _LayerCall(layer, args, kwargs, rows, [])).alike.append(layer)
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        if len(tensors) == 1 and args and args[0].dim() > 1 and args[0].is_floating_point():
+            kind = arithmetic_of(layer), args[0].shape, args[0].dtype
+            calls.setdefault(kind, _LayerCall(layer, args[0], [])).alike.append(layer)
 
     tokens = [token * decoder_vocabulary(model) // 9 for token in PROBES[0]]
     with ExitStack() as stack:
@@ -141,43 +136,27 @@ def _calls_in_pass(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[
     return list(calls.values())
 
 
-def _names_of(calls: Sequence[_LayerCall], is_met: Callable[[_LayerCall], bool]) -> str:
-    """The names of the layers that meet a condition; layers that cannot be tried do not."""
-    names = dict[str, None]()
-    for call in calls:
-        with suppress(_NoRows):
-            if is_met(call):
-                kinds = {each.__name__ for each in weight_kinds(call.layer)}
-                weights = ", ".join(sorted(kinds - {"Parameter"}))
-                names[type(call.layer).__name__ + (f" ({weights})" if weights else "")] = None
-    return " and ".join(names)
-
-
-def _mixes(call: _LayerCall) -> bool:
-    """Whether the first row's output depends on the values in the other rows.
-
-    All products have the same number of rows, so bits are equal unless a kernel adds in a random order.
-    """
+def _fault_of(call: _LayerCall, *, is_single: bool, keeps_bits: bool) -> str:
+    """What of a layer changes a row beside others, or an empty string."""
     quiet = call.like(len(PROBES[0]))
     quiet[0] *= _QUIET
     loud = quiet.clone()
     loud[1:] *= _LOUD
+    # All products have the same number of rows, so bits are equal unless a kernel adds in a random order.
     first, again, other = (call.output(rows)[0].float() for rows in (quiet, quiet, loud))
-    return bool((other - first).norm() > 4 * (again - first).norm() + _MIXING * first.norm())
-
-
-def _differs_alone(call: _LayerCall) -> bool:
-    """Whether a row alone has another output than among several rows, e.g. if only several are quantized."""
-    if not call.takes_any_rows:
-        return False
-    x = call.like(_MANY_ROWS)
-    most = _SUMS_FP32 if x.dtype == torch.float32 else _SUMS_HALF
-    alone = call.output(x[:1])[0].float()
+    if (other - first).norm() > 4 * (again - first).norm() + _MIXING * first.norm():
+        return _SCALES
+    rows = call.like(_MANY_ROWS)
+    most, alone = _SUMS_FP32 if is_single else _SUMS_HALF, call.output(rows[:1])[0].float()
     try:
-        others = [call.output(x[:rows])[0].float() for rows in (len(PROBES[0]), _MANY_ROWS)]
+        together = [call.output(rows[:count])[0].float() for count in (len(PROBES[0]), _MANY_ROWS)]
     except _NoRows:  # it takes one row
-        return True
-    return any(bool((each - alone).norm() > most * alone.norm()) for each in others)
+        return _DIFFERS
+    if any(bool((each - alone).norm() > most * alone.norm()) for each in together):
+        return _DIFFERS
+    if is_single and _rounds(call):
+        return _ROUNDS
+    return _BITS if keeps_bits and not _keeps_bits(call) else ""
 
 
 def _rounds(call: _LayerCall) -> bool:
@@ -190,8 +169,6 @@ def _rounds(call: _LayerCall) -> bool:
 
 def _keeps_bits(call: _LayerCall) -> bool:
     """Whether rows keep the bits they have alone, in products of every number of rows of a pass."""
-    if not call.takes_any_rows:
-        raise _NoRows
     outputs = call.output(call.like(1)).shape[-1]
     for seed in range(max(1, _OUTPUTS // outputs)):
         x = call.like(_ROWS[-1], seed)
