@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,21 @@ def test_token_types_are_heeded_and_zeros_that_mean_nothing_are_drafted_beside(
     assert is_served or "'token_type_ids'" in said[0]
     if make is gpt2:
         assert not torch.equal(expected, model.generate(IDS, **GREEDY)), "the types do nothing here"
+
+
+def test_a_users_hook_is_run_to_try_token_types_only_by_calls_that_trust_it(accepted: list[int]) -> None:
+    model, seen = built(bert), list[int]()
+    options = {"input_ids": IDS, "token_type_ids": torch.zeros_like(IDS), **GREEDY}
+    model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(1))
+    expected, passes = model.generate(**options), len(seen)
+    with lookahead.enable(model, replace(DRAFTING, trust_user_code=True)), heard() as said:
+        assert torch.equal(model.generate(**options), expected)
+        assert (len(accepted), said) == (1, []), "the first call that trusts it drafts"
+    model.config.note = "another stamp, of which nothing is known"
+    seen.clear()
+    with lookahead.enable(model, DRAFTING), heard() as said:
+        assert torch.equal(model.generate(**options), expected)
+    assert (len(seen), len(accepted), len(said)) == (passes, 1, 1)
 
 
 def test_types_that_a_model_does_not_take_are_refused_by_transformers_itself(looping_llama: PreTrainedModel) -> None:

@@ -41,7 +41,7 @@ from lookahead.hf.facts import (
     vocabulary_size,
 )
 from lookahead.hf.known_code import changed_cache
-from lookahead.hf.model_state import checkpointed, outside_passes, undisturbed
+from lookahead.hf.model_state import checkpointed, outside_passes, recognise, undisturbed
 from lookahead.hf.private_names import missing_names
 from lookahead.hf.state_layers import takes_states
 from lookahead.hf.state_scope import mixers_of
@@ -225,6 +225,8 @@ def plan_request(
     """
     model, generation_config, options = call.model, call.generation_config, call.model_kwargs
     config = config if config is not None else LookaheadConfig()
+    if options.keys() & validation.TOKEN_TYPES:
+        recognise(model, trusted=config.trust_user_code)
     stopping = stopping_rule(call.stopping_criteria, generation_config)
     named = ", ".join(missing_names())
     lacking = f"the installed libraries lack what drafts need, {named}" if named else ""

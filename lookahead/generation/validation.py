@@ -57,7 +57,8 @@ _SERVED_BEHIND_ENCODER = frozenset(
     }
 )
 # transformers extends these by repeating the last column, so zeros stay zeros.
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPES = frozenset(("token_type_ids", "mm_token_type_ids"))
+"""Inputs of which zeros may mean nothing to a model, which a pass tells."""
 # Options that select a mode other than greedy search or sampling.
 _MODE_OPTIONS = (
     *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha", "dola_layers"),
@@ -256,7 +257,7 @@ def other_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> lis
         # transformers passes an empty dictionary for no images
         if name in served or value is None or (isinstance(value, dict) and all(v is None for v in value.values())):
             continue
-        if name not in _TOKEN_TYPES or value.any() or _heeds(model, name):
+        if name not in TOKEN_TYPES or value.any() or _heeds(model, name):
             names.append(name)
     return names
 
@@ -277,8 +278,8 @@ def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
 
 
 def _heeds(model: PreTrainedModel, name: str) -> bool:
-    """Whether zeros in an input `[batch, tokens]` change the logits of a model."""
-    plan = recognise(model, trusted=(plan := state_of(model).plan) is not None and plan.trusted)
+    """Whether zeros in an input `[batch, tokens]` change the logits of a model, as its call has recognised it."""
+    plan = state_of(model).plan or recognise(model)
     if plan.user_code and not plan.trusted:
         return True
 

@@ -141,8 +141,8 @@ class DecodingLoop:
         options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
         reader = PromptReader(self.model, self.tokenizer, self._given, **options)
         plan = reader.plan([reader.read(request.ids, 0)], None, [request.prediction])
-        if prefixes_of(self.model, self._prefix_bytes) is not self.store:  # the weights changed
-            self.store, self._reader = prefixes_of(self.model, self._prefix_bytes), None
+        if (store := prefixes_of(self.model, self._prefix_bytes)) is not self.store:  # the weights changed
+            self.store, self._reader = store, None
         return replace(plan, generator=generator_for(self.model, request.seed)) if plan.is_sampled else plan
 
     def _row_of(self, plan: RequestPlan) -> Row | None:
