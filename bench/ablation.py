@@ -51,8 +51,8 @@ from bench.racer import Racer
 from bench.recycling import LogitSpec, SamRecycling, TokenRecycling
 from lookahead import Heads, LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
-from lookahead.hf.loading import DEFAULT_MODEL, load
-from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.loading.loading import DEFAULT_MODEL, load
+from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.proposers import ProposerState
 
 SOURCES = "prompt,recycled,prompt+outputs+recycled,prompt+outputs+recycled+window 5 3 5,window 7 5 7,window 15 5 15"

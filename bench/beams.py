@@ -33,11 +33,11 @@ from bench.llm import as_chat
 from bench.llm_peers import read_clocks
 from bench.prompts import read_texts
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.generation import beams, hf_outputs
-from lookahead.generation.beams import has_bits_of_beams
-from lookahead.hf.beam_tree import BeamModel
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.loading import DEFAULT_MODEL, load
+from lookahead.decoding import beams, hf_outputs
+from lookahead.decoding.beams import has_bits_of_beams
+from lookahead.loading.loading import DEFAULT_MODEL, load
+from lookahead.model.beam_tree import BeamModel
+from lookahead.model.call_caches import CACHE
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -19,10 +19,10 @@ import torch
 import transformers
 
 from lookahead import LookaheadConfig
+from lookahead.decoding.plan import plan_request
 from lookahead.drafting.proposal import IntArray
 from lookahead.engine.engine import Engine
-from lookahead.generation.plan import plan_request
-from lookahead.hf.calls import resolve_call
+from lookahead.model.calls import resolve_call
 from lookahead.utils.machine import processor
 
 

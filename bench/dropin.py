@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import lookahead
 from bench.command import parser_of, publish, seconds_of, use_one_thread
 from bench.prompts import SUMMARIZER
-from lookahead.hf.loading import load
+from lookahead.loading.loading import load
 
 PROMPT_LENGTHS = (16, 128, 512, 1024)
 

@@ -23,7 +23,7 @@ from bench.llm_figures import CLOCKS, GREEDY, Run, ratio, summarize
 from bench.llm_peers import timed
 from bench.never_slower import ENDLESS
 from lookahead import LookaheadConfig
-from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.model.model_state import LearnedState, use_learned
 
 GREEDY_WITH_FILE, NO_DRAFTS = "greedy, file in the prompt", "no drafts"
 _RAISE = 1e4  # far above any logit of a model, and still finite

@@ -45,7 +45,7 @@ from bench.llm import as_chat
 from bench.llm_figures import GREEDY
 from bench.replay import Pair, ours, replay
 from lookahead.drafting.proposal import Proposer
-from lookahead.hf.loading import DEFAULT_MODEL, load
+from lookahead.loading.loading import DEFAULT_MODEL, load
 
 WAYS = {
     "prompt": (True, None),

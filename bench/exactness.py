@@ -35,7 +35,7 @@ from bench.llm import as_chat
 from bench.prompts import SUMMARIZER, agreed, read_texts, summary_prompts
 from lookahead import LookaheadConfig
 from lookahead.backend.self_check import keeps_solo_bits
-from lookahead.hf.loading import load
+from lookahead.loading.loading import load
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 from tests.support.stateful import DoneTracker, Grammar, calls_of

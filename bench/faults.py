@@ -28,11 +28,11 @@ from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import SUMMARIZER
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
-from lookahead.hf.loading import load
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, SummarizeAll, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
+from lookahead.loading.loading import load
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.stand_ins import StandIn
 

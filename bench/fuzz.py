@@ -26,7 +26,7 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, Sto
 import lookahead
 from bench.command import parser_of, publish, use_one_thread
 from lookahead import LookaheadConfig
-from lookahead.hf.facts import vocabulary_size
+from lookahead.model.facts import vocabulary_size
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES
 from tests.support.families import FAMILIES, build

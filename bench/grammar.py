@@ -29,8 +29,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import lookahead
 from bench.command import clock_of, parser_of, publish, setting_of, stay_on_cores
 from lookahead import LookaheadConfig
-from lookahead.generation.prompts import pad_prompts
-from lookahead.hf.loading import DEFAULT_MODEL
+from lookahead.decoding.prompts import pad_prompts
+from lookahead.loading.loading import DEFAULT_MODEL
 
 _CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 

@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.command import parser_of, publish, seconds_of, stay_on_cores
 from bench.passes import measure
 from lookahead.backend.self_check import keeps_solo_bits
+from lookahead.decoding.head_costs import DRAFT_VOCAB, KINDS, HeadCost, untrained_cost
 from lookahead.drafting.budget import Ema, PassTimes
-from lookahead.generation.head_costs import DRAFT_VOCAB, KINDS, HeadCost, untrained_cost
 from lookahead.utils.machine import processor
 
 NODES = (1, 4, 8, 16, 32)

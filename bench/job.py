@@ -38,8 +38,8 @@ import lookahead
 from bench.command import parser_of, publish, resident_bytes, use_one_thread
 from bench.prompts import SUMMARIZER, read_texts
 from lookahead.documents.decode_text import Document, Reject
-from lookahead.hf.loading import load
-from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.loading.loading import load
+from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.summarization.prompting import PromptFitter
 from lookahead.summarization.segmentation import split_sentences
 from lookahead.summarization.summarizer import Summarizer

@@ -38,9 +38,9 @@ from bench.llm_figures import CLOCKS, CONFIGS, GREEDY, LOOKUPS, OURS, Prompt, Ru
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
 from bench.prompts import cut, loops
 from lookahead import Heads, LookaheadConfig
-from lookahead.hf.loading import DEFAULT_MODEL, load
-from lookahead.hf.model_state import LearnedState, use_learned
-from lookahead.hf.quantized import OWN_BLOCKS, QUANTIZED
+from lookahead.loading.loading import DEFAULT_MODEL, load
+from lookahead.loading.quantized import OWN_BLOCKS, QUANTIZED
+from lookahead.model.model_state import LearnedState, use_learned
 from tests.support.pass_recorder import counted_passes
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

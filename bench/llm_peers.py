@@ -169,7 +169,7 @@ def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         "suffix": {"method": "suffix"},
         "lookahead": {
             "method": "custom_class", "num_speculative_tokens": 16,
-            "model": "lookahead.integrations.vllm.LookaheadProposer"
+            "model": "lookahead.plugins.vllm.LookaheadProposer"
         },
     }  # fmt: skip
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # finds lookahead if it is not installed

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from bench.command import make_engine, parser_of, publish, use_one_thread
 from bench.prompts import SUMMARIZER, read_tokens
 from lookahead import LookaheadConfig
-from lookahead.hf.loading import load
+from lookahead.loading.loading import load
 from lookahead.stats import DecodingStats, total
 
 TEXTS = ("shuffled", "novel")

@@ -30,9 +30,9 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.loading import DEFAULT_MODEL
-from lookahead.hf.quantized import OWN_BLOCKS, QUANTIZED, QuantizedLinear
+from lookahead.loading.loading import DEFAULT_MODEL
+from lookahead.loading.quantized import OWN_BLOCKS, QUANTIZED, QuantizedLinear
+from lookahead.model.call_caches import CACHE
 
 STEP = "transformers, 1 token"
 WAYS: dict[str, dict[str, Any]] = {"exact": {}, "fast": {}, "unpacked": {"packs": False}}

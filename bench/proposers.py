@@ -42,9 +42,9 @@ from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import OPENINGS, SUMMARIZER, read_texts, summary_prompts
 from lookahead import DraftModel, Heads, LookaheadConfig
 from lookahead.backend.calibration import pass_seconds
+from lookahead.decoding.comparison import Score, compare
 from lookahead.drafting.proposal import ProposerFactory
-from lookahead.generation.comparison import Score, compare
-from lookahead.hf.loading import load
+from lookahead.loading.loading import load
 
 NAMES = ("prompt", "outputs", "recycled")
 KINDS = ("medusa", "mtp", "eagle", "eagle3")  # of heads, and names of their folders

@@ -30,12 +30,12 @@ import psutil
 from bench.command import parser_of, publish
 from bench.prompts import SUMMARIZER
 from lookahead.documents.decode_text import Document
-from lookahead.hf.loading import load, prepare_process
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobObserver, JobTotals, SummarizeAll, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.worker_pool import WorkerPool
+from lookahead.loading.loading import load, prepare_process
 from lookahead.summarization.summarizer import Summarizer
 
 

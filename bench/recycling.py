@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from bench.baselines import DraftTree, IntArray, RuleRows, first_longest
 from bench.datastores import Datastore
 from lookahead.drafting.proposal import Feedback, Proposal
-from lookahead.heads.layers import unembed
 from lookahead.ngram.successors import TOP
+from lookahead.plugins.heads.layers import unembed
 
 _HIT_RATES = (0.4, 0.11, 0.065, 0.04, 0.025, 0.018, 0.014, 0.01)  # of the successors of a token, by rank
 _ROWS = 256  # hidden states whose logits are computed at once

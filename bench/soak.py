@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import lookahead
 from bench.command import parser_of, publish, resident_bytes, use_one_thread
 from bench.prompts import SUMMARIZER, read_tokens
-from lookahead.hf.loading import load
-from lookahead.hf.model_state import state_of
+from lookahead.loading.loading import load
+from lookahead.model.model_state import state_of
 from lookahead.proposers import ProposerState
 
 NEW_TOKENS = 16  # maximum; the minimum is 4

@@ -25,7 +25,7 @@ from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.utils.machine import processor
 from tests.support.adversarial_proposers import Scripted
 

@@ -21,7 +21,7 @@ import torch
 from bench.command import make_engine, use_one_thread
 from bench.prompts import cut
 from lookahead import LookaheadConfig
-from lookahead.hf.loading import DEFAULT_MODEL, load
+from lookahead.loading.loading import DEFAULT_MODEL, load
 
 Conversation = tuple[str, list[str], list[str]]
 """The kind, the initial messages from the system message on, and the user's turns."""

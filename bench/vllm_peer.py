@@ -23,7 +23,7 @@ from bench.llm import add_prompt_options, as_chat, job_of, read_prompts
 from bench.llm_figures import GREEDY, Prompt, Run, figures_of, print_table
 from bench.llm_peers import KINDS, peer_of, run_peer
 from bench.prompts import cut
-from lookahead.hf.loading import DEFAULT_MODEL, load
+from lookahead.loading.loading import DEFAULT_MODEL, load
 
 SHARED = "shared"
 PLAIN, OURS = "vLLM plain", "vLLM lookahead"

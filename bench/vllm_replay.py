@@ -27,7 +27,7 @@ from typing import Any
 from bench.baselines import longest_suffix
 from bench.command import parser_of, publish
 from bench.prompts import loops
-from lookahead.integrations.vllm import LookaheadProposer
+from lookahead.plugins.vllm import LookaheadProposer
 from tests.support.row_engine import RowEngine, StubRequest, stub_config
 
 LONGEST_DRAFT = 16

@@ -3,7 +3,7 @@
 from typing import Any
 
 import lookahead
-from lookahead.generation.validation import serve_stop_strings
+from lookahead.decoding.validation import serve_stop_strings
 
 
 def generate(*args: Any, model: Any, **kwargs: Any) -> Any:

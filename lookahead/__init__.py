@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from lookahead.backend.step_costs import prepare_costs as prepare_costs
     from lookahead.backend.step_costs import save_costs as save_costs
     from lookahead.config import LookaheadConfig as LookaheadConfig
-    from lookahead.generation.api import GenerationResult as GenerationResult
-    from lookahead.generation.api import generate as generate
-    from lookahead.generation.api import stream as stream
-    from lookahead.generation.api import stream_many as stream_many
-    from lookahead.generation.conversation import Conversation as Conversation
-    from lookahead.generation.decode import decode as decode
-    from lookahead.generation.enable import enable as enable
-    from lookahead.generation.path_report import backend_report as backend_report
-    from lookahead.generation.scheduler import Completion as Completion
-    from lookahead.generation.successor_building import save_memory as save_memory
-    from lookahead.hf.loading import LoadedModel as LoadedModel
-    from lookahead.hf.loading import load as load
+    from lookahead.decoding.api import GenerationResult as GenerationResult
+    from lookahead.decoding.api import generate as generate
+    from lookahead.decoding.api import stream as stream
+    from lookahead.decoding.api import stream_many as stream_many
+    from lookahead.decoding.conversation import Conversation as Conversation
+    from lookahead.decoding.decode import decode as decode
+    from lookahead.decoding.enable import enable as enable
+    from lookahead.decoding.path_report import backend_report as backend_report
+    from lookahead.decoding.scheduler import Completion as Completion
+    from lookahead.decoding.successor_building import save_memory as save_memory
+    from lookahead.loading.loading import LoadedModel as LoadedModel
+    from lookahead.loading.loading import load as load
     from lookahead.proposers.draft_model import DraftModel as DraftModel
     from lookahead.proposers.heads import Heads as Heads
     from lookahead.stats import DecodingStats as DecodingStats
@@ -60,15 +60,15 @@ __version__ = "0.1.0.dev0"
 # The modules of the public names, imported on first use: torch, transformers and Numba take seconds.
 _NAMES_BY_MODULE = {
     "config": ["LookaheadConfig"],
-    "generation.api": ["GenerationResult", "generate", "stream", "stream_many"],
-    "generation.enable": ["enable"],
-    "generation.conversation": ["Conversation"],
-    "generation.decode": ["decode"],
-    "generation.successor_building": ["save_memory"],
-    "generation.path_report": ["backend_report"],
-    "generation.scheduler": ["Completion"],
+    "decoding.api": ["GenerationResult", "generate", "stream", "stream_many"],
+    "decoding.enable": ["enable"],
+    "decoding.conversation": ["Conversation"],
+    "decoding.decode": ["decode"],
+    "decoding.successor_building": ["save_memory"],
+    "decoding.path_report": ["backend_report"],
+    "decoding.scheduler": ["Completion"],
     "backend.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
-    "hf.loading": ["LoadedModel", "load"],
+    "loading.loading": ["LoadedModel", "load"],
     "proposers.draft_model": ["DraftModel"],
     "proposers.heads": ["Heads"],
     "stats": ["DecodingStats"],

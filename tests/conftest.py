@@ -50,7 +50,7 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         # Nor does it tell that it compiles, which it does only where no run before has.
         patch.setattr("lookahead.cli.terminal._SILENT_S", math.inf)
         # Tests that break a kernel probe the same model as others.
-        patch.setattr("lookahead.hf.model_state.verdict_file", lambda model: None)
+        patch.setattr("lookahead.model.model_state.verdict_file", lambda model: None)
         yield folder
 
 
@@ -159,7 +159,7 @@ def foretell(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor, torch.T
             tokens = answers[row][len(text) - 1 : len(text) + 2 + len(text) % 4]
             return chain([*tokens, (tokens[-1] + 1) % 101])
 
-        monkeypatch.setattr("lookahead.generation.assembly.make_proposers", lambda *_: [Scripted(offer)])
+        monkeypatch.setattr("lookahead.decoding.assembly.make_proposers", lambda *_: [Scripted(offer)])
 
     return tell
 
@@ -226,7 +226,7 @@ def model_folder(
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lets passes be recorded on the CPU, and lists what was."""
     from lookahead.backend.gpu import cuda_graphs
-    from lookahead.hf.model_state import ModelState, state_of
+    from lookahead.model.model_state import ModelState, state_of
     from tests.support.pass_recorder import Recording
 
     made: list[Any] = []

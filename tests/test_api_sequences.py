@@ -15,8 +15,8 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.generation.enable import Enabled
-from lookahead.hf.call_caches import CACHE
+from lookahead.decoding.enable import Enabled
+from lookahead.model.call_caches import CACHE
 from tests.support.default_run import examples
 
 CONFIGS = st.sampled_from(

@@ -19,9 +19,9 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
+from lookahead.decoding.plan import RequestPlan, plan_request
 from lookahead.drafting.tree import TokenTree
-from lookahead.generation.plan import RequestPlan, plan_request
-from lookahead.hf.calls import resolve_call
+from lookahead.model.calls import resolve_call
 from lookahead.stats import DecodingStats, total
 from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, build

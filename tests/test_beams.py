@@ -19,12 +19,12 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.cpu import linears
 from lookahead.cli.app import app
+from lookahead.decoding import beams
+from lookahead.decoding.beams import has_bits_of_beams
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.generation import beams
-from lookahead.generation.beams import has_bits_of_beams
-from lookahead.hf import beam_tree
-from lookahead.hf.call_caches import CACHE, MARKS_CACHES, cache_in
-from lookahead.hf.model_state import recognise
+from lookahead.model import beam_tree
+from lookahead.model.call_caches import CACHE, MARKS_CACHES, cache_in
+from lookahead.model.model_state import recognise
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.beam_search import ONE, OPTIONS, RAGGED, assert_same, found
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build, cases

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 from lookahead import LookaheadConfig
 from lookahead.cli import bench
 from lookahead.cli.app import app
-from lookahead.generation.comparison import PROMPTS, TRANSFORMERS, compare, decode_plainly
-from lookahead.hf.loading import LoadedModel
+from lookahead.decoding.comparison import PROMPTS, TRANSFORMERS, compare, decode_plainly
+from lookahead.loading.loading import LoadedModel
 from tests.support.pass_recorder import counted_passes
 
 METHODS = [TRANSFORMERS, "transformers' prompt lookup", "lookahead without drafts", "lookahead"]

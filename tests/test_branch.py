@@ -24,7 +24,7 @@ from lookahead.drafting.proposal import Feedback
 from lookahead.drafting.sizes import BranchSize
 from lookahead.drafting.tree import TokenTree, without_sources
 from lookahead.errors import ConfigError
-from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.proposers.jacobi import JacobiProposer
 from tests.support.default_run import examples
 from tests.support.simulated_devices import decode, on_device

@@ -290,7 +290,7 @@ def test_a_gguf_file_is_converted_where_the_cache_folder_cannot_be_written(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf")
-    from lookahead.hf.gguf_files import convert_once
+    from lookahead.loading.gguf_files import convert_once
     from tests.support.tiny_gguf import write_gguf
 
     monkeypatch.setenv("XDG_CACHE_HOME", NOWHERE)

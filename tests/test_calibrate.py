@@ -20,7 +20,7 @@ from lookahead.backend.step_costs import cost_path
 from lookahead.cli.app import app
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError
-from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.model.model_state import LearnedState, use_learned
 from tests.support.families import FAMILIES, build
 
 

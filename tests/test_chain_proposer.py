@@ -343,7 +343,7 @@ def test_lengths_fit_the_chains_whatever_was_measured(chains, measured):
 
 def test_neither_part_needs_torch():
     script = (
-        "import sys, lookahead.ngram.chain_proposer, lookahead.drafting.chain_lengths, lookahead.integrations.vllm\n"
+        "import sys, lookahead.ngram.chain_proposer, lookahead.drafting.chain_lengths, lookahead.plugins.vllm\n"
         "print(*[name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)

@@ -15,7 +15,7 @@ from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers
 from lookahead.backend.probes import own_logits
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.quantized import quantize_linears
+from lookahead.loading.quantized import quantize_linears
 from tests.support.small_layers import (
     HALF,
     SINGLE,

@@ -15,10 +15,10 @@ from lookahead import LookaheadConfig
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.cli import chat as cli_chat
 from lookahead.cli.app import app
+from lookahead.decoding.conversation import Conversation
+from lookahead.decoding.session_file import SessionFile
 from lookahead.errors import PromptError, SessionError
-from lookahead.generation.conversation import Conversation
-from lookahead.generation.session_file import SessionFile
-from lookahead.hf.call_caches import CACHE
+from lookahead.model.call_caches import CACHE
 from tests.support.chats import GREEDY, answers
 
 

@@ -16,7 +16,7 @@ from lookahead.cli.app import app
 from lookahead.cli.generate import GenerateOptions
 from lookahead.cli.options import options_of
 from lookahead.cli.summarize import SummarizeOptions
-from lookahead.generation.comparison import decode_plainly
+from lookahead.decoding.comparison import decode_plainly
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.summarization.prompting import PromptFitter
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import LookaheadConfig
-from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.corpus_file import write_corpus
 from lookahead.stats import DecodingStats, total

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lookahead
+from lookahead.decoding.chat_messages import newest_turns
+from lookahead.decoding.conversation import Conversation
+from lookahead.decoding.session_file import SessionFile
 from lookahead.errors import ConfigError, LookaheadError, PromptError, SessionError
-from lookahead.generation.chat_messages import newest_turns
-from lookahead.generation.conversation import Conversation
-from lookahead.generation.session_file import SessionFile
 from tests.support.families import FAMILIES, build
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}

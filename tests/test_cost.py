@@ -14,14 +14,14 @@ from transformers import LlamaForCausalLM
 
 import lookahead
 import lookahead.drafting.cost_model
+from lookahead.decoding.assembly import node_cost
 from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import NODE_COST, StepCost, padded_nodes
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
-from lookahead.generation.assembly import node_cost
-from lookahead.hf.model_state import state_of
+from lookahead.model.model_state import state_of
 from lookahead.ngram.prune import Limits
 
 
@@ -51,7 +51,7 @@ def test_another_first_guess_changes_what_was_not_measured_and_nothing_else() ->
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models believe to be on a GPU."""
-    monkeypatch.setattr("lookahead.generation.assembly.input_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("lookahead.decoding.assembly.input_device", lambda _: torch.device("cuda"))
 
 
 def test_on_a_gpu_the_first_call_believes_in_what_a_node_costs_there(on_a_gpu, tiny_llama: LlamaForCausalLM) -> None:
@@ -76,7 +76,7 @@ def test_where_memory_and_products_say_too_little_the_guess_is_that_of_a_cpu(
     elif what == "experts":
         model.model.layers[0].mlp.experts = torch.nn.Identity()
     elif what == "no GPU":
-        monkeypatch.setattr("lookahead.generation.assembly.input_device", lambda _: torch.device("cpu"))
+        monkeypatch.setattr("lookahead.decoding.assembly.input_device", lambda _: torch.device("cpu"))
     assert node_cost(model) == NODE_COST
 
 

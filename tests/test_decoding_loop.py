@@ -17,7 +17,7 @@ from lookahead import LookaheadConfig
 from lookahead.backend.read_prompt import PrefixStore, prefixes_of
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.errors import ConfigError, PromptError
-from lookahead.hf.cache import RowCopy
+from lookahead.model.cache import RowCopy
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError, Update
 from tests.support.families import FAMILIES, build

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.backend import calibration
 from lookahead.cli.app import app
-from lookahead.hf import loading
+from lookahead.loading import loading
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}

@@ -14,15 +14,15 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import HeadsError
-from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
-from lookahead.heads.guess_tree import GuessTree
-from lookahead.heads.head_files import open_heads, write_heads
-from lookahead.heads.induction_init import fresh_fused
-from lookahead.heads.layers import hidden_states, layer_config
 from lookahead.jobs.training.examples import collate, make_example
 from lookahead.jobs.training.learners import DraftStarts, EagleLearner, FusedEagleLearner, unroll
 from lookahead.jobs.training.train_heads import frequent_tokens
 from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
+from lookahead.plugins.heads.guess_tree import GuessTree
+from lookahead.plugins.heads.head_files import open_heads, write_heads
+from lookahead.plugins.heads.induction_init import fresh_fused
+from lookahead.plugins.heads.layers import hidden_states, layer_config
 
 
 @pytest.fixture(params=["eagle", "eagle3"])

@@ -17,10 +17,10 @@ from transformers import GenerationConfig, PreTrainedModel, TextGenerationPipeli
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.decoding.enable import Generate
 from lookahead.engine.engine import Engine
-from lookahead.generation.enable import Generate
 
-enable_module = import_module("lookahead.generation.enable")
+enable_module = import_module("lookahead.decoding.enable")
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 
 

@@ -27,8 +27,8 @@ from lookahead import LookaheadConfig
 from lookahead.backend.support import support_of
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.facts import empty_cache
+from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import empty_cache
 from tests.support.adversarial_proposers import (
     Offer,
     always_wrong,
@@ -186,7 +186,7 @@ def test_the_lookahead_branch_is_verified_for_one_input(name: str) -> None:
 
 
 def test_a_decoder_that_shows_no_positions_for_nodes_verifies_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.hf.model_inputs._position_tables", lambda model: [[], []])
+    monkeypatch.setattr("lookahead.model.model_inputs._position_tables", lambda model: [[], []])
     for name in ("Bart", "T5"):
         model = build(ENCODER_DECODERS[name])
         assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "chains"

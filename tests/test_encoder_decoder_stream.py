@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
 from lookahead.backend.torch_backend import TorchBackend
+from lookahead.decoding.plan import joins_alone
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import LogitsError, PromptError
-from lookahead.generation.plan import joins_alone
 from tests.support.adversarial_proposers import Offer, among_decoys, drafting_by, random_trees
 from tests.support.families import ENCODER_DECODERS, build, cases
 from tests.test_encoder_decoder import DRAFTED, FIXED, NEW_TOKENS, READ, WANDERING, generate, model_of
@@ -89,7 +89,7 @@ def test_a_row_that_ends_makes_room_for_the_next_input(name: str, tiny_tokenizer
 
 def test_inputs_are_read_in_batches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert joins_alone(model_of("Bart"), FIXED)
-    monkeypatch.setattr("lookahead.generation.plan.input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr("lookahead.decoding.plan.input_device", lambda model: torch.device("cuda"))
     assert not joins_alone(model_of("Bart"), FIXED)
 
 

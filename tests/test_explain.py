@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
-from lookahead.hf import loading
+from lookahead.loading import loading
 from lookahead.reporting.trace import Step, Trace, TracePiece, render_trace, source_rows, trace
 from lookahead.stats import DecodingStats
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect

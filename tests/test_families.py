@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.facts import modules_of_text
-from lookahead.hf.state_scope import mixers_of
+from lookahead.model.facts import modules_of_text
+from lookahead.model.state_scope import mixers_of
 from tests.support.adversarial_proposers import among_decoys, drafting_by, perfect
 from tests.support.families import FAMILIES, IS_NEWEST, PAGE, build, cases, page
 from tests.support.pass_recorder import counted_passes

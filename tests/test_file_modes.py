@@ -17,17 +17,17 @@ import torch
 from lookahead.backend.gpu.kernel_trial import _write_verdicts
 from lookahead.backend.step_costs import cost_path, save_costs
 from lookahead.documents.decode_text import Document, Reject
-from lookahead.heads.head_files import write_heads
-from lookahead.heads.independent_heads import MedusaHeads
-from lookahead.hf.loading import LoadedModel
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.jobs.training.examples import answer_prompts
 from lookahead.kernels.dispatch import Verdict
+from lookahead.loading.loading import LoadedModel
 from lookahead.ngram.corpus_file import write_corpus
 from lookahead.ngram.successor_file import write_successors
+from lookahead.plugins.heads.head_files import write_heads
+from lookahead.plugins.heads.independent_heads import MedusaHeads
 from lookahead.reporting.report_page import write_report
 from lookahead.utils.locks import locked
 from lookahead.utils.replacing import replacing

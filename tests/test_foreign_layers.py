@@ -18,7 +18,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import Support, support_of
-from lookahead.hf.foreign_layers import foreign_layers
+from lookahead.model.foreign_layers import foreign_layers
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 
 SINGLE, HALF = torch.float32, torch.bfloat16

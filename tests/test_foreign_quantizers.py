@@ -26,7 +26,7 @@ from lookahead import LookaheadConfig
 from lookahead.backend.layer_probes import layers_with_solo_bits
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
-from lookahead.hf.foreign_layers import foreign_layers
+from lookahead.model.foreign_layers import foreign_layers
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.engines import engine_of
 

@@ -23,10 +23,10 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicLayer
 
 import lookahead
+from lookahead.decoding.plan import plan_request
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.plan import plan_request
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.calls import ResolvedCall
+from lookahead.model.call_caches import CACHE
+from lookahead.model.calls import ResolvedCall
 from tests.support.families import ENCODER_DECODERS, build
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 

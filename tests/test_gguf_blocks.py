@@ -22,12 +22,12 @@ from lookahead import LookaheadConfig
 from lookahead.backend.step_costs import identity
 from lookahead.cli.app import app
 from lookahead.errors import ConfigError, HeadsError, UnsupportedModelError
-from lookahead.heads.layers import lm_head
-from lookahead.hf import gguf_files
-from lookahead.hf.block_layers import BlockEmbedding, BlockLinear, weight_count
-from lookahead.hf.gguf_plan import RowOrders, plan_of, planned_once
 from lookahead.kernels import gguf_blocks, gguf_product, packed_product
 from lookahead.kernels.gguf_blocks import TYPES
+from lookahead.loading import gguf_files
+from lookahead.loading.block_layers import BlockEmbedding, BlockLinear, weight_count
+from lookahead.loading.gguf_plan import RowOrders, plan_of, planned_once
+from lookahead.plugins.heads.layers import lm_head
 from lookahead.utils.fingerprints import model_fingerprint
 from tests.support.tiny_gguf import WORDS, blocks, write_gguf
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli.app import app
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf import gguf_files
-from lookahead.hf.gguf_files import convert_once
-from lookahead.hf.gguf_metadata import check_metadata
+from lookahead.loading import gguf_files
+from lookahead.loading.gguf_files import convert_once
+from lookahead.loading.gguf_metadata import check_metadata
 from tests.support.tiny_gguf import write_gguf
 
 pytestmark = pytest.mark.skipif(

@@ -22,9 +22,9 @@ from lookahead.backend.gpu import cuda_graphs
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.cache import TreeCache, TreeSlots
-from lookahead.hf.model_state import ModelState, state_of
 from lookahead.kernels import dispatch as choice
+from lookahead.model.cache import TreeCache, TreeSlots
+from lookahead.model.model_state import ModelState, state_of
 from tests.support import kernel_reference as reference
 from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build

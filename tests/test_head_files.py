@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from lookahead.errors import HeadsError
-from lookahead.heads.eagle import EagleHead
-from lookahead.heads.head_files import holds_heads, open_heads, write_heads
-from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.heads.induction_init import fresh_fused
-from lookahead.heads.layers import body_of, hidden_states, layer_config, unembed
+from lookahead.plugins.heads.eagle import EagleHead
+from lookahead.plugins.heads.head_files import holds_heads, open_heads, write_heads
+from lookahead.plugins.heads.independent_heads import MedusaHeads, MtpHeads
+from lookahead.plugins.heads.induction_init import fresh_fused
+from lookahead.plugins.heads.layers import body_of, hidden_states, layer_config, unembed
 from lookahead.utils.fingerprints import model_fingerprint
 from tests.support.forked import status_of
 

@@ -18,9 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lookahead.errors import TrainingError
-from lookahead.heads.head_files import open_heads
-from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.hf.loading import LoadedModel
 from lookahead.jobs.training import examples as training_examples
 from lookahead.jobs.training.examples import (
     Record,
@@ -33,6 +30,9 @@ from lookahead.jobs.training.examples import (
 )
 from lookahead.jobs.training.learners import DraftStarts, IndependentHeadsLearner
 from lookahead.jobs.training.train_heads import Settings, train_heads
+from lookahead.loading.loading import LoadedModel
+from lookahead.plugins.heads.head_files import open_heads
+from lookahead.plugins.heads.independent_heads import MedusaHeads, MtpHeads
 from tests.support.answered_prompts import write_answered
 
 MORE_KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("eagle", "mtp")]

@@ -19,19 +19,19 @@ from lookahead import Heads, LookaheadConfig
 from lookahead.backend.cpu.product_bits import FEWEST_WEIGHTS
 from lookahead.drafting.budget import Ema, PassTimes
 from lookahead.errors import HeadsError
-from lookahead.heads import guess_tree
-from lookahead.heads.eagle import EagleHead
-from lookahead.heads.guess_tree import GuessTree, independent_heads_tree
-from lookahead.heads.head_files import fresh_rates, make_drafter, open_heads, write_heads
-from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.heads.induction_init import fresh_fused
-from lookahead.heads.layers import layer_config
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.loading import LoadedModel, load
-from lookahead.hf.model_state import state_of
-from lookahead.hf.quantized import QuantizedLinear
 from lookahead.jobs.training.train_heads import Settings, train_heads
+from lookahead.loading.loading import LoadedModel, load
+from lookahead.loading.quantized import QuantizedLinear
+from lookahead.model.call_caches import CACHE
+from lookahead.model.model_state import state_of
 from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.plugins.heads import guess_tree
+from lookahead.plugins.heads.eagle import EagleHead
+from lookahead.plugins.heads.guess_tree import GuessTree, independent_heads_tree
+from lookahead.plugins.heads.head_files import fresh_rates, make_drafter, open_heads, write_heads
+from lookahead.plugins.heads.independent_heads import MedusaHeads, MtpHeads
+from lookahead.plugins.heads.induction_init import fresh_fused
+from lookahead.plugins.heads.layers import layer_config
 from tests.support.answered_prompts import write_answered
 from tests.support.token_prompts import both
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead.backend.probes import heeds_padding, picking_few
 from lookahead.backend.support import support_of
-from lookahead.hf.facts import picks_keys
-from lookahead.hf.model_state import recognise
+from lookahead.model.facts import picks_keys
+from lookahead.model.model_state import recognise
 from tests.support.families import FAMILIES, IS_NEWEST, build
 from tests.test_families import FIXED, ONE, generate
 

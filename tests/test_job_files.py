@@ -18,14 +18,14 @@ import torch
 from lookahead.cli.job_options import JobOptions, to_toml
 from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError, PoolError
-from lookahead.hf.loading import load
-from lookahead.hf.model_state import state_of
 from lookahead.jobs import job, journal, output_file, result_lines
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
+from lookahead.loading.loading import load
+from lookahead.model.model_state import state_of
 from lookahead.proposers import ProposerState
 from lookahead.summarization.prompting import SummaryRequest
 from tests.support.stand_ins import StandIn

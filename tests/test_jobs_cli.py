@@ -12,10 +12,10 @@ import pytest
 
 import lookahead
 from lookahead.config import LookaheadConfig
-from lookahead.hf.model_state import state_of
 from lookahead.jobs.job import MAX_TIMED_PARTS
 from lookahead.jobs.output_file import OutputFile
 from lookahead.jobs.result_lines import JsonLinesFile
+from lookahead.model.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.proposers import ProposerState
 from lookahead.summarization.prompting import INSTRUCTION, STYLES, Prompting, SummaryRequest

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lookahead.heads.induction_init import begin_fused, fresh_fused
-from lookahead.heads.layers import hidden_states, unembed
-from lookahead.hf.loading import LoadedModel
 from lookahead.jobs.training import heads_trainer
 from lookahead.jobs.training.examples import collate, make_example
 from lookahead.jobs.training.heads_trainer import room_for
 from lookahead.jobs.training.learners import DECAY, DraftStarts, FusedEagleLearner, unroll
 from lookahead.jobs.training.train_heads import Settings, _prepare, train_heads
+from lookahead.loading.loading import LoadedModel
+from lookahead.plugins.heads.induction_init import begin_fused, fresh_fused
+from lookahead.plugins.heads.layers import hidden_states, unembed
 
 SETTINGS = Settings(kind="eagle3", heads=2, steps=14, batch_size=8, learning_rate=1e-2, max_new_tokens=12)
 

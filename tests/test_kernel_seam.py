@@ -20,9 +20,9 @@ import lookahead
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.cache import TreeCache, TreeSlots
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
+from lookahead.model.cache import TreeCache, TreeSlots
 from tests.support import kernel_reference as reference
 from tests.support.families import for_cpus
 from tests.support.random_trees import ancestor_mask

@@ -21,11 +21,11 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from lookahead.backend.gpu import kernel_trial
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.gpu.kernel_trial import run_tests, try_kernels
-from lookahead.hf import attention
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import self_test
 from lookahead.kernels.dispatch import KernelVariant, Verdict
 from lookahead.kernels.self_test import attention_error, compaction_error, gains_of
+from lookahead.model import attention
 from tests.support import kernel_reference as reference
 from tests.test_kernel_seam import SIZES, build, random_tree
 from tests.test_kernels import interpreter_gap

@@ -14,9 +14,9 @@ from lookahead.backend.gpu import kernel_trial
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.gpu.kernel_trial import run_tests
 from lookahead.backend.tree_pass import AttentionSpan, TreePass
-from lookahead.hf.cache import TreeSlots
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels.dispatch import KernelVariant, Verdict
+from lookahead.model.cache import TreeSlots
 from tests.support import kernel_reference as reference
 from tests.support.random_trees import random_trees, relative_error
 from tests.test_kernel_seam import random_tree

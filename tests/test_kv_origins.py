@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.hf.kv_origins import new_origin, shared_tokens, sharing_groups
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import run
+from lookahead.model.kv_origins import new_origin, shared_tokens, sharing_groups
 from tests.support.small_layers import attends
 
 

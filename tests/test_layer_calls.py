@@ -19,7 +19,7 @@ from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.protocol import BitPolicy
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.model_state import recognise, state_of
+from lookahead.model.model_state import recognise, state_of
 from tests.support.small_layers import (
     HALF,
     MODELS,

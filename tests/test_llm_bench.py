@@ -18,7 +18,7 @@ from packaging.version import Version
 from bench import llm, llm_peers, proposers, vllm_peer
 from bench.head_costs import SIZES, depths_of, levels_that_pay
 from bench.llm_figures import Prompt, Run, check_lossless, differences, figures_of, of_best_fixed
-from lookahead.generation.head_costs import HeadCost
+from lookahead.decoding.head_costs import HeadCost
 
 METHODS = "prompt lookup 3,lookahead,no drafts"
 # Before, transformers looked nothing up for a model without an end token, as the tests' is.

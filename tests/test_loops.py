@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.generation.loops import MAX_PHRASE, MIN_TIMES, MIN_TOKENS, loops
+from lookahead.decoding.loops import MAX_PHRASE, MIN_TIMES, MIN_TOKENS, loops
 
 WORDS = st.integers(0, 40)
 END = 2

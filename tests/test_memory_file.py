@@ -20,7 +20,7 @@ import lookahead
 from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PoolError
-from lookahead.hf.model_state import LearnedState, use_learned
+from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.ngram.successor_file import (
     SuccessorHeader,
     merge_records,
@@ -221,7 +221,7 @@ def test_a_memory_lives_on_in_another_process_and_drafts_from_the_first_step(tmp
 
 
 def test_calls_with_a_memory_file_share_it_and_leave_the_shared_memory_alone(tmp_path, tiny_llama):
-    from lookahead.hf.model_state import state_of
+    from lookahead.model.model_state import state_of
     from lookahead.proposers import ProposerState
 
     with use_learned(tiny_llama, LearnedState()):
@@ -363,7 +363,7 @@ def test_a_memory_of_another_model_stops_a_command_before_it_begins(command, tmp
 
 
 def test_what_is_no_memory_or_cannot_be_written_is_refused_before_the_model_is_loaded(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("lookahead.hf.loading.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("lookahead.loading.loading.load", lambda *_, **__: pytest.fail("the model was loaded"))
     (tmp_path / "bad.lkm").write_text("no memory")
     for memory, complaint in (
         ("bad.lkm", "not a memory file"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.hf.model_state import LearnedState, recognise, state_of, use_learned
+from lookahead.model.model_state import LearnedState, recognise, state_of, use_learned
 from tests.support.small_layers import serving
 
 

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli.app import app
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.hf import gguf_files, loading
-from lookahead.hf.gguf_files import convert_once
-from lookahead.hf.loading import DEFAULT_MODEL, locate_model
+from lookahead.loading import gguf_files, loading
+from lookahead.loading.gguf_files import convert_once
+from lookahead.loading.loading import DEFAULT_MODEL, locate_model
 from tests.support.tiny_gguf import write_gguf
 
 needs_gguf = pytest.mark.skipif(

@@ -23,13 +23,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
-from lookahead.heads.head_files import open_heads, write_heads
-from lookahead.heads.independent_heads import MtpDrafter, MtpHeads
-from lookahead.heads.induction_init import begin_mtp
-from lookahead.heads.layers import hidden_states
-from lookahead.heads.native_mtp import NativeDrafter, open_native
 from lookahead.jobs.training.examples import make_example
 from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.plugins.heads.head_files import open_heads, write_heads
+from lookahead.plugins.heads.independent_heads import MtpDrafter, MtpHeads
+from lookahead.plugins.heads.induction_init import begin_mtp
+from lookahead.plugins.heads.layers import hidden_states
+from lookahead.plugins.heads.native_mtp import NativeDrafter, open_native
 
 needs_mtp_layers = pytest.mark.skipif(
     not hasattr(modeling_layers, "MtpModel"), reason=f"transformers {transformers.__version__} has no MTP layers"

@@ -24,7 +24,7 @@ from lookahead.backend.cpu.linears import LinearScope, keeps_bits
 from lookahead.backend.cpu.product_bits import Kind, Layout, Packed, Rows, best_layout, by_torch, rows_of
 from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
-from lookahead.hf.model_state import patched_attribute
+from lookahead.model.model_state import patched_attribute
 from tests.support.products import cancelling_rows, half_model, kept_choice, multiplying, run
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")

@@ -28,14 +28,14 @@ from typer.testing import CliRunner
 from lookahead import DecodingStats, DraftModel, LookaheadConfig
 from lookahead.backend.calibration import pass_seconds
 from lookahead.cli.app import app
+from lookahead.decoding.comparison import PROMPTS, Score, compare
+from lookahead.decoding.draft_selection import NAMES, PLAIN, pick_draft
+from lookahead.decoding.head_costs import KINDS, HeadCost, head_cost, random_heads, untrained_cost
 from lookahead.errors import HeadsError, UnsupportedModelError
-from lookahead.generation.comparison import PROMPTS, Score, compare
-from lookahead.generation.draft_selection import NAMES, PLAIN, pick_draft
-from lookahead.generation.head_costs import KINDS, HeadCost, head_cost, random_heads, untrained_cost
-from lookahead.heads.head_files import write_heads
-from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.heads.induction_init import fresh_fused
-from lookahead.hf.model_state import state_of
+from lookahead.model.model_state import state_of
+from lookahead.plugins.heads.head_files import write_heads
+from lookahead.plugins.heads.independent_heads import MedusaHeads, MtpHeads
+from lookahead.plugins.heads.induction_init import fresh_fused
 from tests.support.families import FAMILIES, Family, build, cases
 
 TINY: dict[str, Any] = {"vocab_size": 101, "num_hidden_layers": 2, "decoder_start_token_id": 0}
@@ -116,7 +116,7 @@ def picked(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], model: An
             for name in arguments[3]
         }
 
-    monkeypatch.setattr("lookahead.generation.draft_selection.compare", told)
+    monkeypatch.setattr("lookahead.decoding.draft_selection.compare", told)
     return pick_draft(model, tokenizer, {"a": DraftModel(model), "b": DraftModel(model)})
 
 

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.decoding.prediction_reading import read_prediction
 from lookahead.drafting.proposal import Proposer
 from lookahead.errors import PromptError
-from lookahead.generation.prediction_reading import read_prediction
-from lookahead.hf.model_state import state_of
+from lookahead.model.model_state import state_of
 from lookahead.proposers import ProposerState
 from tests.support.pass_recorder import counted_passes
 from tests.test_encoder_decoder import model_of

@@ -20,8 +20,8 @@ import lookahead
 from lookahead.backend.choice import backend_for
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass
-from lookahead.hf.cache import TreeSlots
 from lookahead.kernels import dispatch
+from lookahead.model.cache import TreeSlots
 from tests.support.random_trees import relative_error
 from tests.test_kernel_seam import TEXTS, build, random_tree
 

@@ -10,9 +10,9 @@ import torch
 
 import lookahead
 from lookahead.backend.read_prompt import prefixes_of
+from lookahead.decoding.conversation import Conversation
 from lookahead.errors import ConfigError
-from lookahead.generation.conversation import Conversation
-from lookahead.hf.model_state import state_of
+from lookahead.model.model_state import state_of
 from tests.support.families import FAMILIES, build
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

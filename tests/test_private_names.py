@@ -14,9 +14,9 @@ import torch
 from transformers import GenerationConfig
 
 import lookahead
-from lookahead.hf import private_names
-from lookahead.hf.calls import ResolvedCall, mask_length, resolve_call
-from lookahead.hf.private_names import OTHERS, TORCH, TRANSFORMERS, PrivateName, missing_names
+from lookahead.model import private_names
+from lookahead.model.calls import ResolvedCall, mask_length, resolve_call
+from lookahead.model.private_names import OTHERS, TORCH, TRANSFORMERS, PrivateName, missing_names
 from tests.test_layering import MODULES
 
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
@@ -26,12 +26,12 @@ OVERRIDDEN = {
     *("_attn_implementation", "_get_train_sampler", "_modules", "_prefill", "_process_model_after_weight_loading"),
     *("_update_model_kwargs_for_generation", "_version"),
 }
-IN_ONE_ROOM = "hf"
-ROOMS_OF_TORCH = ("hf", "backend.cpu", "backend.gpu", "kernels")
+ROOMS_OF_TRANSFORMERS = ("model", "loading")
+ROOMS_OF_TORCH = ("model", "loading", "backend.cpu", "backend.gpu", "kernels")
 # What stands elsewhere: a subclass of Trainer calls what subclasses may.
 ELSEWHERE = {
     "jobs.training.heads_trainer": {"_get_train_sampler", "_prepare_inputs", "transformers.trainer_pt_utils"},
-    "heads.native_mtp": {"transformers.modeling_layers"},
+    "plugins.heads.native_mtp": {"transformers.modeling_layers"},
     "ngram.corpus_file": {"_version"},  # its own
 }
 # Modules whose names the documentation of transformers promises, and those of models.
@@ -62,7 +62,9 @@ def uses() -> dict[str, set[str]]:
                 own.add(node.id)
             elif isinstance(node, ast.Attribute):
                 found[node.attr].add(module.room)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and module.room != "hf.private_names":
+            elif (
+                isinstance(node, ast.Constant) and isinstance(node.value, str) and module.room != "model.private_names"
+            ):
                 found[node.value].add(module.room)
     strange = {name for name in found if PRIVATE.fullmatch(name)} - NAMED_TUPLES - (own - OVERRIDDEN)
     return {name: found[name] for name in strange if name in OVERRIDDEN or not name.endswith("_by_source")}
@@ -73,8 +75,9 @@ def _rooms_beside(name: str, allowed: tuple[str, ...]) -> set[str]:
     return {room for room in rooms if name not in ELSEWHERE.get(room, ())}
 
 
-def test_private_names_of_transformers_stand_in_one_room() -> None:
-    assert not {name: rooms for name in TRANSFORMERS.keys() & uses().keys() if (rooms := _rooms_beside(name, ("hf",)))}
+def test_private_names_of_transformers_stand_where_models_are_loaded_and_known() -> None:
+    names = TRANSFORMERS.keys() & uses().keys()
+    assert not {name: rooms for name in names if (rooms := _rooms_beside(name, ROOMS_OF_TRANSFORMERS))}
 
 
 def test_private_names_of_torch_stand_where_passes_are_made() -> None:
@@ -85,12 +88,12 @@ def test_every_private_name_has_a_line_and_every_line_is_of_a_name_in_use() -> N
     assert uses().keys() == TRANSFORMERS.keys() | TORCH.keys() | OTHERS.keys()
 
 
-def test_inner_modules_of_transformers_are_imported_in_one_room() -> None:
+def test_inner_modules_of_transformers_are_imported_where_models_are_known() -> None:
     strangers = defaultdict[str, set[str]](set)
     for module in MODULES:
         for node in ast.walk(module.tree):
             name = node.module if isinstance(node, ast.ImportFrom) else None
-            if name is None or not name.startswith("transformers") or module.room.startswith("hf."):
+            if name is None or not name.startswith("transformers") or module.room.startswith(ROOMS_OF_TRANSFORMERS):
                 continue
             allowed = PUBLIC | ELSEWHERE.get(module.room, set())
             if not any(name == each or (each != "transformers" and name.startswith(f"{each}.")) for each in allowed):

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.backend.support import Support
+from lookahead.decoding.prompts import PromptReader
 from lookahead.errors import ConfigError, PromptError
-from lookahead.generation.prompts import PromptReader
-from lookahead.hf.facts import context_limit
+from lookahead.model.facts import context_limit
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "abab abab"}]

@@ -26,8 +26,8 @@ from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.cli.app import app
 from lookahead.errors import HeadsError
-from lookahead.hf.quantized import Int4Config, Int8Config, QuantizedLinear, resolve_quantize
 from lookahead.kernels import microkernel, packed_product
+from lookahead.loading.quantized import Int4Config, Int8Config, QuantizedLinear, resolve_quantize
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build, for_cpus
 from tests.support.small_layers import serving
@@ -338,7 +338,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
 
 
 def test_heads_of_a_quantized_model_are_refused_by_name(folders):
-    from lookahead.heads.layers import lm_head
+    from lookahead.plugins.heads.layers import lm_head
 
     with pytest.raises(HeadsError, match="the LM head of this LlamaForCausalLM is quantized"):
         lm_head(quantized(folders["looping"]))

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 import lookahead
+from lookahead.decoding.session_file import SessionFile
 from lookahead.errors import SessionError
-from lookahead.generation.session_file import SessionFile
 from tests.support.chats import GREEDY, answers
 
 USER, BOT = {"role": "user", "content": "abab"}, {"role": "assistant", "content": "xyz"}

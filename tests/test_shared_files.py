@@ -21,11 +21,11 @@ from lookahead.backend import step_costs
 from lookahead.backend.gpu import kernel_trial
 from lookahead.cli.app import app
 from lookahead.errors import PoolError, TrainingError
-from lookahead.hf.loading import LoadedModel
-from lookahead.hf.model_state import LearnedState, state_of, use_learned
 from lookahead.jobs.output_file import OutputFile
 from lookahead.jobs.training.train_heads import Settings, train_heads
 from lookahead.kernels.dispatch import Verdict
+from lookahead.loading.loading import LoadedModel
+from lookahead.model.model_state import LearnedState, state_of, use_learned
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
 from lookahead.ngram.successor_file import read_successors

@@ -17,7 +17,7 @@ import lookahead
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.backend.support import support_of
 from lookahead.errors import ProposerError, UnsupportedModelError
-from lookahead.hf.encoding import encode_probe
+from lookahead.model.encoding import encode_probe
 from tests.support.adversarial_proposers import (
     always_wrong,
     among_decoys,

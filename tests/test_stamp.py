@@ -13,11 +13,11 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import lookahead
-from lookahead.generation.conversation import Conversation
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.model_state import recognise, state_of
-from lookahead.hf.stamp import digest_of, modules_of, stamp_of
+from lookahead.decoding.conversation import Conversation
 from lookahead.kernels.content_digest import digests
+from lookahead.model.call_caches import CACHE
+from lookahead.model.model_state import recognise, state_of
+from lookahead.model.stamp import digest_of, modules_of, stamp_of
 from tests.support.families import FAMILIES, build
 
 DOCUMENT = [*range(5, 85)]

@@ -19,10 +19,10 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.probes import own_pass, step_logits
 from lookahead.backend.protocol import BitPolicy
+from lookahead.decoding.conversation import Conversation
 from lookahead.drafting.tree import TokenTree
-from lookahead.generation.conversation import Conversation
-from lookahead.hf.state_layers import KEEPS_STATES, states_in
-from lookahead.hf.state_scope import mixers_of, most_nodes
+from lookahead.model.state_layers import KEEPS_STATES, states_in
+from lookahead.model.state_scope import mixers_of, most_nodes
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.architectures import STATES
 from tests.support.families import FAMILIES, build, cases

@@ -15,8 +15,8 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.hf.model_state import LearnedState, use_learned
 from lookahead.kernels import packed_product
+from lookahead.model.model_state import LearnedState, use_learned
 from tests.support.engines import engine_of
 from tests.support.products import kept_choice
 from tests.support.simulated_devices import on_device

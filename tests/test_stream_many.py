@@ -11,10 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, PromptError, UnsupportedModelError
+from lookahead.decoding.cache_room import cache_tokens_of
+from lookahead.decoding.prompts import PromptReader
+from lookahead.decoding.scheduler import Scheduler
 from lookahead.errors import LogitsError
-from lookahead.generation.cache_room import cache_tokens_of
-from lookahead.generation.prompts import PromptReader
-from lookahead.generation.scheduler import Scheduler
 from tests.support.families import FAMILIES, build
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
@@ -259,7 +259,7 @@ def test_a_long_first_prompt_takes_no_more_of_the_cache_than_it_needs(tiny_llama
 
 def test_the_cache_takes_no_more_bytes_than_the_weights(tiny_llama, monkeypatch):
     assert cache_tokens_of(tiny_llama, 16) == 16 * 2048  # little as they are
-    monkeypatch.setattr("lookahead.generation.cache_room._LEAST_CACHE", 0)
+    monkeypatch.setattr("lookahead.decoding.cache_room._LEAST_CACHE", 0)
     per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, dimensions, bytes
     assert cache_tokens_of(tiny_llama, 16) == tiny_llama.get_memory_footprint() // per_token
 
@@ -283,7 +283,7 @@ def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch)
 def test_a_model_that_scores_no_trees_is_served_one_prompt_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):
     from lookahead.backend.support import Support
 
-    monkeypatch.setattr("lookahead.generation.scheduler.support_of", lambda *_, **__: Support("chains", "of a test"))
+    monkeypatch.setattr("lookahead.decoding.scheduler.support_of", lambda *_, **__: Support("chains", "of a test"))
     prompts = texts(3)
     done = many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9)
     assert [each.token_ids for each in done] == [
@@ -308,7 +308,7 @@ def test_a_model_that_scores_no_drafts_is_decoded_plainly_unless_drafts_were_ask
 ):
     from lookahead.backend.support import Support
 
-    for place in ("lookahead.backend.support", "lookahead.generation.scheduler"):
+    for place in ("lookahead.backend.support", "lookahead.decoding.scheduler"):
         monkeypatch.setattr(f"{place}.support_of", lambda *_, **__: Support("none", "it is told so"))
     prompts = texts(3)
     done = many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError
-from lookahead.hf import loading
 from lookahead.jobs.result_lines import JsonLinesFile
+from lookahead.loading import loading
 from lookahead.stats import DecodingStats, total_in_sequence
 from lookahead.summarization.chunking import MeasuredText, cut
 from lookahead.summarization.prompting import INSTRUCTION, PromptFitter, Prompting, context_length

@@ -7,8 +7,8 @@ import copy
 import pytest
 
 from lookahead import ConfigError, LookaheadConfig
+from lookahead.decoding.scheduler import Scheduler
 from lookahead.documents.decode_text import Document, Reject
-from lookahead.generation.scheduler import Scheduler
 from lookahead.summarization.prompting import PromptFitter
 from lookahead.summarization.summarizer import Summarizer
 

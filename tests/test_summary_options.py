@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli.app import app
+from lookahead.decoding.loops import loops
 from lookahead.documents.decode_text import Document
-from lookahead.generation.loops import loops
 from lookahead.jobs.job import JobTotals
 from lookahead.jobs.job_figures import describe_totals
 from lookahead.stats import DecodingStats, total_in_sequence

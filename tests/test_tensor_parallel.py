@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.model_state import state_of
-from lookahead.hf.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
+from lookahead.model.model_state import state_of
+from lookahead.model.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from tests.support.products import kept_choice
 
 distributed = pytest.importorskip("torch.distributed")

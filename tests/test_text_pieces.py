@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.generation.conversation import Conversation
-from lookahead.generation.text_pieces import TextPieces
+from lookahead.decoding.conversation import Conversation
+from lookahead.decoding.text_pieces import TextPieces
 from lookahead.reporting.trace import trace
 from tests.support.text_tokenizers import BYTES, TEXTS, TOKENIZERS, stripping
 

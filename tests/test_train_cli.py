@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lookahead import Heads, LookaheadConfig, generate
 from lookahead.cli.app import app
 from lookahead.errors import TrainingError
-from lookahead.hf.loading import load
+from lookahead.loading.loading import load
 
 OPTIONS = ["--heads", "2", "--batch-size", "4", "--max-new-tokens", "16", "--threads", "1"]
 
@@ -111,8 +111,8 @@ def test_missing_accelerate_is_told_before_the_model_is_loaded(lookahead, monkey
 
 
 def test_heads_of_another_model_are_one_line_and_status_2(lookahead, tiny_llama, folder):
-    from lookahead.heads.head_files import write_heads
-    from lookahead.heads.independent_heads import MedusaHeads
+    from lookahead.plugins.heads.head_files import write_heads
+    from lookahead.plugins.heads.independent_heads import MedusaHeads
 
     write_heads(MedusaHeads.fresh(tiny_llama, heads=1), folder / "other", tiny_llama)
     result = lookahead("generate", "abc", "--heads", "other", "--max-new-tokens", 5)

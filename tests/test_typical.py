@@ -91,7 +91,7 @@ def likeliest_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
             tokens.append(tokens[-1] + 1 - 16 * (tokens[-1] % 16 == 15))
         return chain([token % 101 for token in tokens])
 
-    monkeypatch.setattr("lookahead.generation.assembly.make_proposers", lambda *_: [Scripted(offer)])
+    monkeypatch.setattr("lookahead.decoding.assembly.make_proposers", lambda *_: [Scripted(offer)])
 
 
 @pytest.mark.usefixtures("likeliest_drafted")

@@ -20,8 +20,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.support import support_of
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.known_code import is_known, users_code
+from lookahead.model.call_caches import CACHE
+from lookahead.model.known_code import is_known, users_code
 from tests.support.small_layers import HALF, SINGLE, made
 from tests.support.stateful_code import PLACES, STATES, Seen, recorded, steered
 

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli.app import app
+from lookahead.decoding.loops import loops
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.loops import loops
-from lookahead.hf import gguf_files, loading
-from lookahead.hf.loading import locate_model
-from lookahead.hf.local_models import local_models
+from lookahead.loading import gguf_files, loading
+from lookahead.loading.loading import locate_model
+from lookahead.loading.local_models import local_models
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 

@@ -18,11 +18,11 @@ from transformers.models.llama import modeling_llama
 import lookahead
 from lookahead.backend.probes import picking_few
 from lookahead.backend.support import Support
-from lookahead.hf import model_state
-from lookahead.hf.known_code import users_code
-from lookahead.hf.model_state import recognise, state_of
-from lookahead.hf.quantized import QuantizedLinear
-from lookahead.hf.verdict_files import verdict_file
+from lookahead.loading.quantized import QuantizedLinear
+from lookahead.model import model_state
+from lookahead.model.known_code import users_code
+from lookahead.model.model_state import recognise, state_of
+from lookahead.model.verdict_files import verdict_file
 from lookahead.utils import kept_values
 from lookahead.utils.kept_values import truth
 from tests.conftest import _random_llama
@@ -110,8 +110,10 @@ SAME_CODE: dict[str, Change] = {
         for pair in zip(_PAIR, [vars(modeling_llama)[name] for name in reversed(_PAIR)], strict=True)
     ],
     "torch's precision": lambda model, patch: patch.setattr(torch.backends.mkldnn, "enabled", False),
-    "sources": lambda model, patch: patch.setattr("lookahead.hf.verdict_files.sources_digest", lambda _: b"others"),
-    "machine": lambda model, patch: patch.setattr("lookahead.hf.verdict_files.machine_fingerprint", lambda: "another"),
+    "sources": lambda model, patch: patch.setattr("lookahead.model.verdict_files.sources_digest", lambda _: b"others"),
+    "machine": lambda model, patch: patch.setattr(
+        "lookahead.model.verdict_files.machine_fingerprint", lambda: "another"
+    ),
 }
 
 

@@ -35,7 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 DRAFTS = {
     "method": "custom_class",
-    "model": "lookahead.integrations.vllm.LookaheadProposer",
+    "model": "lookahead.plugins.vllm.LookaheadProposer",
     "num_speculative_tokens": 8,
 }
 PROMPTS = [{"prompt_token_ids": [5 + i, 7, 9, 11, 5 + i, 7, 9][: 1 + i]} for i in range(7)]

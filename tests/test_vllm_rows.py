@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from lookahead.errors import ConfigError, LookaheadError, PoolError
-from lookahead.integrations.known_requests import KnownRequests
-from lookahead.integrations.vllm import LookaheadProposer
 from lookahead.ngram.chain_proposer import ChainProposer, ChainRequest
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.corpus_file import write_corpus
+from lookahead.plugins.known_requests import KnownRequests
+from lookahead.plugins.vllm import LookaheadProposer
 from tests.support.row_engine import RowEngine, StubRequest, stub_config
 
 

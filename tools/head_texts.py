@@ -25,7 +25,7 @@ import torch
 
 from bench.command import use_one_thread
 from bench.prompts import SUMMARIZER, passages
-from lookahead.hf.loading import LoadedModel, load
+from lookahead.loading.loading import LoadedModel, load
 from lookahead.summarization.prompting import Prompting
 from tools.texts import read_documents
 

@@ -38,7 +38,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _room(name: str) -> str:
-    """`models` for `lookahead.hf.cache`; `public names` for names of `lookahead` itself."""
+    """`models` for `lookahead.model.cache`; `public names` for names of `lookahead` itself."""
     parts = name.split(".")
     if len(parts) == 1 or (not (ROOT / "lookahead" / parts[1]).exists() and not _is_module(parts[1])):
         return "public names"

@@ -22,8 +22,8 @@ from lookahead.backend.support import support_of
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.block_layers import weight_count
-from lookahead.hf.facts import input_device, position_limit
+from lookahead.loading.block_layers import weight_count
+from lookahead.model.facts import input_device, position_limit
 from lookahead.verification.exact import likeliest
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)

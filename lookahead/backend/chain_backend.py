@@ -15,9 +15,9 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.cpu_pass import CpuPass, running, thread
 from lookahead.backend.protocol import BitPolicy, OnPrefill
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.encoded_rows import Encoded, rows_of
-from lookahead.hf.facts import side_positions
+from lookahead.model.call_caches import CACHE
+from lookahead.model.encoded_rows import Encoded, rows_of
+from lookahead.model.facts import side_positions
 
 
 class ChainBackend(CpuBackend):

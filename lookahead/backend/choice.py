@@ -10,8 +10,8 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.gpu import cuda_graphs
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.torch_backend import TorchBackend
-from lookahead.hf.facts import input_device
-from lookahead.hf.model_state import state_of
+from lookahead.model.facts import input_device
+from lookahead.model.model_state import state_of
 
 _KINDS: dict[str, type[TorchBackend]] = {"cpu": CpuBackend, "cuda": GpuBackend}
 _OPTIONS = {"packs": CpuBackend, "has_kernels": CpuBackend, "captures": GpuBackend, "most_nodes": GpuBackend}

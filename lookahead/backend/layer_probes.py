@@ -20,9 +20,9 @@ from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.product_bits import ROWS
 from lookahead.backend.probes import PROBES, TOLERANCE, own_logits
 from lookahead.errors import is_out_of_memory, named
-from lookahead.hf.facts import decoder_vocabulary, input_device
-from lookahead.hf.foreign_layers import arithmetic_of, foreign_layers, weight_kinds
-from lookahead.hf.quantized import QuantizedLinear
+from lookahead.loading.quantized import QuantizedLinear
+from lookahead.model.facts import decoder_vocabulary, input_device
+from lookahead.model.foreign_layers import arithmetic_of, foreign_layers, weight_kinds
 
 _QUIET, _LOUD = 2.0**-7, 1000.0  # factors of the compared row, and of the rows next to it
 _MIXING = 1e-5  # change of its output, relative to the norm, beyond the noise of a random order of sums

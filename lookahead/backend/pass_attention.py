@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead.backend.cpu.exact_attention import attend_per_node
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass
-from lookahead.hf.attention import real_config
-from lookahead.hf.facts import attention_name, is_sdpa, own_attention
 from lookahead.kernels import dispatch
+from lookahead.model.attention import real_config
+from lookahead.model.facts import attention_name, is_sdpa, own_attention
 
 Spans = dict[int, AttentionSpan]
 """The attention spans of the layers by module id, filled on first use within `serving`."""

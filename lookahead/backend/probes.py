@@ -18,8 +18,8 @@ from lookahead.backend.protocol import Shape
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
-from lookahead.hf.encoding import encode_probe
-from lookahead.hf.facts import (
+from lookahead.model.encoding import encode_probe
+from lookahead.model.facts import (
     cache_input,
     calls_registered_attention,
     decoder_vocabulary,
@@ -28,9 +28,9 @@ from lookahead.hf.facts import (
     is_offloaded,
     picks_keys,
 )
-from lookahead.hf.model_inputs import EncoderInputs
-from lookahead.hf.model_state import state_of
-from lookahead.hf.state_layers import has_states, states_in
+from lookahead.model.model_inputs import EncoderInputs
+from lookahead.model.model_state import state_of
+from lookahead.model.state_layers import has_states, states_in
 from lookahead.utils.kept_values import truth
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits

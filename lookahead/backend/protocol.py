@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.hf.cache import TreeCache
-from lookahead.hf.encoded_rows import Encoded
+from lookahead.model.cache import TreeCache
+from lookahead.model.encoded_rows import Encoded
 
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]

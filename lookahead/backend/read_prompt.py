@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from lookahead.backend.choice import backend_for
 from lookahead.backend.probes import continues_texts
 from lookahead.drafting.tree import IntArray
-from lookahead.hf.cache import RowCopy, RowStates, TreeCache
-from lookahead.hf.facts import may_keep_states, picks_keys, prefills_at_once
-from lookahead.hf.model_state import recognise, state_of
-from lookahead.hf.state_scope import mixers_of
+from lookahead.model.cache import RowCopy, RowStates, TreeCache
+from lookahead.model.facts import may_keep_states, picks_keys, prefills_at_once
+from lookahead.model.model_state import recognise, state_of
+from lookahead.model.state_scope import mixers_of
 
 _FEWEST_TOKENS = 16  # shortest prefix worth copying
 

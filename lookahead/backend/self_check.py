@@ -20,8 +20,8 @@ from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
-from lookahead.hf.encoding import encode_probe
-from lookahead.hf.facts import (
+from lookahead.model.encoding import encode_probe
+from lookahead.model.facts import (
     attention_name,
     calls_registered_attention,
     decoder_vocabulary,
@@ -29,9 +29,9 @@ from lookahead.hf.facts import (
     encoder_of,
     input_device,
 )
-from lookahead.hf.model_inputs import EncoderInputs
-from lookahead.hf.model_state import state_of
-from lookahead.hf.state_scope import mixers_of
+from lookahead.model.model_inputs import EncoderInputs
+from lookahead.model.model_state import state_of
+from lookahead.model.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 
 _SMALL_MODEL = 1 << 22  # parameters; up to this size several trees are compared

@@ -24,9 +24,9 @@ from lookahead.backend import calibration
 from lookahead.config import refuses_removed
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError, warn
-from lookahead.hf.block_layers import QUANTIZED_LAYERS
-from lookahead.hf.facts import context_limit, validate_causal_lm
-from lookahead.hf.model_state import state_of
+from lookahead.loading.block_layers import QUANTIZED_LAYERS
+from lookahead.model.facts import context_limit, validate_causal_lm
+from lookahead.model.model_state import state_of
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 

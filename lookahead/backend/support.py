@@ -23,8 +23,8 @@ from lookahead.backend.probes import (
 from lookahead.backend.protocol import Shape
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import is_out_of_memory, named, with_place
-from lookahead.hf.calls import changed_loop
-from lookahead.hf.facts import (
+from lookahead.model.calls import changed_loop
+from lookahead.model.facts import (
     calls_registered_attention,
     decoder_vocabulary,
     is_sequential,
@@ -35,10 +35,10 @@ from lookahead.hf.facts import (
     rope_parameters_of,
     vocabulary_size,
 )
-from lookahead.hf.known_code import attention_code, changed_caches, hooks_of, is_known, name_of
-from lookahead.hf.model_state import recognise, state_of
-from lookahead.hf.stamp import version_of
-from lookahead.hf.state_scope import mixers_of
+from lookahead.model.known_code import attention_code, changed_caches, hooks_of, is_known, name_of
+from lookahead.model.model_state import recognise, state_of
+from lookahead.model.stamp import version_of
+from lookahead.model.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 
 

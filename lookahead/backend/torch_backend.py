@@ -18,10 +18,10 @@ from lookahead.backend.protocol import BackendReport, BitPolicy, OnPrefill, Path
 from lookahead.backend.tree_pass import AttentionSpan, TreePass
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
-from lookahead.hf.attention import AttentionScope
-from lookahead.hf.cache import TreeCache
-from lookahead.hf.encoded_rows import Encoded
-from lookahead.hf.facts import (
+from lookahead.model.attention import AttentionScope
+from lookahead.model.cache import TreeCache
+from lookahead.model.encoded_rows import Encoded
+from lookahead.model.facts import (
     attention_name,
     calls_registered_attention,
     input_device,
@@ -29,11 +29,11 @@ from lookahead.hf.facts import (
     prefills_at_once,
     windows_of,
 )
-from lookahead.hf.model_inputs import ModelInputs
-from lookahead.hf.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute
-from lookahead.hf.stamp import stamp_of
-from lookahead.hf.state_layers import cache_layers
-from lookahead.hf.state_scope import StateScope, mixers_of
+from lookahead.model.model_inputs import ModelInputs
+from lookahead.model.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute
+from lookahead.model.stamp import stamp_of
+from lookahead.model.state_layers import cache_layers
+from lookahead.model.state_scope import StateScope, mixers_of
 
 PREFILL_CHUNK = 1024  # tokens per pass of a prompt that is read in parts
 _MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lookahead.backend.cpu.exact_attention import PerNodeAttention
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.cache import TreeSlots
-from lookahead.hf.encoded_rows import Cross
+from lookahead.model.cache import TreeSlots
+from lookahead.model.encoded_rows import Cross
 from lookahead.utils.jit import njit
 
 

@@ -23,10 +23,10 @@ from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.readers import read_documents
 from lookahead.errors import PromptError, count
-from lookahead.hf.loading import locate_model
+from lookahead.loading.loading import locate_model
 
 if TYPE_CHECKING:
-    from lookahead.generation.comparison import Score
+    from lookahead.decoding.comparison import Score
 
 _LOOKUP = {"transformers' prompt lookup": {"prompt_lookup_num_tokens": 10}}
 _NO_DRAFTS, _OURS = "lookahead without drafts", "lookahead"
@@ -65,7 +65,7 @@ def bench(options: BenchOptions) -> None:
     locate_model(options.model)
     config, texts = options.config(), _read_prompts(options)
     loaded = load(options, measures_costs=False)
-    from lookahead.generation.comparison import PROMPTS, TRANSFORMERS, compare
+    from lookahead.decoding.comparison import PROMPTS, TRANSFORMERS, compare
 
     prompts = [options.prompt_of(loaded.tokenizer, text) for text in texts or PROMPTS]
     settings: Any = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "num_beams": 1}

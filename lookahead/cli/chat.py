@@ -24,8 +24,8 @@ from lookahead.cli.word_wrap import WordWrap
 from lookahead.errors import ConfigError, PromptError, SessionError, count
 
 if TYPE_CHECKING:
-    from lookahead.generation.conversation import Conversation
-    from lookahead.generation.session_file import SessionFile
+    from lookahead.decoding.conversation import Conversation
+    from lookahead.decoding.session_file import SessionFile
 
 _QUOTES = '"""'
 _HELP = (
@@ -68,15 +68,15 @@ def chat(options: ChatOptions) -> None:
     config = options.config()
     session, messages = None, None
     if options.session is not None:
-        from lookahead.generation.session_file import SessionFile
+        from lookahead.decoding.session_file import SessionFile
 
         session = SessionFile(options.session)
         messages = session.read()
     loaded = load(options)
     import torch
 
-    from lookahead.generation.conversation import Conversation
-    from lookahead.generation.validation import check_seed
+    from lookahead.decoding.conversation import Conversation
+    from lookahead.decoding.validation import check_seed
 
     check_seed(options.seed)
     conversation = Conversation(

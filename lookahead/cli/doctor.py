@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from lookahead.cli.options import FASTEST, DeviceOptions, ModelOptions, fastest_option, model_option, option
 from lookahead.cli.terminal import console, load, say, show_line
 from lookahead.errors import ConfigError
-from lookahead.hf import loading
+from lookahead.loading import loading
 
 _PRODUCTS = {
     "kernel": "packed, multiplied by a kernel of lookahead",

@@ -17,7 +17,7 @@ from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.readers import count_documents
 from lookahead.errors import ConfigError, count
-from lookahead.hf.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_files, prepare_process
+from lookahead.loading.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_files, prepare_process
 
 if TYPE_CHECKING:
     from lookahead.ngram.successor_file import SuccessorHeader
@@ -279,7 +279,7 @@ def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> No
         settings["model"], tokenizer = load(options, measures_costs=False)
     else:
         tokenizer = _load_tokenizer(options.model)
-    from lookahead.generation.successor_building import build_memory
+    from lookahead.decoding.successor_building import build_memory
     from lookahead.proposers.pool_files import TokenSource, build_pool, describe_pool
 
     build: Any = build_memory if is_memory else build_pool

@@ -23,7 +23,7 @@ from lookahead.errors import count
 
 if TYPE_CHECKING:
     from lookahead.backend.protocol import OnPrefill
-    from lookahead.generation.hf_outputs import TextStream
+    from lookahead.decoding.hf_outputs import TextStream
 
 
 @dataclass(frozen=True, kw_only=True)

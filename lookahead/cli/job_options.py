@@ -25,7 +25,7 @@ from lookahead.config import refuse_removed
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError
-from lookahead.hf.loading import DEFAULT_MODEL, locate_model
+from lookahead.loading.loading import DEFAULT_MODEL, locate_model
 from lookahead.utils.atomic import read_regular
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from lookahead.cli.options import (
 from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, show_line, table
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
-from lookahead.hf.loading import locate_model
+from lookahead.loading.loading import locate_model
 from lookahead.utils.atomic import write_atomically
 
 _STYLES = ("black on green", "black on yellow", "white on blue", "white on magenta")
@@ -119,7 +119,7 @@ def explain(options: ExplainOptions) -> None:
     if options.html is not None:
         check_page(options.html, "html", "explain")
     loaded = load(options)
-    from lookahead.hf.block_layers import weight_count
+    from lookahead.loading.block_layers import weight_count
     from lookahead.reporting.trace import render_trace, source_rows, step_rows, total_line, trace
 
     prompt = options.prompt_of(loaded.tokenizer, text)
@@ -176,10 +176,10 @@ def pick_draft(options: PickDraftOptions) -> None:
     lines = [] if options.prompts is None else read_prompt_file(str(options.prompts)).splitlines()
     prompts = [line.strip() for line in lines if line.strip()]
     loaded = load(options, measures_costs=False)
-    from lookahead.generation.comparison import PROMPTS
-    from lookahead.generation.draft_selection import pick_draft
-    from lookahead.generation.head_costs import KINDS, HeadCost
-    from lookahead.heads.head_files import holds_heads
+    from lookahead.decoding.comparison import PROMPTS
+    from lookahead.decoding.draft_selection import pick_draft
+    from lookahead.decoding.head_costs import KINDS, HeadCost
+    from lookahead.plugins.heads.head_files import holds_heads
 
     drafts: dict[str, lookahead.DraftModel | lookahead.Heads] = {}
     for name in names:

@@ -18,7 +18,7 @@ from lookahead.cli.options import option
 from lookahead.cli.terminal import console, harmless
 
 if TYPE_CHECKING:
-    from lookahead.hf.local_models import LocalModel
+    from lookahead.loading.local_models import LocalModel
 
 _HEADINGS = "name", "size", "type", "where"
 _BREAKS = dict.fromkeys(map(ord, "\t\n\u2028\u2029"), "\ufffd")
@@ -42,7 +42,7 @@ def models(options: ModelsOptions) -> None:
       lookahead models
       lookahead models --json
     """
-    from lookahead.hf.local_models import local_models
+    from lookahead.loading.local_models import local_models
 
     found = local_models()
     if options.as_json:

@@ -15,7 +15,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN, opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError, PromptError
-from lookahead.hf.loading import DEFAULT_MODEL
+from lookahead.loading.loading import DEFAULT_MODEL
 
 INPUTS = (
     "Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
@@ -214,7 +214,7 @@ class PromptOptions:
 
     def prompt_of(self, tokenizer: Any, text: str) -> Any:
         """A text as the model is asked: a user's message where the tokenizer has a chat template."""
-        from lookahead.generation.prompts import as_chat
+        from lookahead.decoding.prompts import as_chat
 
         return text if self.raw else as_chat(tokenizer, text, self.system)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lookahead.cli.options import DeviceOptions, DraftingOptions, model_option, new_tokens_option, option
 from lookahead.cli.terminal import console, memory_file_saved_at_exit, prepare, say
 from lookahead.errors import ConfigError
-from lookahead.hf.loading import DEFAULT_MODEL, locate_model, resolve_device
+from lookahead.loading.loading import DEFAULT_MODEL, locate_model, resolve_device
 
 _PACKAGES = "fastapi", "prometheus_client", "pydantic", "uvicorn"
 
@@ -68,7 +68,7 @@ def serve(options: ServeOptions) -> None:
     locations = [locate_model(name)[0] for name in names]
     if options.memory is not None and len(names) > 1:
         raise ConfigError(f"memory {options.memory} is that of one model: name one model to serve")
-    from lookahead.hf.quantized import resolve_quantize
+    from lookahead.loading.quantized import resolve_quantize
 
     config: Any = options.config()
     resolve_quantize(options.quantize, resolve_device(options.device))  # before it listens

@@ -26,7 +26,7 @@ import lookahead
 from lookahead.cli.options import FASTEST, DeviceOptions, DraftingOptions, ModelOptions
 from lookahead.documents.inputs import Input, find_inputs
 from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
-from lookahead.hf import loading
+from lookahead.loading import loading
 
 _LEAST_NAME = 8  # characters of a name in a table
 MAX_SKIPPED_FILES = 20  # files that are named
@@ -292,7 +292,7 @@ def prepare(options: DeviceOptions, location: str, update: Callable[[str], None]
 
     `update` shows what takes long, in a line that moves.
     """
-    from lookahead.hf.quantized import resolve_quantize
+    from lookahead.loading.quantized import resolve_quantize
 
     watch_compilation()
     loading.prepare_process(options.threads)
@@ -309,7 +309,7 @@ def prepare(options: DeviceOptions, location: str, update: Callable[[str], None]
 def memory_file_saved_at_exit(options: DraftingOptions, model: Any) -> Iterator[None]:
     """Open the memory file of a command, if it has one, and save it at the end, an early end included."""
     if options.memory is not None:
-        from lookahead.generation.successor_building import open_memory
+        from lookahead.decoding.successor_building import open_memory
 
         open_memory(model, options.memory)
     try:

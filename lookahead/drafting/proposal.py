@@ -112,7 +112,7 @@ class Call:
             greedy decoding.
         inputs: The encoder's input of an encoder-decoder target, int32 `[tokens]` for every row without padding; empty
             if it is not text in the decoder's vocabulary. None for a causal target.
-        encoded: The encoder's input and output, a `lookahead.hf.encoded_rows.Encoded`; None for a causal target.
+        encoded: The encoder's input and output, a `lookahead.model.encoded_rows.Encoded`; None for a causal target.
         predicts: Rows may have predictions, which are passed to `Proposer.expect`.
         is_constrained: Rows may follow a grammar, whose forced tokens are drafted.
     """

@@ -17,10 +17,10 @@ from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top,
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
-from lookahead.hf.cache import RowCopy
-from lookahead.hf.facts import processes_of
-from lookahead.hf.model_state import state_of
-from lookahead.hf.tensor_parallel import tensor_parallel_group
+from lookahead.model.cache import RowCopy
+from lookahead.model.facts import processes_of
+from lookahead.model.model_state import state_of
+from lookahead.model.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.proposers.forced import ForcedTokens
 from lookahead.proposers.validated import ValidatedProposer

@@ -10,7 +10,7 @@ from lookahead.summarization.prompting import SummaryRequest
 
 if TYPE_CHECKING:
     from lookahead.config import LookaheadConfig
-    from lookahead.hf.loading import LoadedModel
+    from lookahead.loading.loading import LoadedModel
     from lookahead.summarization.summarizer import Summarizer
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from lookahead.errors import PoolError
-from lookahead.hf.facts import vocabulary_size
-from lookahead.hf.model_state import state_of
+from lookahead.model.facts import vocabulary_size
+from lookahead.model.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR, ChainIndex, IntArray
 from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
 from lookahead.proposers import ProposerState

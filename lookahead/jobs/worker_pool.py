@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TextIO
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError, LookaheadError, first_line
-from lookahead.hf.loading import load, prepare_process
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job_settings import JobSettings
+from lookahead.loading.loading import load, prepare_process
 from lookahead.summarization.summarizer import Outcome, Summarized, Summarizer, Summary
 
 TRIES = 3  # worker deaths with a document in flight until it is rejected

@@ -21,10 +21,10 @@ from lookahead.config import check_whole
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError, warn
-from lookahead.hf.block_layers import weight_count
-from lookahead.hf.encoded_rows import Encoded
-from lookahead.hf.encoding import are_alike, encode, encode_heard
-from lookahead.hf.facts import (
+from lookahead.loading.block_layers import weight_count
+from lookahead.model.encoded_rows import Encoded
+from lookahead.model.encoding import are_alike, encode, encode_heard
+from lookahead.model.facts import (
     decoder_vocabulary,
     encoder_of,
     reads_text,
@@ -34,9 +34,9 @@ from lookahead.hf.facts import (
     validate_model,
     vocabulary_size,
 )
-from lookahead.hf.model_inputs import EncoderInputs
-from lookahead.hf.model_state import state_of
-from lookahead.hf.state_scope import mixers_of
+from lookahead.model.model_inputs import EncoderInputs
+from lookahead.model.model_state import state_of
+from lookahead.model.state_scope import mixers_of
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint

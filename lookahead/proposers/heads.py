@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from lookahead.backend.cpu.product_bits import FEWEST_WEIGHTS
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import Call, Proposer
-from lookahead.heads.head_files import Network, fresh_rates, make_drafter, open_heads
-from lookahead.heads.layers import lm_head
-from lookahead.hf.model_state import state_of
-from lookahead.hf.quantized import quantize_linears
+from lookahead.loading.quantized import quantize_linears
+from lookahead.model.model_state import state_of
 from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.plugins.heads.head_files import Network, fresh_rates, make_drafter, open_heads
+from lookahead.plugins.heads.layers import lm_head
 
 
 class Heads:

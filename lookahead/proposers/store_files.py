@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from lookahead.errors import PoolError
-from lookahead.heads.layers import body_of
-from lookahead.hf.facts import decoder_vocabulary
+from lookahead.model.facts import decoder_vocabulary
 from lookahead.ngram import successor_file
 from lookahead.ngram.successor_file import (
     MAX_VOCABULARY,
@@ -21,6 +20,7 @@ from lookahead.ngram.successor_file import (
     read_successors,
     write_successors,
 )
+from lookahead.plugins.heads.layers import body_of
 from lookahead.proposers.ngram import OutputStore
 from lookahead.proposers.pool_files import changing, pool_errors
 from lookahead.utils.fingerprints import model_fingerprint

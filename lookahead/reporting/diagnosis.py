@@ -18,15 +18,15 @@ from platformdirs import user_cache_path
 
 from lookahead.backend.calibration import measure_machine
 from lookahead.backend.cpu.product_bits import linear_layers, matrix_of
-from lookahead.generation.comparison import PROMPTS, compare
-from lookahead.generation.path_report import backend_report
-from lookahead.hf.block_layers import weight_count
-from lookahead.hf.loading import LoadedModel
-from lookahead.hf.model_state import state_of
-from lookahead.hf.private_names import missing_names
-from lookahead.hf.quantized import QuantizedLinear
+from lookahead.decoding.comparison import PROMPTS, compare
+from lookahead.decoding.path_report import backend_report
 from lookahead.kernels import scalars
 from lookahead.kernels.microkernel import FEATURES
+from lookahead.loading.block_layers import weight_count
+from lookahead.loading.loading import LoadedModel
+from lookahead.loading.quantized import QuantizedLinear
+from lookahead.model.model_state import state_of
+from lookahead.model.private_names import missing_names
 from lookahead.ngram import search
 from lookahead.utils.machine import processor
 

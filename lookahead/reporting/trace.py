@@ -12,9 +12,9 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
+from lookahead.decoding.prompts import Prompt, PromptReader, Truncation
+from lookahead.decoding.text_pieces import TextPieces
 from lookahead.engine.row import StepOutput
-from lookahead.generation.prompts import Prompt, PromptReader, Truncation
-from lookahead.generation.text_pieces import TextPieces
 from lookahead.reporting.charts import render
 from lookahead.stats import DecodingStats
 

@@ -22,17 +22,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.read_prompt import Prefix, ReadingAhead, ReadPrompt, prefixes_of, reads_apart
 from lookahead.config import LookaheadConfig, check_whole
+from lookahead.decoding.api import with_row_processors
+from lookahead.decoding.assembly import assemble, backend_options
+from lookahead.decoding.cache_room import MAX_ROWS, bytes_of_token, cache_tokens_of, fits, make_room, rows_of
+from lookahead.decoding.plan import RequestPlan, generator_for
+from lookahead.decoding.prompts import PromptReader
+from lookahead.decoding.validation import validate_call
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import ConfigError
-from lookahead.generation.api import with_row_processors
-from lookahead.generation.assembly import assemble, backend_options
-from lookahead.generation.cache_room import MAX_ROWS, bytes_of_token, cache_tokens_of, fits, make_room, rows_of
-from lookahead.generation.plan import RequestPlan, generator_for
-from lookahead.generation.prompts import PromptReader
-from lookahead.generation.validation import validate_call
-from lookahead.hf.facts import input_device, prefills_at_once
 from lookahead.kernels.jobs import torch_on_threads
+from lookahead.model.facts import input_device, prefills_at_once
 from lookahead.serving.alone import AloneWorker
 from lookahead.serving.output import Output
 from lookahead.serving.requests import GenerationRequest, LoopClosedError, OnUpdate, QueueFullError, Ticket

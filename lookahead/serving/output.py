@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lookahead.decoding.plan import RequestPlan
+from lookahead.decoding.text_pieces import TextPieces
 from lookahead.engine.row import Row, StepOutput
-from lookahead.generation.plan import RequestPlan
-from lookahead.generation.text_pieces import TextPieces
 from lookahead.serving.requests import EndReason, GenerationRequest, OnUpdate, Ticket, TokenLogprobs, Update
 from lookahead.stats import DecodingStats
 

@@ -18,7 +18,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.drafting.select import BatchValue, Draft, fit
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import LookaheadError
-from lookahead.hf.loading import load
+from lookahead.loading.loading import load
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest

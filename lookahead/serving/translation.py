@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.decoding.prompts import PromptReader
+from lookahead.decoding.validation import resolved
 from lookahead.errors import ConfigError, LogitsError, PromptError, UnsupportedModelError
-from lookahead.generation.prompts import PromptReader
-from lookahead.generation.validation import resolved
-from lookahead.hf.facts import context_limit
+from lookahead.model.facts import context_limit
 from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.request_schemas import (
     ChatBody,

@@ -77,7 +77,7 @@ class Summary:
         tree: The summaries of the parts, level by level, if requested.
         finish_reason: `"length"` if the token limit cut the summary off, else `"stop"`.
         loops: Whether the summary, or the summary of a part, repeats one phrase to its end, by
-            `lookahead.generation.loops.loops`.
+            `lookahead.decoding.loops.loops`.
     """
 
     text: str

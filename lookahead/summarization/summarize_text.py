@@ -63,9 +63,9 @@ def summarize(
             is empty.
         UnsupportedModelError: The model cannot be served, or the default one is not installed.
     """
-    from lookahead.generation.validation import check_config, check_pair
-    from lookahead.hf.facts import check_model
-    from lookahead.hf.loading import load_default
+    from lookahead.decoding.validation import check_config, check_pair
+    from lookahead.loading.loading import load_default
+    from lookahead.model.facts import check_model
     from lookahead.summarization.prompting import DEFAULT_SAMPLING, SummaryRequest
     from lookahead.summarization.summarizer import Summarizer
 

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.protocol import OnPrefill
 from lookahead.config import LookaheadConfig
+from lookahead.decoding.api import GenerationResult, generate
+from lookahead.decoding.cache_room import cache_tokens_of
+from lookahead.decoding.comparison import decode_plainly
+from lookahead.decoding.loops import loops
+from lookahead.decoding.prompts import PromptReader
+from lookahead.decoding.scheduler import Completion, Scheduler
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, LookaheadError
-from lookahead.generation.api import GenerationResult, generate
-from lookahead.generation.cache_room import cache_tokens_of
-from lookahead.generation.comparison import decode_plainly
-from lookahead.generation.loops import loops
-from lookahead.generation.prompts import PromptReader
-from lookahead.generation.scheduler import Completion, Scheduler
 from lookahead.stats import total, total_in_sequence
 from lookahead.summarization.pipeline import PlainFigures, Progress, Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompting import PromptFitter, SummaryRequest

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from lookahead.errors import LogitsError
-from lookahead.hf.known_code import is_known
+from lookahead.model.known_code import is_known
 from lookahead.verification.exact import likeliest
 from lookahead.verification.grammar import GrammarProcessor
 from lookahead.verification.per_row import is_per_row

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.hf.known_code import is_known
+from lookahead.model.known_code import is_known
 from lookahead.verification.per_row import is_per_row
 from lookahead.verification.sampling import foreign_processor
 

@@ -43,7 +43,7 @@ class Scripted:
 @contextmanager
 def drafting_by(offer: Offer) -> Iterator[None]:
     """Let every engine created in the block draft with one scripted proposer."""
-    with patch("lookahead.generation.assembly.make_proposers", lambda *arguments: [Scripted(offer)]):
+    with patch("lookahead.decoding.assembly.make_proposers", lambda *arguments: [Scripted(offer)]):
         yield
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lookahead import LookaheadConfig
-from lookahead.generation.plan import plan_request
-from lookahead.hf.calls import resolve_call
+from lookahead.decoding.plan import plan_request
+from lookahead.model.calls import resolve_call
 
 
 def engine_of(model: Any, *args: Any, lookahead_config: LookaheadConfig | None = None, **options: Any) -> Any:

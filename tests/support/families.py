@@ -22,7 +22,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from lookahead.hf.state_layers import KEEPS_STATES
+from lookahead.model.state_layers import KEEPS_STATES
 from tests.support import feature_encoders
 from tests.support.architectures import CHAINS, CLASSES, OWN_SIZES, PLAIN, SIZES, STATES, TREES, Options, Rows
 from tests.support.encoder_decoders import (

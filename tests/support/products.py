@@ -15,7 +15,7 @@ from lookahead.backend.cpu import cpu_pass, linears, product_choice
 from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.cpu.product_choice import measured_backends
 from lookahead.backend.protocol import BitPolicy
-from lookahead.hf.model_state import patched_attribute
+from lookahead.model.model_state import patched_attribute
 from lookahead.utils.kept_values import kept_file
 from lookahead.utils.machine import machine_fingerprint
 

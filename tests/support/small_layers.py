@@ -28,8 +28,8 @@ from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers, linears, 
 from lookahead.backend.cpu.pass_table import PassTable
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.model_state import patched_attribute
 from lookahead.kernels import packed_product, row_attention
+from lookahead.model.model_state import patched_attribute
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 SIZES: dict[str, Any] = {

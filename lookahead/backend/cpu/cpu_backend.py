@@ -21,9 +21,9 @@ from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.block_layers import kinds_in_words
-from lookahead.hf.facts import decoder_vocabulary, processes_of
-from lookahead.hf.model_state import patched_attribute, state_of
+from lookahead.loading.block_layers import kinds_in_words
+from lookahead.model.facts import decoder_vocabulary, processes_of
+from lookahead.model.model_state import patched_attribute, state_of
 
 
 class CpuBackend(TorchBackend):

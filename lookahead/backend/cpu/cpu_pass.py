@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lookahead.backend.protocol import BitPolicy
-from lookahead.hf.model_state import pass_local
+from lookahead.model.model_state import pass_local
 
 _MAX_FUSED_ELEMENTS = 1 << 17  # elements of the hidden states, up to which layers are fused
 _MAX_SHARED_ELEMENTS = 1 << 15  # above it torch would use several threads; the kernels run on one

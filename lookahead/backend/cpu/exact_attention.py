@@ -19,10 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.facts import Attention, attention_name, is_sdpa
-from lookahead.hf.known_code import arithmetic_flags
 from lookahead.kernels import row_attention
 from lookahead.kernels.microkernel import LANES
+from lookahead.model.facts import Attention, attention_name, is_sdpa
+from lookahead.model.known_code import arithmetic_flags
 
 Step = tuple[int, int, int, Tensor | None]
 """A node, its depth, the first depth whose slot must change before the node attends, and the nodes whose KV goes into

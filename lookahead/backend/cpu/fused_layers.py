@@ -28,11 +28,14 @@ from lookahead.backend.cpu.layer_jobs import (
 )
 from lookahead.backend.cpu.linears import packed_weights
 from lookahead.errors import with_place
-from lookahead.hf.attention import registered_attention
-from lookahead.hf.block_layers import BlockLinear
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.facts import SILU, attention_name, is_offloaded
-from lookahead.hf.known_code import (
+from lookahead.kernels import layer_ops
+from lookahead.kernels.jobs import run
+from lookahead.loading.block_layers import BlockLinear
+from lookahead.loading.quantized import QuantizedLinear
+from lookahead.model.attention import registered_attention
+from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import SILU, attention_name, is_offloaded
+from lookahead.model.known_code import (
     arithmetic_flags,
     code_of,
     global_hooks,
@@ -40,9 +43,6 @@ from lookahead.hf.known_code import (
     multiplies_as_shipped,
     working_hooks_of,
 )
-from lookahead.hf.quantized import QuantizedLinear
-from lookahead.kernels import layer_ops
-from lookahead.kernels.jobs import run
 
 FAMILIES = {
     (f"transformers.models.{family.lower()}.modeling_{family.lower()}", f"{family}DecoderLayer"): family

@@ -33,10 +33,10 @@ from lookahead.backend.cpu.product_bits import (
 )
 from lookahead.backend.cpu.product_choice import LAYOUTS, measured_backends
 from lookahead.backend.protocol import BitPolicy
-from lookahead.hf.known_code import multiplies_as_shipped
-from lookahead.hf.model_state import state_of
-from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels.packed_product import PackedWeight
+from lookahead.loading.quantized import QuantizedLinear
+from lookahead.model.known_code import multiplies_as_shipped
+from lookahead.model.model_state import state_of
 from lookahead.utils.machine import memory_bytes
 
 _SHARE_OF_MEMORY = 0.25  # limit of a model's packed weights, as a share of the machine's memory

@@ -13,13 +13,13 @@ from torch import Tensor
 from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Space, jobs_after, jobs_before, norm_of
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.cache import TreeCache
-from lookahead.hf.kv_origins import Origin, sharing_groups
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import Job, leader, table_of
 from lookahead.kernels.layer_ops import storing
 from lookahead.kernels.packed_product import PackedWeight, product
 from lookahead.kernels.team import team_of
+from lookahead.model.cache import TreeCache
+from lookahead.model.kv_origins import Origin, sharing_groups
 from lookahead.utils.addresses import KeepsAddresses
 
 MAX_TABLE_NODES = DEFAULT_NODES + 1  # of one tree, its root included

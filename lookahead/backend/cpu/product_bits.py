@@ -19,13 +19,13 @@ from transformers import Conv1D
 
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.protocol import BitPolicy
-from lookahead.hf.block_layers import BlockEmbedding
-from lookahead.hf.facts import modules_of_text
-from lookahead.hf.foreign_layers import foreign_layers
-from lookahead.hf.known_code import arithmetic_flags, multiplies_as_shipped
-from lookahead.hf.quantized import QuantizedLinear
 from lookahead.kernels import packed_product
 from lookahead.kernels.packed_product import PackedWeight
+from lookahead.loading.block_layers import BlockEmbedding
+from lookahead.loading.quantized import QuantizedLinear
+from lookahead.model.facts import modules_of_text
+from lookahead.model.foreign_layers import foreign_layers
+from lookahead.model.known_code import arithmetic_flags, multiplies_as_shipped
 from lookahead.utils.kept_values import Parse, kept, kept_file, truth
 from lookahead.utils.machine import machine_fingerprint
 

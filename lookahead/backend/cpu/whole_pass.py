@@ -25,12 +25,12 @@ from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, P
 from lookahead.backend.pass_attention import span_of
 from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.attention import real_config
-from lookahead.hf.cache import TreeCache
-from lookahead.hf.facts import own_attention
-from lookahead.hf.known_code import code_of, global_hooks, is_set_by_user, working_hooks_of
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import torch_on_one_thread
+from lookahead.model.attention import real_config
+from lookahead.model.cache import TreeCache
+from lookahead.model.facts import own_attention
+from lookahead.model.known_code import code_of, global_hooks, is_set_by_user, working_hooks_of
 
 _TRIALS = 3  # per number of threads
 _FEWER, _HOPELESS = 0.9, 1.3  # time relative to the least: below, fewer threads are used; above, the search stops

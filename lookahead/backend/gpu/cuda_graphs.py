@@ -22,10 +22,10 @@ from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, padded_ro
 from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import first_line
-from lookahead.hf.attention import AttentionScope
-from lookahead.hf.cache import TreeCache
-from lookahead.hf.call_caches import CACHE
-from lookahead.hf.model_state import ModelState, state_of
+from lookahead.model.attention import AttentionScope
+from lookahead.model.cache import TreeCache
+from lookahead.model.call_caches import CACHE
+from lookahead.model.model_state import ModelState, state_of
 
 _FEWEST_SLOTS = 1024  # per row
 CAPTURE_AT = 3  # uses of a shape before it is recorded, since recording a rare shape does not pay

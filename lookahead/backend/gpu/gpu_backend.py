@@ -15,8 +15,8 @@ from lookahead.backend.gpu.kernel_trial import try_kernels
 from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.tree import TokenTree
-from lookahead.hf.model_inputs import ModelInputs
 from lookahead.kernels import dispatch
+from lookahead.model.model_inputs import ModelInputs
 
 
 class GpuBackend(TorchBackend):

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from lookahead.decoding.api import stream_many
 from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import DocumentError, TrainingError
-from lookahead.generation.api import stream_many
-from lookahead.hf.facts import vocabulary_size
-from lookahead.hf.loading import LoadedModel
+from lookahead.loading.loading import LoadedModel
+from lookahead.model.facts import vocabulary_size
 from lookahead.utils.atomic import parse_json, read_regular, write_atomically
 
 _JSON = (".jsonl", ".ndjson")

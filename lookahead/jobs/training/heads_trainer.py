@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from lookahead.heads.layers import hidden_states, lm_head
 from lookahead.jobs.training.examples import Example, Say, collate
 from lookahead.jobs.training.learners import Learner
+from lookahead.plugins.heads.layers import hidden_states, lm_head
 
 HEADS_RATE = 4.0  # learning rate of the heads relative to the learning rate of the model in joint training
 HEAD_START = 0.25  # share of the steps that train only the heads in joint training

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lookahead.heads.eagle import EagleHead, FusedEagleHead
-from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.heads.layers import gather_positions, unembed
+from lookahead.plugins.heads.eagle import EagleHead, FusedEagleHead
+from lookahead.plugins.heads.independent_heads import MedusaHeads, MtpHeads
+from lookahead.plugins.heads.layers import gather_positions, unembed
 
 DECAY = 0.8  # weight of a head's or step's loss relative to the previous one: later tokens are harder and matter less
 HEADS_SHARE = 0.2  # weight of the heads' losses relative to the model's loss in joint training

@@ -15,14 +15,14 @@ import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.errors import LookaheadError, TrainingError
-from lookahead.heads.eagle import DRAFT_VOCAB, EagleHead, FusedEagleHead
-from lookahead.heads.head_files import TrainedHeads, read_object, write_heads
-from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.heads.induction_init import begin_fused, begin_mtp, fresh_fused
-from lookahead.heads.layers import body_of, layer_config, lm_head
-from lookahead.hf.loading import LoadedModel
 from lookahead.jobs.training.examples import Example, Say, answer_prompts, make_examples, read_records, split_examples
 from lookahead.jobs.training.learners import EagleLearner, FusedEagleLearner, IndependentHeadsLearner, Learner
+from lookahead.loading.loading import LoadedModel
+from lookahead.plugins.heads.eagle import DRAFT_VOCAB, EagleHead, FusedEagleHead
+from lookahead.plugins.heads.head_files import TrainedHeads, read_object, write_heads
+from lookahead.plugins.heads.independent_heads import MedusaHeads, MtpHeads
+from lookahead.plugins.heads.induction_init import begin_fused, begin_mtp, fresh_fused
+from lookahead.plugins.heads.layers import body_of, layer_config, lm_head
 from lookahead.utils.atomic import write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
 from lookahead.utils.locks import locked

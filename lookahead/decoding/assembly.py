@@ -1,0 +1,202 @@
+"""Assembles an engine: a backend, proposers, and a controller with the learned state of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.backend import self_check
+from lookahead.backend.chain_backend import ChainBackend
+from lookahead.backend.choice import backend_for
+from lookahead.backend.protocol import Backend, BitPolicy, Shape
+from lookahead.backend.torch_backend import MakeInputs
+from lookahead.config import LookaheadConfig
+from lookahead.decoding.prompt_reading import PromptInputs, PromptReading
+from lookahead.drafting.branch import LookaheadBranch
+from lookahead.drafting.controller import Controller
+from lookahead.drafting.cost_model import NODE_COST
+from lookahead.drafting.proposal import Call, Proposer
+from lookahead.drafting.sizes import MAX_NODES_LIMIT
+from lookahead.engine.engine import Engine
+from lookahead.engine.row import Row
+from lookahead.errors import UnsupportedModelError
+from lookahead.model.encoded_rows import Encoded
+from lookahead.model.facts import decoder_vocabulary, input_device, may_keep_states, processes_of
+from lookahead.model.model_inputs import EncoderInputs, ModelInputs
+from lookahead.model.model_state import state_of
+from lookahead.model.state_scope import mixers_of, most_nodes
+from lookahead.model.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
+from lookahead.proposers import ProposerState, make_proposers
+from lookahead.proposers.ngram import OutputStore
+from lookahead.proposers.pool_files import pool_of
+from lookahead.verification.stopping import StoppingRule
+
+# Bytes read over products, by data sheets: 0.0034 for an H100 SXM, 0.0065 for an A100, 0.0061 for an RTX 4090.
+_GPU_NODE_COST = 0.005
+_STATES_NODE_COST = 0.12  # measured at the sizes of Qwen3.5-0.8B in float32, up to 8 nodes
+
+
+def assemble(
+    model: PreTrainedModel,
+    config: LookaheadConfig,
+    stopping: StoppingRule,
+    tokenizer: PreTrainedTokenizerBase | None,
+    batch: Sequence[Row] = (),
+    *,
+    slots: int = 0,
+    shape: Shape = "trees",
+    warp: Callable[[Tensor], Tensor] | None = None,
+    encoded: Encoded | None = None,
+    reading: PromptReading | None = None,
+    memory: OutputStore | None = None,
+    keep_cache: bool = False,
+    predicts: bool = False,
+    is_constrained: bool = False,
+) -> Engine:
+    """Build an engine: a backend with its cache, the proposers, and the controller with its learned state.
+
+    Args:
+        model: The model.
+        config: How to draft.
+        stopping: Ends the rows.
+        tokenizer: The model's tokenizer, for proposers that compare it with their own.
+        batch: The rows of one call. Without them, independent rows join the engine later, up to `slots`, and a row that
+            fails ends alone.
+        slots: Maximum rows at a time, without a batch.
+        shape: The shape of drafts in one pass.
+        warp: As in `Call`.
+        encoded: The encoded inputs of the batch; None without an encoder, and for rows that join with their own.
+        reading: Reads prompts of the batch that are more than tokens.
+        memory: The store of `memory="request"`; None for an empty one.
+        keep_cache: As for `Engine`.
+        predicts: Whether rows may have predictions.
+        is_constrained: Whether rows that join later may follow a grammar.
+    """
+    config = _bounded(config, model, len(batch) or slots)
+    rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
+    by_rejection = config.acceptance == "rejection" and warp is not None
+    call = Call(
+        model=model,
+        tokenizer=tokenizer,
+        rows=rows,
+        vocab_size=decoder_vocabulary(model),
+        max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
+        max_nodes=config.node_budget,
+        is_chain=shape == "chains",
+        is_timed=config.draft == "auto",
+        by_rejection=by_rejection,
+        warp=warp,
+        inputs=None if encoded is None else encoded.tokens,
+        encoded=encoded,
+        predicts=predicts,
+        # Drawn tokens can be neither cut nor extended.
+        is_constrained=not by_rejection and (is_constrained or any(row.grammar is not None for row in batch)),
+    )
+    has_encoder, packs = model.config.is_encoder_decoder, config.pack == "auto"
+    proposers, controller = _drafting(
+        config,
+        call,
+        memory,
+        runs_to_limit=not (stopping.custom or stopping.eos_tokens),
+        shows_hidden=not has_encoder and reading is None,
+    )
+    # `generate` masks padding.
+    is_separate = isolates or (rows == 1 and not batch[0].padding)
+    policy = BitPolicy.ROUNDED
+    if is_separate and shape == "trees" and config.exactness == "auto" and self_check.keeps_solo_bits(model):
+        policy = BitPolicy.SOLO
+    make_inputs: MakeInputs = ModelInputs
+    if has_encoder:
+        make_inputs = partial(EncoderInputs, encoded=encoded)
+    elif reading is not None:
+        make_inputs = partial(PromptInputs, reading=reading)
+    backend: Backend
+    if has_encoder and shape == "chains":
+        assert encoded is not None
+        backend, keep_cache = ChainBackend(model, encoded, rows, packs=packs), False
+    else:
+        backend = backend_for(
+            model,
+            rows=rows,
+            # Enough for short outputs; the cache grows for longer ones.
+            capacity=min(stopping.max_length, longest + 256) + config.node_budget + 1,
+            shape=shape,
+            hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
+            captures=config.cuda_graphs and not has_encoder,
+            most_nodes=config.node_budget + 1,
+            **backend_options(model, config, policy, shape),
+            make_inputs=make_inputs,
+        )
+    given = (backend, proposers, controller, config, call, batch)
+    return Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
+
+
+def backend_options(
+    model: PreTrainedModel, config: LookaheadConfig, policy: BitPolicy | None = None, shape: Shape = "trees"
+) -> dict[str, bool]:
+    """Options of `backend_for`: the allowed replacements of modules, by default for rows decoded alone."""
+    packs = config.pack == "auto"
+    if policy is None:
+        is_solo = config.exactness == "auto" and self_check.keeps_solo_bits(model)
+        policy = BitPolicy.SOLO if is_solo else BitPolicy.ROUNDED
+    # The bits were compared with all kernels.
+    is_compared = policy is BitPolicy.SOLO or model.config.is_encoder_decoder
+    return {"packs": packs, "has_kernels": is_compared or self_check.kernels_agree(model, shape, packs=packs)}
+
+
+def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> LookaheadConfig:
+    """The configuration with trees limited by the room for states, unless it sets `max_nodes`."""
+    if config.max_nodes is not None or not config.node_budget or not may_keep_states(model) or not mixers_of(model):
+        return config
+    fewest = 1 if config.branch_size is None else config.branch_size.window_nodes
+    return replace(config, max_nodes=min(config.node_budget, max(fewest, most_nodes(model, rows))))
+
+
+def _drafting(
+    config: LookaheadConfig, call: Call, memory: OutputStore | None, *, runs_to_limit: bool, shows_hidden: bool
+) -> tuple[Sequence[Proposer], Controller | None]:
+    """The proposers of a call and their controller, with the learned state of the model."""
+    model, has_encoder, learned = call.model, call.model.config.is_encoder_decoder, state_of(call.model).learned
+    pool = pool_of(config, vocabulary=call.vocab_size) if config.pool is not None else None
+    with learned.lock:
+        size = config.branch_size if config.decides_branch and not call.is_chain else None  # the branch is a tree
+        branch = LookaheadBranch(
+            size,
+            learned.branch[size, tuple(name for name in config.proposers if isinstance(name, str))],
+            max_nodes=config.max_nodes or MAX_NODES_LIMIT,
+            teaches="recycled" in config.proposers,
+        )
+        proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch, memory)
+        cost, budget = learned.costs[config.passes], learned.budgets[config.passes]
+        cost.assume(node_cost(model))
+    reads_hidden = any(proposer.hidden_layers for proposer in proposers)
+    if reads_hidden and not shows_hidden:
+        raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
+    tp_group = tensor_parallel_group(model) if processes_of(model) > 1 else None
+    if tp_group is not None:
+        validate_tensor_parallel(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)
+        proposers = proposers if tp_group.leads else []
+    if not proposers or config.draft != "auto":
+        return proposers, None
+    is_padded = config.cuda_graphs and not has_encoder
+    limits = {"is_padded": is_padded, "runs_to_limit": runs_to_limit, "by_rejection": call.by_rejection}
+    return proposers, Controller(cost, budget, branch, proposers, node_budget=config.node_budget, **limits)
+
+
+def node_cost(model: PreTrainedModel) -> float:
+    """First estimate of the cost of one more node of a tree, as a share of a step of one node.
+
+    In half precision a GPU does about two hundred products per number read. Mixtures of experts, where nodes read
+    different experts, and quantized weights, which are unpacked first, cost more. Recurrent layers are called once per
+    depth, and many drafts are chains.
+    """
+    if may_keep_states(model) and mixers_of(model):
+        return _STATES_NODE_COST
+    is_half = model.dtype in (torch.bfloat16, torch.float16) and not getattr(model, "is_quantized", False)
+    has_experts = any("experts" in name for name, _ in model.named_modules())
+    return _GPU_NODE_COST if input_device(model).type == "cuda" and is_half and not has_experts else NODE_COST

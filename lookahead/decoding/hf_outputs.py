@@ -1,0 +1,187 @@
+"""Outputs: a stream of text, or tokens, scores and a cache as transformers returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerBase, StaticCache
+
+from lookahead.decoding.loops import loops
+from lookahead.decoding.text_pieces import TextPieces
+from lookahead.engine.engine import Engine
+from lookahead.engine.fallback import PlainLoop
+from lookahead.model.cache import RowCopy, RowStates, TreeCache
+from lookahead.model.state_layers import has_states, load_states, states_in
+from lookahead.stats import DecodingStats
+from lookahead.verification.stopping import FinishReason
+
+
+class TextStream(Iterator[str]):
+    """The text of one prompt, piece by piece, as soon as its tokens are verified.
+
+    The pieces add up to `tokenizer.decode(token_ids, skip_special_tokens=True)`; a piece holds no text that later
+    tokens may change (`lookahead.decoding.text_pieces`).
+
+    Attributes:
+        token_ids: The new tokens so far, including an end-of-sequence token.
+        finish_reason: Why the output ended, as in `GenerationResult`; None until then.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | PlainLoop,  # of one row
+        tokenizer: PreTrainedTokenizerBase,
+        past: object = None,  # a cache that gets the new keys and values, unless the output is closed early
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._engine, self._past = engine, past
+        self._pieces = self._run(tokenizer)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the output here."""
+        self._pieces.close()
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Keep the model in service for a block, for a loop over the pieces without pauses."""
+        return self._engine.serving()
+
+    @property
+    def stats(self) -> DecodingStats:
+        """The counters so far."""
+        return self._engine.stats[0]
+
+    @property
+    def loops(self) -> bool:
+        """Whether the output so far repeats one phrase up to its end (`lookahead.decoding.loops`)."""
+        return loops(self.token_ids)
+
+    @property
+    def kept(self) -> RowCopy | None:
+        """The final content of the engine's cache, if a cache was passed in."""
+        return getattr(self._engine, "kept", {}).get(0)
+
+    def _run(self, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
+        """Decode the tokens of every step into text."""
+        text = TextPieces(tokenizer)
+        for step_outputs in self._engine.run():
+            for step_output in step_outputs:
+                tokens = step_output.tokens.tolist()
+                self.token_ids += tokens
+                self.finish_reason = step_output.finish_reason
+                if piece := text.put(tokens):
+                    yield piece
+        return_cache(self._engine, self._past)
+        if piece := text.end():
+            yield piece
+
+
+def collect(
+    engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None
+) -> tuple[list[list[int]], list[FinishReason]]:
+    """Run an engine to its end and return the new tokens and reason of every row; a streamer gets columns."""
+    outputs: list[list[int]] = [[] for _ in engine.stats]
+    reasons: list[FinishReason] = ["length" for _ in engine.stats]
+    running = set(range(len(outputs)))
+    shown = 0
+    try:
+        with engine.serving():
+            for step_outputs in engine.run():
+                for step_output in step_outputs:
+                    outputs[step_output.row].extend(step_output.tokens.tolist())
+                    if step_output.finish_reason is not None:
+                        reasons[step_output.row] = step_output.finish_reason
+                        running.discard(step_output.row)
+                whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
+                for step in range(shown, whole if streamer is not None else shown):
+                    column = [row[step] if step < len(row) else int(pad or 0) for row in outputs]
+                    streamer.put(torch.tensor(column, device="cpu"))
+                shown = whole
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration):  # raised by a processor or criterion inside a generator
+            raise error.__cause__ from None
+        raise
+    if streamer is not None:
+        streamer.end()
+    for row in engine.batch if isinstance(engine, Engine) else ():
+        if row.is_edited:
+            outputs[row.place] = row.ids[row.length - row.emitted : row.length].tolist()
+    return outputs, reasons
+
+
+def scores_by_step(rows: Sequence[Sequence[Tensor]], pad: int) -> tuple[Tensor, ...]:
+    """The scores `[vocab]` of every token of each row, as `[batch, vocab]` per step.
+
+    After the end of a row the padding token has log-probability 0, so a sum over all steps is the sum over the row's
+    tokens.
+    """
+    ended = torch.full_like(rows[0][0], -torch.inf)
+    ended[pad : pad + 1] = 0.0  # it may be outside the vocabulary
+    steps = max(map(len, rows))
+    return tuple(torch.stack([row[step] if step < len(row) else ended for row in rows]) for step in range(steps))
+
+
+def copy_prefix_from(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64], *, drops: bool = False) -> None:
+    """Copy the keys and values of a transformers cache, left-padded by int64 `[batch]`, into an empty tree cache.
+
+    `drops` removes each layer from `past` once it is copied, so at most one layer is held twice.
+    """
+    width = past.get_seq_length()
+
+    def states(row: int, pad: int) -> Iterator[RowStates | None]:
+        for layer in cast(Any, past.layers):
+            if getattr(layer, "keys", None) is None:  # it reads another layer's
+                yield None
+                continue
+            held = layer.keys.shape[2]  # fewer than `width` with a sliding window
+            begin = max(0, pad - (width - held))
+            yield layer.keys[row, :, begin:], layer.values[row, :, begin:]
+            if drops and row == len(padding) - 1:
+                layer.keys = layer.values = layer.keys.new_empty(0)
+
+    for row, pad in enumerate(padding.tolist()):
+        cache.copy_prefix_from(row, states(row, pad), max(0, width - pad))
+        for own, layer in zip(cache.layers, past.layers, strict=False):
+            if has_states(layer):
+                own.committed[row] = {key: each[row].clone() for key, each in states_in(layer).items()}
+
+
+def return_cache(engine: Engine | PlainLoop, past: object) -> None:
+    """Append the new keys and values of a finished engine to the transformers cache that was passed in.
+
+    It then holds all tokens but the last of the longest row. transformers' loop fills its cache itself.
+    """
+    past = past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past
+    if not (isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache)):
+        return
+    rows, padding = [engine.kept[row.index] for row in engine.batch], [row.padding for row in engine.batch]
+    append_states(past, rows, padding)
+
+
+def append_states(past: DynamicCache | StaticCache, rows: Sequence[RowCopy], padding: Sequence[int]) -> None:
+    """Append keys and values of rows to a cache that may hold their beginning, and replace its states.
+
+    It then holds the tokens of the longest row including its `padding`; padding is zeros.
+    """
+    begin = int(past.get_seq_length())
+    width = max(pad + next(iter(row.kv.values()))[0].shape[1] for pad, row in zip(padding, rows, strict=True))
+    for index in rows[0].states:
+        held = [row.states[index] for row in rows]
+        load_states(past.layers[index], {key: torch.stack([each[key] for each in held]) for key in held[0]})
+    for index in rows[0].kv:
+        new: list[list[Tensor]] = [[], []]
+        for pad, row in zip(padding, rows, strict=True):
+            for filled, states in zip(new, row.kv[index], strict=True):
+                states = states[:, max(0, begin - pad) :]
+                before = max(pad, begin) - begin
+                filled.append(nn.functional.pad(states, (0, 0, before, width - begin - before - states.shape[1])))
+        past.update(torch.stack(new[0]), torch.stack(new[1]), index)

@@ -1,0 +1,376 @@
+"""The plan of a request: the resolved call of `model.generate` and the way it is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+
+from lookahead.backend import probes, self_check, support
+from lookahead.backend.protocol import Shape
+from lookahead.config import LookaheadConfig
+from lookahead.decoding import validation
+from lookahead.decoding.assembly import assemble
+from lookahead.decoding.beams import BEAM_MODES, BeamLoop
+from lookahead.decoding.hf_outputs import copy_prefix_from
+from lookahead.decoding.prompt_reading import PromptReading, placeholders_of
+from lookahead.drafting.proposal import IntArray
+from lookahead.engine.engine import Engine
+from lookahead.engine.fallback import PlainLoop
+from lookahead.engine.row import Row
+from lookahead.errors import UnsupportedModelError, warn
+from lookahead.model.call_caches import cache_in, tokens_in
+from lookahead.model.calls import ResolvedCall, own_sample, unserved_reason
+from lookahead.model.encoded_rows import Encoded
+from lookahead.model.encoding import note_outputs
+from lookahead.model.facts import (
+    calls_registered_attention,
+    decoder_vocabulary,
+    empty_cache,
+    encoder_of,
+    input_device,
+    may_keep_states,
+    picks_keys,
+    reads_text,
+    vocabulary_size,
+)
+from lookahead.model.known_code import changed_cache
+from lookahead.model.model_state import checkpointed, outside_passes, recognise, undisturbed
+from lookahead.model.private_names import missing_names
+from lookahead.model.state_layers import takes_states
+from lookahead.model.state_scope import mixers_of
+from lookahead.proposers.ngram import OutputStore
+from lookahead.verification.sampling import TokenChooser, warp_of
+from lookahead.verification.stopping import StoppingRule, stateful_name, stateful_reason, stopping_rule
+
+Loop = Engine | PlainLoop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    """A resolved call of `model.generate`.
+
+    Attributes:
+        call: The call as resolved by transformers.
+        config: How to draft.
+        tokenizer: The model's tokenizer, for proposers that compare it with their own.
+        context: Maximum tokens of a row, which ends there; None for no limit.
+        memory: The store of `memory="request"`, shared by the calls of one request; None for one call.
+        lengths: int64 `[batch]`, tokens of the prompts without padding.
+        stopping: Ends the rows.
+        shape: The shape of drafts in one pass; "none" for the loop of transformers.
+        reading: Reads prompts that are more than tokens; None for token ids.
+        reason: Why transformers decodes the call, for a warning; empty if there is nothing to report.
+        is_refused: Whether `reason` is an error, since the given configuration names proposers.
+        predictions: The expected output of every prompt; empty for none.
+        generator: Draws the tokens of sampled rows; None for torch's global generator, whose draws depend on the order
+            of calls, so these rows are decoded alone.
+    """
+
+    call: ResolvedCall
+    config: LookaheadConfig
+    tokenizer: PreTrainedTokenizerBase | None = None
+    context: int | None = None
+    memory: OutputStore | None = None
+    lengths: NDArray[np.int64]
+    stopping: StoppingRule
+    shape: Shape | Literal["none"] = "none"
+    reading: PromptReading | None = None
+    reason: str = ""
+    is_refused: bool = False
+    predictions: Sequence[Sequence[IntArray]] = ()
+    generator: torch.Generator | None = None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn."""
+        return bool(self.call.generation_config.do_sample)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether its prompt can share a batch, as a request for a single token can, which drafts nothing."""
+        if (self.is_sampled and self.generator is None) or self.reason or self.reading is not None:
+            return False
+        if self.shape == "none":  # a single token
+            given = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
+            return support.support_of(self.call.model, **given, trusted=self.config.trust_user_code).shape == "trees"
+        return self.shape == "trees"
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the caller gets the cache."""
+        past = cache_in(self.call.model_kwargs)
+        return validation.is_cache_returned(past, self.call.generation_config)
+
+    def rows(self) -> list[Row]:
+        """The rows of an engine, one for each prompt."""
+        call, longest = self.call, self.call.input_ids.shape[1]
+        config, device = call.generation_config, call.input_ids.device
+        is_shown = bool(config.output_scores or config.output_logits)
+        batch_size = len(self.lengths)
+        sampling: Any = {"do_sample": self.is_sampled, "keep": is_shown, "generator": self.generator}
+        is_edited = batch_size == 1 and bool(stateful_name(call.logits_processor, call.stopping_criteria, config))
+        chooser = TokenChooser(call.logits_processor, batch_size=batch_size, **sampling)
+        rows = []
+        for i, (ids, length) in enumerate(zip(call.input_ids.cpu().numpy(), self.lengths.tolist(), strict=True)):
+            padding = longest - length
+            rule = self.stopping.within(self.context, padding)
+            rows.append(Row(i, ids, chooser, rule, padding=padding, place=i, device=device))
+            rows[i].is_edited = is_edited
+            if self.predictions:  # several sampled outputs of a prompt stand next to each other
+                rows[i].predictions = self.predictions[i * len(self.predictions) // batch_size]
+        if self.reading is not None:
+            places = np.array(placeholders_of(call.model, call.input_ids), np.int64)
+            for row in rows:
+                row.placeholders, row.stats.prefill_s = places, self.reading.seconds
+        return rows
+
+    def encoded(self) -> Encoded | None:
+        """The encoded inputs, with the cache of `generate` if it can be cropped; None without an encoder."""
+        model, options, inputs = self.call.model, self.call.model_kwargs, self.call.inputs_tensor
+        if not model.config.is_encoder_decoder:
+            return None
+        past, mask = cache_in(options), options.get("attention_mask")
+        if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
+            past = empty_cache(model)
+        outputs = options["encoder_outputs"]
+        tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
+        if mask is not None and len(mask) != len(tokens):
+            mask = None  # Whisper's mask, which its decoder never sees, includes audios that ended
+        is_shared = reads_text(model) and vocabulary_size(model, encoder_of(model)) == decoder_vocabulary(model)
+        if inputs is not None and inputs.ndim == 2 and is_shared:
+            inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # several sampled outputs of each
+            # If encoder outputs are given without inputs, `generate` fills the inputs with -100.
+            seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()
+            tokens = [ids[kept].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
+        heard = None
+        if inputs is not None and not reads_text(model):
+            heard = inputs.repeat_interleave(len(tokens) // len(inputs), 0)
+        return Encoded(outputs, mask, past, self.keeps_cache, tokens, heard)
+
+    def begin(self, *, warns: bool = True) -> Loop:
+        """The loop that decodes the request; a warning says why if it is the loop of transformers and `warns`.
+
+        Raises:
+            UnsupportedModelError: Nothing can be drafted, though the given configuration asks for drafts.
+        """
+        call = self.call
+        if call.generation_config.get_generation_mode() in BEAM_MODES:
+            return BeamLoop(call, self.config, is_refused=self.is_refused, context=self.context)
+        if self.reason and self.is_refused:
+            raise UnsupportedModelError(f"{self.reason}; leave out {self.config.demands} to decode it plainly")
+        if self.shape == "none":
+            if self.reason and warns:
+                warn(self.reason)
+            loop = outside_passes()(own_sample(call))
+            return PlainLoop(loop, call.input_ids, self.lengths, call.stopping_criteria, self.context)
+        encoded, rows = self.encoded(), self.rows()
+        for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
+            row.read_by_encoder(tokens)
+        past = cache_in(call.model_kwargs)
+        is_continued = encoded is None and tokens_in(past) > 0
+        with undisturbed(call.model):
+            engine = assemble(
+                call.model,
+                self.config,
+                self.stopping,
+                self.tokenizer,
+                rows,
+                shape=self.shape,
+                warp=warp_of(call.logits_processor) if self.is_sampled else None,
+                encoded=encoded,
+                reading=self.reading,
+                memory=self.memory,
+                keep_cache=self.keeps_cache or is_continued,
+                predicts=any(self.predictions),
+            )
+        if is_continued and self.reading is None:
+            longest = call.input_ids.shape[1]
+            copy_prefix_from(cast(DynamicCache, past), engine.cache, longest - self.lengths)
+        return engine
+
+
+def generator_for(model: PreTrainedModel, seed: int | None) -> torch.Generator:
+    """The random generator of one row, seeded as by `torch.manual_seed`; None means any seed."""
+    generator = torch.Generator(input_device(model))
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    return generator
+
+
+def plan_request(
+    call: ResolvedCall,
+    config: LookaheadConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    context: int | None = None,
+    memory: OutputStore | None = None,
+) -> RequestPlan:
+    """Check a call of `model.generate` and decide how to decode it.
+
+    Args:
+        call: The call as resolved by transformers.
+        config: How to draft; the defaults when None.
+        tokenizer: The model's tokenizer.
+        context: Maximum tokens of a row; None for no limit.
+        memory: As in `RequestPlan`.
+
+    Raises:
+        PromptError: A prompt has no tokens, or is longer than the model's context.
+        UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
+    """
+    model, generation_config, options = call.model, call.generation_config, call.model_kwargs
+    config = config if config is not None else LookaheadConfig()
+    if options.keys() & validation.TOKEN_TYPES:
+        recognise(model, trusted=config.trust_user_code)
+    stopping = stopping_rule(call.stopping_criteria, generation_config)
+    named = ", ".join(missing_names())
+    lacking = f"the installed libraries lack what drafts need, {named}" if named else ""
+    if generation_config.get_generation_mode() in BEAM_MODES:
+        if lacking:
+            raise UnsupportedModelError(lacking)
+        none = np.zeros(0, np.int64)
+        return RequestPlan(
+            call=call, config=config, context=context, lengths=none, stopping=stopping, is_refused=bool(config.demands)
+        )
+    validation.validate_call(model, generation_config, options)
+    past = cache_in(options)
+    held = getattr(past, "self_attention_cache", past)
+    # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
+    # have other row counts. Either way the bits differ from decoding one token at a time.
+    if isinstance(held, StaticCache) or validation.reads_otherwise(generation_config):
+        config = replace(config, exactness="fast")
+    lengths = validation.prompt_lengths(model, call.input_ids, options)
+    others = validation.other_inputs(model, options)
+    if not validation.has_usual_positions(options.get("position_ids"), lengths, call.input_ids.shape[1]):
+        others.append("position_ids")
+    plan = RequestPlan(
+        call=call,
+        config=config,
+        tokenizer=tokenizer,
+        context=context,
+        memory=memory,
+        lengths=lengths,
+        stopping=stopping,
+    )
+    batch_size, longest = call.input_ids.shape
+    if reason := unserved_reason(call):
+        return replace(plan, reason=f"{reason}; it is decoded plainly")
+    if lacking:
+        return replace(plan, reason=f"{lacking}; it is decoded plainly")
+    if stopping.max_length <= longest + 1:
+        return plan  # a single token: there is nothing to draft
+    is_lossy = config.acceptance == "typical"
+    given = call.logits_processor, call.stopping_criteria, generation_config
+    if reason := stateful_reason(*given, batch_size, is_lossy):
+        return replace(plan, reason=reason)
+    if generation_config.use_cache is False and (name := stateful_name(*given)):
+        return replace(plan, reason=f"{name} may edit a text that is read again for every token; it is decoded plainly")
+    found = _found(call, config, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
+    is_padded = bool(lengths.min() < longest)
+    shape, reason = shape_of(model, found, config, rows=batch_size, is_padded=is_padded)
+    if reason and config.demands:
+        return replace(plan, reason=reason, is_refused=True)
+    if (others or found.behind_own) and generation_config.use_cache is False:
+        reason = f"{', '.join(others) or 'its prompt'} is read again for every token"
+    if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
+        # transformers continues a stopped row until all rows are stopped: its length depends on the slowest.
+        reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
+    if shape == "none" or reason:
+        return replace(plan, reason=f"{reason}; it is decoded plainly")
+    if not model.config.is_encoder_decoder and tokens_in(past) > 0:
+        validation.validate_past(model, past, call.input_ids, generation_config, options.get("attention_mask"))
+    if others or found.behind_own:
+        reading = PromptReading(call, lengths, keeps_cache=plan.keeps_cache)
+        if reason := reading.unsupported_reason(shape, found.ropes, stopping.max_length - longest):
+            behind = ", ".join(others) or "a prompt"
+            reason = f"{type(model).__name__} cannot be decoded speculatively after {behind}: {reason}"
+            return replace(plan, reason=f"{reason}; it is decoded plainly", is_refused=bool(config.demands))
+        return replace(plan, shape=shape, reading=reading)
+    return replace(plan, shape=shape)
+
+
+def _found(
+    call: ResolvedCall, config: LookaheadConfig, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool
+) -> support.Support:
+    """The support of the model for drafts, given the cache and the padding of the call."""
+    model, past, is_cached = call.model, cache_in(call.model_kwargs), call.generation_config.use_cache is not False
+    is_padded, hears = bool(lengths.min() < call.input_ids.shape[1]), not reads_text(model)
+    if hears and (hears := model.config.is_encoder_decoder):
+        note_outputs(model, call.model_kwargs["encoder_outputs"])
+    given: Any = {"shortest": int(lengths.min()), "max_length": max_length, "trusted": config.trust_user_code}
+    found, why = support.support_of(model, **given), ""
+    if is_cached and checkpointed(model):
+        why = "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
+    elif changed := changed_cache(past):
+        why = f"its cache has its own code, {changed}"
+    elif found.shape != "none" and may_keep_states(model) and mixers_of(model):
+        if keeps_cache and (len(lengths) > 1 or not takes_states(past)):
+            why = "its states can be returned for one prompt only, and only with attention"
+        elif is_padded and not probes.heeds_padding(model):
+            why = "its layers keep states, which the padding of a batch changes"
+        elif validation.reads_otherwise(call.generation_config):
+            why = "its layers keep states, and its texts are read in parts or more than once"
+    elif found.shape != "none" and picks_keys(model):
+        if keeps_cache or tokens_in(past):
+            why = "its indexer has its own keys, which the caches of callers do not hold"
+        elif is_padded and not probes.heeds_padding(model):
+            why = "its indexer picks keys, which the padding of a batch changes"
+    elif hears and not (is_cached and isinstance(getattr(past, "self_attention_cache", past), DynamicCache)):
+        why = "its encoder reads no text, and the cache of its decoder does not grow"
+    return support.Support("none", why) if why else found
+
+
+def shape_of(
+    model: PreTrainedModel,
+    found: support.Support,
+    config: LookaheadConfig,
+    *,
+    rows: int = 1,
+    is_padded: bool = False,
+) -> tuple[Shape | Literal["none"], str]:
+    """The shape of drafts in one pass, and why the model cannot verify the configured drafts, or an empty string.
+
+    Args:
+        model: The model.
+        found: The model's support.
+        config: How to draft.
+        rows: Prompts that are decoded together.
+        is_padded: Whether their lengths differ.
+    """
+    shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
+    if found.behind_own:
+        shape = "trees"
+    is_auto = config.exactness == "auto"
+    if has_encoder and shape == "trees":
+        is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
+        if (is_padded and not probes.heeds_padding(model)) or (rows > 1 and not calls_registered_attention(model)):
+            shape, why = "chains", "the rows of such a batch keep one length"
+        # The nodes of a chain attend to the same slots as alone: fewer outputs differ by rounding.
+        elif is_half and is_auto and (rows > 1 or is_padded or not self_check.keeps_solo_bits(model)):
+            shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
+    acceptance = config.acceptance
+    obstacles = {
+        f"be decoded speculatively: {why}": shape == "none",
+        f"be decoded speculatively for {rows} prompts at once: {why}": rows > 1 and not has_encoder,
+        "be decoded speculatively after a padded decoder_attention_mask": has_encoder and is_padded,
+        f"verify the lookahead branch: {why}": "jacobi" in config.proposers and not config.decides_branch,
+        f"verify what several proposers draw: {why}": acceptance == "rejection" and len(config.proposers) > 1,
+        f"accept {rows} inputs by acceptance={acceptance!r}: {why}": acceptance != "exact" and rows > 1,
+    }
+    met = [obstacle for obstacle, is_met in obstacles.items() if is_met and shape != "trees"]
+    return shape, f"{type(model).__name__} cannot {met[0]}" if met else ""
+
+
+def joins_alone(model: PreTrainedModel, config: LookaheadConfig) -> bool:
+    """Whether inputs of an encoder-decoder model join one at a time and keep the tokens of decoding alone.
+
+    On a GPU, reading several inputs takes little more time than one.
+    """
+    found = support.support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
+    shape, _ = shape_of(model, found, config)
+    return shape == "trees" and calls_registered_attention(model) and input_device(model).type == "cpu"

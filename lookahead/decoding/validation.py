@@ -1,0 +1,390 @@
+"""Validation of the arguments of the Python API and of `model.generate`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from copy import copy
+from numbers import Integral
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from lookahead.config import LookaheadConfig, refuse_removed
+from lookahead.decoding.sampling_rule import checked_numbers
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, warn, with_place
+from lookahead.model.call_caches import CACHE, cache_in, may_be_callers
+from lookahead.model.calls import mask_length
+from lookahead.model.facts import (
+    check_model,
+    decoder_vocabulary,
+    described,
+    embedding_of,
+    input_device,
+    position_limit,
+    reads_text,
+    side_positions,
+    validate_model,
+)
+from lookahead.model.model_state import recognise, state_of
+from lookahead.model.state_layers import is_filled
+from lookahead.proposers.pool_files import pool_of
+from lookahead.utils.fingerprints import tokenizer_fingerprint
+from lookahead.utils.kept_values import truth
+
+# Arguments of `model.generate` that the API refuses if they are set.
+_NOT_TAKEN = {
+    "streamer": "use stream, or model.generate under lookahead.enable",
+    "custom_generate": "use model.generate",
+    "token_healing": "use model.generate, with the tokenizer",
+}
+_PROMPTS = ("input_ids", "attention_mask", "inputs", "inputs_embeds", "messages")
+_ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_config": "config"}
+_LEAST_SHARE = 0.8  # minimum share of embedding rows with a token; the rest is padding
+
+SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
+"""Inputs of a model that passes set themselves, or do not need since they have their own cache and positions."""
+_SERVED_BEHIND_ENCODER = frozenset(
+    {
+        *("encoder_outputs", "attention_mask", "decoder_attention_mask", CACHE, "use_cache"),
+        *("global_attention_mask", "inputs_embeds", "logits_to_keep"),  # the encoder has read them already
+    }
+)
+# transformers extends these by repeating the last column, so zeros stay zeros.
+TOKEN_TYPES = frozenset(("token_type_ids", "mm_token_type_ids"))
+"""Inputs of which zeros may mean nothing to a model, which a pass tells."""
+# Options that select a mode other than greedy search or sampling.
+_MODE_OPTIONS = (
+    *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha", "dola_layers"),
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+)
+
+_LOOPS = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
+_NO_BEAMS = ("num_beams", 1), ("num_beam_groups", 1)
+
+
+def check_pair(model: Any, tokenizer: object) -> None:
+    """Raise ConfigError unless given a model and a tokenizer; warn once if they do not seem to match."""
+    if isinstance(model, PreTrainedTokenizerBase) and isinstance(tokenizer, nn.Module):
+        raise ConfigError("model and tokenizer are swapped: pass the model first, then its tokenizer")
+    check_model(model)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        has_one = hasattr(tokenizer, "tokenizer")
+        got = f"a {type(tokenizer).__name__}; pass its .tokenizer" if has_one else described(tokenizer)
+        raise ConfigError(f"tokenizer must be a tokenizer of transformers, got {got}")
+    seen = state_of(model).tokenizers
+    if tokenizer in seen or not model.can_generate():
+        return
+    seen.add(tokenizer)
+    known = getattr(embedding_of(model), "num_embeddings", None)
+    if known is None:
+        return
+    differences = []
+    if not _LEAST_SHARE * known <= len(tokenizer) <= known:
+        differences.append(f"{len(tokenizer):,} tokens against embeddings for {known:,}")
+    for name in ("eos_token_id", "bos_token_id"):
+        configs = (model.config.get_text_config(), getattr(model, "generation_config", None))
+        own, tokens = getattr(tokenizer, name, None), [getattr(config, name, None) for config in configs]
+        given: set[Any] = {token for each in tokens for token in (each if isinstance(each, list | tuple) else [each])}
+        given = {token for token in given if token is not None and 0 <= token < known}  # other ids are defaults
+        if own is not None and given and own not in given:
+            differences.append(f"{name} {own} against {', '.join(map(str, sorted(given)))}")
+    if differences:
+        names = f"{tokenizer.name_or_path!r}", f"{model.config.name_or_path or type(model).__name__!r}"
+        told = f"the tokenizer {names[0]} may be that of another model than {names[1]}: {'; '.join(differences)}"
+        warn(told)
+
+
+def check_options(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: LookaheadConfig | None,
+    generation_config: object,
+    options: Mapping[str, Any],
+    seed: object = None,
+) -> None:
+    """Check the arguments of a call of the Python API.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        config: How to draft; None for the defaults.
+        generation_config: As for `model.generate`.
+        options: Other options of `model.generate`.
+        seed: None, or a whole number from -2^63 to 2^64 - 1.
+
+    Raises:
+        ConfigError: An option is out of its range, not accepted here, or unknown.
+        PoolError: The pool of the configuration cannot be read, or was made with another tokenizer.
+        UnsupportedModelError: The model cannot be used.
+    """
+    validate_model(model)
+    if model.config.is_encoder_decoder and not reads_text(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads {model.main_input_name}, not text: call model.generate under "
+            "lookahead.enable(model)"
+        )
+    check_config("config", config)
+    if config is not None and config.pool is not None:
+        pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        hint = "; pass its entries as keyword arguments" if isinstance(generation_config, Mapping) else ""
+        got = f"a {type(generation_config).__name__}{hint}"
+        raise ConfigError(f"generation_config must be a GenerationConfig, got {got}")
+    refuse_removed(options)
+    for name in options:
+        if name in _PROMPTS:
+            raise ConfigError(
+                f"{name} is not taken here: pass the prompt as the third argument; "
+                "a string, chat messages, token ids and the output of a tokenizer are accepted"
+            )
+        if name in _NOT_TAKEN and options[name]:
+            raise ConfigError(f"{name} is not taken here; {_NOT_TAKEN[name]}")
+    check_seed(seed)
+    given = checked_numbers(options)
+    if not isinstance(given.get("do_sample", False), bool):
+        raise ConfigError(f"do_sample must be True or False, got {given['do_sample']!r}")
+    if given.get("temperature") == 0 and resolved(model, generation_config, options, "do_sample"):
+        raise ConfigError("temperature must be more than 0 to sample, got 0; do_sample=False takes the likeliest token")
+    known = vars(GenerationConfig())
+    for name in options:
+        # Unknown options that look like a typo; transformers refuses the others.
+        if name not in known and not hasattr(model.generation_config, name):
+            meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
+            if meant is not None:
+                raise ConfigError(f"{name!r} is no option of generate; did you mean {meant!r}?")
+
+
+def resolved(
+    model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any], name: str
+) -> Any:
+    """An option as `model.generate` resolves it: the argument, the given configuration's, or the model's."""
+    if name in options:
+        return options[name]
+    given = getattr(generation_config, name, None)
+    return given if given is not None else getattr(model.generation_config, name, None)
+
+
+def serve_stop_strings(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    generation_config: GenerationConfig | None,
+    generate_kwargs: dict[str, Any],
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """The configuration and arguments for `model.generate` with stop strings turned into a stopping criterion.
+
+    `generate` cannot do that, since it passes no tokenizer to a custom method.
+    """
+    stop_strings = resolved(model, generation_config, generate_kwargs, "stop_strings")
+    if stop_strings is None or tokenizer is None:
+        return generation_config, generate_kwargs
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings)])
+    criteria.extend(generate_kwargs.get("stopping_criteria") or [])
+    if generation_config is not None and generation_config.stop_strings is not None:
+        generation_config = copy(generation_config)
+        generation_config.stop_strings = None
+    kept = {name: value for name, value in generate_kwargs.items() if name != "stop_strings"}
+    if model.generation_config.stop_strings is not None:
+        kept["stop_strings"] = None  # else the model's own would apply
+    return generation_config, {**kept, "stopping_criteria": criteria}
+
+
+def check_config(name: str, config: object) -> None:
+    """Raise ConfigError unless the argument is a LookaheadConfig or None."""
+    if config is not None and not isinstance(config, LookaheadConfig):
+        raise ConfigError(f"{name} must be a LookaheadConfig, got a {type(config).__name__}")
+
+
+def check_seed(seed: object) -> None:
+    """Raise ConfigError for a seed that `torch.manual_seed` does not take."""
+    is_whole = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if seed is not None and not (is_whole and -(1 << 63) <= cast(int, seed) < 1 << 64):
+        raise ConfigError(f"seed must be a whole number from -2^63 to 2^64 - 1, got {seed!r}")
+
+
+def validate_call(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+    modes: Sequence[GenerationMode] = _LOOPS,
+) -> None:
+    """Raise UnsupportedModelError if a resolved call of `model.generate` cannot be served."""
+    validate_model(model)
+    mode, past, has_encoder = config.get_generation_mode(), cache_in(model_kwargs), model.config.is_encoder_decoder
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        raise _left_out(
+            f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token"
+        )
+    if mode not in modes:
+        given = {name: getattr(config, name, None) for name in _MODE_OPTIONS}
+        given = {name: value for name, value in given.items() if value and (name, value) not in _NO_BEAMS}
+        named = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        hint = ", or pass num_beams=1" if "beam" in mode.value else ""
+        raise _left_out(f"{mode.value.replace('_', ' ')} ({named}) is not served here", hint)
+    if config.cache_implementation == "quantized":
+        raise _left_out("a quantized cache changes tokens and is not served")
+    if has_encoder and may_be_callers(past, config) and not isinstance(past, EncoderDecoderCache):
+        raise UnsupportedModelError(f"{CACHE} must be an EncoderDecoderCache, got a {type(past).__name__}")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            raise _left_out(f"{name}=True is not served")
+    for name in other_inputs(model, model_kwargs):
+        # Beam search and encoder-decoder models take only tokens.
+        if mode not in _LOOPS and name == "mm_encoder_outputs":  # made of them by `generate`
+            raise _left_out(f"{mode.value.replace('_', ' ')} is not served after images, videos or sound")
+        if has_encoder or mode not in _LOOPS or name == "inputs_embeds":
+            raise _left_out(f"the model input {name!r} is not served")
+    if isinstance(past, EncoderDecoderCache):
+        if past.get_seq_length() > 0:
+            got = f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens"
+            raise UnsupportedModelError(f"{got}; leave out custom_generate to continue from them")
+        kind = type(past.self_attention_cache)
+        if is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
+            raise _left_out(f"a {kind.__name__} is not given back")
+
+
+def other_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> list[str]:
+    """Names of inputs of a call that may change its output, other than tokens and the inputs of every pass."""
+    served = _SERVED_BEHIND_ENCODER if model.config.is_encoder_decoder else SERVED
+    names = []
+    for name, value in model_kwargs.items():
+        # transformers passes an empty dictionary for no images
+        if name in served or value is None or (isinstance(value, dict) and all(v is None for v in value.values())):
+            continue
+        if name not in TOKEN_TYPES or value.any() or _heeds(model, name):
+            names.append(name)
+    return names
+
+
+def _left_out(what: str, hint: str = "") -> UnsupportedModelError:
+    """The error for a feature that only transformers supports."""
+    return UnsupportedModelError(f"{what}; leave out custom_generate for it{hint}")
+
+
+def reads_otherwise(config: GenerationConfig) -> bool:
+    """Whether `generate` reads the whole text again for each token, or a prompt in parts."""
+    return config.use_cache is False or config.prefill_chunk_size is not None
+
+
+def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
+    """Whether the caller of `model.generate` sees the cache."""
+    return bool(config.return_dict_in_generate) or may_be_callers(past, config)
+
+
+def _heeds(model: PreTrainedModel, name: str) -> bool:
+    """Whether zeros in an input `[batch, tokens]` change the logits of a model, as its call has recognised it."""
+    plan = state_of(model).plan or recognise(model)
+    if plan.user_code and not plan.trusted:
+        return True
+
+    def probe() -> bool:
+        ids = torch.arange(1, 7, device=input_device(model))[None]
+        causal_lm: Any = model
+        try:
+            with torch.no_grad():
+                given = causal_lm(input_ids=ids, **{name: torch.zeros_like(ids)}).logits
+                return not torch.equal(given, causal_lm(input_ids=ids).logits)
+        except Exception as error:  # it needs more than text; left to transformers
+            state_of(model).note_problem(f"{type(model).__name__} is not served with {name}", with_place(error))
+            return True
+
+    return state_of(model).probed(name, model, probe, truth)
+
+
+def validate_past(
+    model: PreTrainedModel, past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None
+) -> None:
+    """Refuse a filled cache that cannot be continued.
+
+    Args:
+        model: The model.
+        past: The cache.
+        input_ids: int64 `[batch, tokens]`, the whole text.
+        config: The generation configuration of the call.
+        attention_mask: `[batch, tokens]`, or None.
+
+    Raises:
+        UnsupportedModelError: The cache is not a DynamicCache, has other rows or a narrower dtype, or the text or the
+            mask is not longer than it.
+    """
+    if not isinstance(past, DynamicCache) or not all(map(is_filled, past.layers)):
+        raise UnsupportedModelError(f"{CACHE} must be a DynamicCache, got a {type(past).__name__}")
+    whole = input_ids.shape[1]
+    seen = attention_mask.shape[1] if attention_mask is not None else mask_length(config, whole)
+    if seen != whole or past.get_seq_length() >= whole:
+        raise UnsupportedModelError(
+            f"input_ids must hold the whole text, the {past.get_seq_length()} cached tokens included and at least "
+            f"one more, got {whole} tokens and a mask of {seen}"
+        )
+    for layer in cast(Any, past.layers):
+        keys = getattr(layer, "keys", None)
+        if keys is None:  # it reads another layer's
+            continue
+        if len(keys) != len(input_ids):
+            raise UnsupportedModelError(f"{CACHE} holds {len(keys)} rows, got input_ids of {len(input_ids)}")
+        # transformers appends in the wider dtype; under autocast the dtype of keys is not the model's
+        is_wide = torch.promote_types(keys.dtype, model.dtype) == keys.dtype
+        if not is_wide and not torch.is_autocast_enabled(keys.device.type):
+            raise UnsupportedModelError(f"{CACHE} holds {keys.dtype}, which is narrower than the model's {model.dtype}")
+
+
+def has_usual_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> bool:
+    """Whether positions, `[…, batch or 1, tokens]`, are the positions of text; any are allowed for padding."""
+    if position_ids is None:
+        return True
+    usual = np.arange(longest) - (longest - lengths)[:, None]
+    given = position_ids.cpu().numpy()
+    return given.shape[-1] == longest and not ((given != usual) & (usual >= 0)).any()
+
+
+def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> None:
+    """Refuse prompt number `prompt` if its tokens, int64 `[n]`, are not all in the vocabulary."""
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        stranger = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise PromptError(
+            f"prompt {prompt} holds token {stranger}, and the model's vocabulary ends at {vocab_size - 1}: "
+            "is the tokenizer that of another model?"
+        )
+
+
+def prompt_lengths(
+    model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any], beams: int = 1
+) -> NDArray[np.int64]:
+    """Tokens of each prompt without left padding, int64 `[batch]`; `input_ids` repeat each prompt once per beam.
+
+    Refuses tokens outside the vocabulary, unless other inputs may replace them, and prompts longer than the model's
+    position table: on a GPU they would crash the process.
+    """
+    has_encoder, vocab_size = model.config.is_encoder_decoder, decoder_vocabulary(model)
+    given = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+    input_ids, given = input_ids[::beams], None if given is None else given[::beams]
+    batch_size, longest = input_ids.shape
+    if not batch_size:
+        raise PromptError("input_ids hold no prompt")
+    if not longest:
+        raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
+    if input_ids.is_floating_point():
+        raise PromptError(f"input_ids must be whole numbers, got a tensor of {input_ids.dtype}")
+    if given is not None and given.shape != input_ids.shape:
+        shapes = f"{[*input_ids.shape]}, got {[*given.shape]}"
+        raise UnsupportedModelError(f"attention_mask must have the shape of input_ids, {shapes}")
+    mask = np.ones((batch_size, longest), bool) if given is None else given.bool().cpu().numpy()
+    lengths: NDArray[np.int64] = mask.sum(1)
+    if (lengths == 0).any():
+        raise _left_out(
+            f"attention_mask of prompt {int(lengths.argmin())} is all zeros: a prompt needs at least one token"
+        )
+    for row, ids in enumerate(() if other_inputs(model, model_kwargs) else input_ids.cpu().numpy()):
+        check_token_ids(ids[longest - lengths[row] :], row, vocab_size)
+    limit = side_positions(model, "decoder") if has_encoder else position_limit(model)
+    most = longest if has_encoder else int(lengths.max())
+    if limit is not None and most > limit:
+        prompt = "the decoder's prompt" if has_encoder else f"prompt {int(lengths.argmax())}"
+        raise PromptError(f"{prompt} has {most} tokens and the model positions for {limit}; shorten it")
+    return lengths

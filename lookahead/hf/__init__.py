@@ -1,1 +1,0 @@
-"""HuggingFace models: loading, caches, hooks. Only this package uses private names of transformers."""

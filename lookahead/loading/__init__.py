@@ -1,0 +1,1 @@
+"""Models from names and files: checkpoints, GGUF, quantized layers."""

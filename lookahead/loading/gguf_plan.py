@@ -1,0 +1,278 @@
+"""The tensors of a GGUF file, and which of them are multiplied as they are stored.
+
+A linear layer or an embedding keeps its blocks if their type is one of `gguf_blocks.TYPES` and transformers at most
+reorders the rows of its tensor. Other tensors are dequantized. The configuration, the tokenizer and the plan of tensors
+take seconds to read, and are kept in a small folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.errors import UnsupportedModelError
+from lookahead.loading.checkpoints import OTHER_SHAPES, auto_class, check_fit, fault
+from lookahead.loading.gguf_files import check_places, kept_once, one_error, open_checked, read_parts, set_end_token
+from lookahead.utils.locks import locked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_VERSION = "parts-1"
+_S = 10  # to read a configuration and a tokenizer
+_FILE = "tensors.json"
+_SHARE = 0.5  # smallest share of a file's elements in kept tensors
+_FLOATS = {"F32", "F16", "BF16", "F64"}
+
+
+class PlacedTensor(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+        name: Its name in the file.
+        place: The name of the model's parameter.
+        kind: The type of its blocks or numbers, in the file's terms.
+        shape: Shape in torch's order.
+        offset: Offset of its first byte in the file.
+        nbytes: Size in bytes.
+        is_kept: Whether its blocks are multiplied as they are.
+    """
+
+    name: str
+    place: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    is_kept: bool
+
+    @property
+    def numbers(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class Plan(NamedTuple):
+    """The tensors of a file, and the layers that keep their blocks."""
+
+    architecture: str  # the file's name for it
+    reason: str  # why no blocks are kept; empty if some are
+    tensors: list[PlacedTensor]
+    layers: dict[str, str]  # block types by layer name
+
+    @property
+    def dequantized(self) -> list[str]:
+        """The block types of the dequantized tensors."""
+        return sorted({each.kind for each in self.tensors if not each.is_kept} - _FLOATS)
+
+
+def planned_once(file: Path, announce: Callable[[str], None] | None = None) -> tuple[Path, Plan]:
+    """The folder with the configuration and the tokenizer of a file, and its plan; made unless an earlier call did.
+
+    `announce` is called with one line of text before that work.
+
+    Raises:
+        UnsupportedModelError: The file is truncated, or transformers does not support its model.
+    """
+    make = partial(_describe, file, announce)
+    folder = kept_once(file, _VERSION, make)
+    try:
+        return folder, _read(folder)
+    except (OSError, ValueError, TypeError, KeyError):  # a damaged file
+        with locked(folder, timeout_s=-1):
+            shutil.rmtree(folder, ignore_errors=True)
+        folder = kept_once(file, _VERSION, make)
+        return folder, _read(folder)
+
+
+def _read(folder: Path) -> Plan:
+    held = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    tensors = [PlacedTensor(*each)._replace(shape=tuple(each[3])) for each in held["tensors"]]
+    return Plan(held["architecture"], held["reason"], tensors, dict(held["layers"]))
+
+
+def _describe(file: Path, announce: Callable[[str], None] | None, folder: Path) -> None:
+    """Save the configuration, the tokenizer and the plan of a file."""
+    import torch
+
+    reader = open_checked(file)
+    if announce is not None:
+        announce(f"reading what {file.name} holds, once (about {_S} seconds)")
+    with one_error(file):
+        config, tokenizer = read_parts(file, sum(int(each.n_elements) for each in reader.tensors))
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config)
+        plan = plan_of(reader, model)
+        set_end_token(model, tokenizer)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    (folder / _FILE).write_text(json.dumps(plan._asdict()), encoding="utf-8")
+
+
+def plan_of(reader: Any, model: PreTrainedModel) -> Plan:
+    """Assign the tensors of a file to the parameters of a model, which may be on the meta device."""
+    from lookahead.kernels import gguf_product
+
+    architecture = reader.fields["general.architecture"].contents()
+    processor, places = processor_of(architecture, model.config), _places_of(architecture, model)
+    if processor is None or not places:
+        return Plan(architecture, f"transformers reads {architecture} in another way", [], {})
+    if not gguf_product.is_supported():
+        return Plan(architecture, "this CPU has no instructions for float16", [], {})
+    orders, parameters = RowOrders(processor), dict(model.named_parameters())  # tied ones once
+    tensors = [_placed(each, places[each.name]) for each in reader.tensors if each.name in places]
+    shapes = {each.place: each.shape for each in tensors}
+    others = _other_shapes(shapes, parameters)
+    check_fit(model, [*fault("lacks", parameters.keys() - shapes), *fault(OTHER_SHAPES, others)])
+    check_places((each.name for each in reader.tensors), places, model)
+    tensors = [each._replace(is_kept=_keeps_blocks(each, model, orders)) for each in tensors]
+    layers = {each.place.removesuffix(".weight"): each.kind for each in tensors if each.is_kept}
+    kept, all_of_them = (sum(each.numbers for each in tensors if each.is_kept or counts) for counts in (False, True))
+    if kept < _SHARE * all_of_them:
+        kinds = sorted({each.kind for each in tensors if not each.is_kept and len(each.shape) > 1})
+        return Plan(architecture, f"most of its weights, of {' and '.join(kinds)}, are not multiplied so", [], {})
+    return Plan(architecture, "", tensors, {**layers, **_tied(model, layers)})
+
+
+def _placed(tensor: Any, place: str) -> PlacedTensor:
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    kind = tensor.tensor_type.name
+    return PlacedTensor(tensor.name, place, kind, shape, int(tensor.data_offset), int(tensor.n_bytes), is_kept=False)
+
+
+def _other_shapes(shapes: dict[str, tuple[int, ...]], parameters: dict[str, Any]) -> list[str]:
+    """Matrices whose shape differs from their parameter's; transformers may transpose one, or add a dimension."""
+    return [
+        f"{name} is {found} instead of {tuple(parameters[name].shape)}"
+        for name, found in shapes.items()
+        if name in parameters and len(found) == parameters[name].dim() == 2
+        if sorted(found) != sorted(parameters[name].shape)
+    ]
+
+
+def _places_of(architecture: str, model: PreTrainedModel) -> dict[str, str]:
+    """The parameters of a model by tensor name; empty unless all names are known."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    if architecture not in known:
+        return {}
+    names = get_tensor_name_map(known[architecture], model.config.get_text_config().num_hidden_layers)
+    found = dict[str, str]()
+    for place, _ in model.named_parameters(remove_duplicate=False):
+        stem, _, suffix = place.rpartition(".")
+        if (name := names.get_name(stem)) is None:
+            return {}
+        found[f"{name}.{suffix}"] = place
+    return found
+
+
+def processor_of(architecture: str, config: Any) -> Any:
+    """transformers' processor of an architecture's tensors during dequantization; None if not supported here."""
+    try:
+        from transformers.modeling_gguf_pytorch_utils import (
+            GGUF_SUPPORTED_ARCHITECTURES,
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+        )
+    except ImportError:
+        return None
+    if architecture not in GGUF_SUPPORTED_ARCHITECTURES or architecture in _read_otherwise():
+        return None
+    kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    return kind(config=config.to_dict())
+
+
+def _read_otherwise() -> Any:
+    """The architectures whose tensors newer versions of transformers map differently."""
+    try:
+        from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+    except ImportError:
+        return ()
+    return GGUF_ARCHS
+
+
+class RowOrders:
+    """The order in which transformers reads the rows of tensors such as a query's, found by sending row numbers."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._known: dict[Any, NDArray[np.int64] | None] = {}
+
+    def of(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        """The tensor row for each row of the parameter; ValueError if more than the order changes."""
+        key = re.sub(r"\d+", "0", name), shape
+        if key not in self._known:
+            self._known[key] = self._find(name, shape)
+        if (order := self._known[key]) is None:
+            raise ValueError(f"{name} is more than reordered")
+        return order
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
+        rows, columns = (np.arange(size, dtype=np.int32) for size in shape)
+        try:
+            moved, kept = (
+                self._processor.process(
+                    np.broadcast_to(each, shape), name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
+                )
+                for each in (rows[:, None], columns)
+            )
+            is_order = (
+                moved.name == name
+                and moved.weights.shape == kept.weights.shape == shape
+                and np.array_equal(np.sort(moved.weights[:, 0]), rows)
+                and bool((moved.weights == moved.weights[:, :1]).all() and (kept.weights == columns).all())
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):  # unexpected sizes or settings
+            return None
+        return moved.weights[:, 0].astype(np.int64) if is_order else None
+
+
+def _keeps_blocks(tensor: PlacedTensor, model: PreTrainedModel, orders: RowOrders) -> bool:
+    """Whether the layer of a tensor is plain, and can use its blocks unchanged except for the order of rows."""
+    import torch
+
+    from lookahead.kernels.gguf_blocks import TYPES
+
+    name, _, parameter = tensor.place.rpartition(".")
+    layer: Any = model.get_submodule(name)
+    of_kind = TYPES.get(tensor.kind)
+    if of_kind is None or parameter != "weight" or type(layer) not in (torch.nn.Linear, torch.nn.Embedding):
+        return False
+    if tuple(layer.weight.shape) != tensor.shape or tensor.shape[1] % of_kind.inputs:
+        return False
+    try:
+        orders.of(tensor.name, tensor.shape)
+    except ValueError:
+        return False
+    return True
+
+
+def _tied(model: PreTrainedModel, layers: dict[str, str]) -> dict[str, str]:
+    """The block type of an output layer that shares the embedding's blocks."""
+    import torch
+
+    weights = {id(model.get_submodule(name).weight): kind for name, kind in layers.items()}
+    return {
+        name: weights[id(each.weight)]
+        for name, each in model.named_modules()
+        if type(each) is torch.nn.Linear and name not in layers and id(each.weight) in weights
+    }
+
+
+def tensor_bytes(file: Path, tensor: PlacedTensor) -> NDArray[np.uint8]:
+    """The mapped bytes of a tensor; UnsupportedModelError if the file is too short."""
+    if tensor.offset + tensor.nbytes > file.stat().st_size:
+        raise UnsupportedModelError(f"model {file.name} is truncated: it ends within {tensor.name}")
+    return np.memmap(file, np.uint8, "r", tensor.offset, (tensor.nbytes,))

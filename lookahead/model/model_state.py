@@ -1,0 +1,298 @@
+"""What is kept of a model between calls: its plan, valid for one stamp, and what was measured while decoding."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from threading import RLock, local
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import numpy as np
+import torch
+
+from lookahead.drafting.branch import BranchState
+from lookahead.drafting.budget import DraftingBudget
+from lookahead.drafting.cost_model import StepCost
+from lookahead.model.known_code import is_ours, users_code
+from lookahead.model.stamp import STANDARD, Stamp, modules_of, stamp_of
+from lookahead.model.verdict_files import verdict_file
+from lookahead.utils.kept_values import Parse, find_kept, keep
+
+T = TypeVar("T")
+_MAX_PLANS = 4  # of a model, as adapters or hooks come and go around calls
+_SMALL_BUFFER = 1 << 20  # bytes of a buffer that a pass may change, such as the frequencies of positions
+_log = logging.getLogger(__name__)
+
+
+class LearnedState:
+    """Measurements of a model while decoding. They are kept when the weights change, as in training."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()  # held while anything is read or changed
+        # Step costs and savings of drafting, by how the model is run (`LookaheadConfig.passes`).
+        self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
+        self.budgets: defaultdict[str, DraftingBudget] = defaultdict(DraftingBudget)
+        # Savings of the lookahead branch, by its size and the other proposers.
+        self.branch: defaultdict[Hashable, dict[int, BranchState]] = defaultdict(dict)
+        self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def of(self, owner: object, make: Callable[[], T]) -> T:
+        """State of a proposer about the model: made at its first call, dropped with the proposer."""
+        with self.lock:
+            value: T | None = self._owned.get(owner)
+            if value is None:
+                value = self._owned[owner] = make()
+            return value
+
+
+class ModelPlan:
+    """What is known about a model, valid as long as its stamp is: whose code it runs, verdicts, and kept prefixes.
+
+    Attributes:
+        stamp: The stamp that the plan was made for.
+        user_code: The first code of a user's own on the way of a pass, and where it hangs; empty if there is none.
+        trusted: Whether the user states that this code treats every token by itself and keeps no state.
+        prefixes: The `PrefixStore` of this plan.
+    """
+
+    def __init__(self, model: Any, stamp: Stamp) -> None:
+        self.stamp, self.user_code, self.trusted = stamp, users_code(model), False
+        self.prefixes: Any = None
+        self._verdicts: dict[str, Any] = {}
+        self._file: tuple[Path | None] | None = None
+
+    def verdict(self, name: str, make: Callable[[], T], parse: Parse[T] | None, model: Any) -> T:
+        """The verdict of a name, made at the first request, or read from the file of an earlier process."""
+        if name not in self._verdicts:
+            file = self._file_of(model) if parse is not None else None
+            value = find_kept(file, name, parse) if file is not None and parse is not None else None
+            if value is None:
+                state = state_of(model)
+                noted = state.noted
+                with leaving_nothing(model):
+                    value = make()
+                if file is not None and parse is not None and noted == state.noted:
+                    value = keep(file, name, value, parse)
+            self._verdicts[name] = value
+        result: T = self._verdicts[name]
+        return result
+
+    def _file_of(self, model: Any) -> Path | None:
+        """The file of the verdicts; None if another process could not know that the model is the same."""
+        if self._file is None:
+            is_unknown = self.user_code or state_of(model).is_throwaway
+            self._file = (None if is_unknown else verdict_file(model),)
+        return self._file[0]
+
+
+class ModelState:
+    """State of one model. It is dropped with the model, and a copy of the model starts with a new one."""
+
+    def __init__(self) -> None:
+        self.plan: ModelPlan | None = None  # of the newest recognition
+        self.learned = LearnedState()
+        self.is_throwaway = False  # a copy that a probe made: nothing about it is worth a file
+        self.has_failed_capture = False  # recording CUDA graphs failed, and is not tried again
+        self.graphs: Any = None  # `KeptGraphs` that no call uses
+        self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
+        self.threads: dict[int, int] = {}  # threads per pass on a CPU, by torch's number of threads
+        self.tokenizers: WeakSet[Any] = WeakSet()  # checked against the model
+        self.encoding: Any = None  # class and sizes of its newest encoder outputs (`lookahead.model.encoding`)
+        self.problems: dict[str, str] = {}  # why a faster path is off, by path
+        self.noted = 0  # problems, including repeated ones
+        self._reported: set[Hashable] = set()
+        self._plans: dict[int, ModelPlan] = {}  # the newest plans, by the number of their stamps
+        self._probing = RLock()  # reentrant: a signal handler may decode while its thread probes
+
+    def note_problem(self, path: str, problem: str) -> None:
+        """Record why a faster path is off, and log it once."""
+        self.noted += 1
+        if self.problems.get(path) != problem:
+            self.problems[path] = problem
+            _log.warning("%s: %s", path, problem)
+
+    def log_once(self, kind: Hashable, report: object) -> None:
+        """Log a report once per kind and stamp."""
+        kind = kind, self.stamp_number
+        if kind not in self._reported:
+            self._reported.add(kind)
+            _log.info("%s", report)
+
+    @property
+    def stamp_number(self) -> int:
+        """The number of the newest stamp; 0 before the first."""
+        return 0 if self.plan is None else self.plan.stamp.number
+
+    def probed(self, name: str, model: Any, probe: Callable[[], T], parse: Parse[T] | None = None) -> T:
+        """A verdict about the model as it was last recognised; other threads wait for it.
+
+        With `parse`, which parses a JSON value, the verdict is also saved for later processes, unless the probe noted a
+        problem: a later process would not report it.
+        """
+        with self._probing:
+            plan = self.plan or recognise(model)
+            return plan.verdict(name, probe, parse, model)
+
+    def recognised(self, model: Any, stamp: Stamp, trusted: bool) -> ModelPlan:
+        """The plan of the model for a stamp, which becomes the newest."""
+        with self._probing:
+            plan = self._plans.pop(stamp.number, None)
+            if plan is None or (plan.user_code and plan.trusted is not trusted):
+                plan = ModelPlan(model, stamp)
+            plan.trusted = trusted
+            if self.plan is not None and self.plan is not plan:
+                self.plan.prefixes = None  # what it keeps is of other weights
+            self._plans[stamp.number] = self.plan = plan
+            while len(self._plans) > _MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            return plan
+
+
+def recognise(model: Any, *, trusted: bool = False) -> ModelPlan:
+    """What a model is, decided once for its stamp: every call of the user's begins with it.
+
+    Args:
+        model: The model.
+        trusted: Whether the user states that his code treats every token by itself and keeps no state.
+    """
+    state, stamp = state_of(model), stamp_of(model)
+    if state.plan is not None and state.plan.stamp.structure != stamp.structure:
+        with _guard:  # another vocabulary, dtype or class of a module: what was measured does not count either
+            state = _states[model] = ModelState()
+    return state.recognised(model, stamp, trusted)
+
+
+def checkpointed(model: Any) -> list[tuple[Any, Any, Any]]:
+    """The modules that drop the cache in training mode for gradient checkpointing, for `patched_attribute`.
+
+    No gradient is computed in our passes, and no token depends on it.
+    """
+    found = [each for each in modules_of(model) if each.training and each.__dict__.get(CHECKPOINTING)]
+    return [(each, True, False) for each in found]
+
+
+def _attributes_of(module: Any) -> dict[str, Any]:
+    """What a pass may set on a module; not what our passes set, in any thread."""
+    return {name: each for name, each in vars(module).items() if name not in STANDARD and not _is_set_by_us(each)}
+
+
+def _is_set_by_us(value: Any) -> bool:
+    return is_ours(value) or hasattr(type(value), "_viewed")
+
+
+CHECKPOINTING = "gradient_checkpointing"
+
+
+@contextmanager
+def leaving_nothing(model: Any) -> Iterator[None]:
+    """A block for passes that leave nothing behind: random state, buffers, and attributes of modules."""
+    modules = modules_of(model)
+    attributes = [(vars(each), _attributes_of(each)) for each in modules]
+    attributes += [(each._buffers, dict(each._buffers)) for each in modules if isinstance(each._buffers, dict)]
+    small = [buffer for each in modules for buffer in each._buffers.values() if buffer is not None]
+    small = [each for each in small if not (each.is_meta or each.is_inference()) and each.nbytes <= _SMALL_BUFFER]
+    contents, versions = [each.clone() for each in small], [each._version for each in small]
+    drawn = random.getstate(), np.random.get_state()
+    try:
+        with outside_passes(), torch.random.fork_rng(), patched_attribute(CHECKPOINTING, checkpointed(model)):
+            yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        for held, before in attributes:
+            changed = {name for name, each in before.items() if held.get(name) is not each}
+            held.update({name: before[name] for name in changed if not _is_set_by_us(held.get(name))})
+        with torch.no_grad():
+            for each, content, version in zip(small, contents, versions, strict=True):
+                if each._version != version:
+                    each.copy_(content)
+
+
+_guard = RLock()
+_states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()
+_locals: list[local] = []
+_uses: Counter[tuple[int, str]] = Counter()  # open blocks by attribute; the blocks keep the modules alive
+
+
+def state_of(model: Any) -> ModelState:
+    """The state of a model."""
+    with _guard:
+        state = _states.get(model)
+        if state is None:
+            state = _states[model] = ModelState()
+        return state
+
+
+def pass_local() -> local:
+    """Thread-local data about the running pass, for code that replaces a model's code in it."""
+    _locals.append(local())
+    return _locals[-1]
+
+
+@contextmanager
+def outside_passes() -> Iterator[None]:
+    """Let models on this thread run their own code in a block, since a signal handler may run within a pass."""
+    outer = [dict(each.__dict__) for each in _locals]
+    for each in _locals:
+        each.__dict__.clear()
+    try:
+        yield
+    finally:
+        for each, values in zip(_locals, outer, strict=True):
+            each.__dict__.clear()
+            each.__dict__.update(values)
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Use fresh measurements of a model if this thread is changing them: a signal handler may interrupt it."""
+    is_changing = state_of(model).learned.lock._is_owned()  # type: ignore[attr-defined] # as `threading.Condition` asks
+    with use_learned(model, LearnedState()) if is_changing else nullcontext():
+        yield
+
+
+@contextmanager
+def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
+    """Use `learned` as a model's measurements until the block ends."""
+    state = state_of(model)
+    own, state.learned = state.learned, learned
+    try:
+        yield
+    finally:
+        state.learned = own
+
+
+@contextmanager
+def patched_attribute(name: str, values: Collection[tuple[Any, Any, Any]]) -> Iterator[None]:
+    """Set an attribute of modules until the last open block of any thread ends.
+
+    `values` are tuples of a module, its own value (None for the class's attribute), and the replacement.
+    """
+    with _guard:
+        # A value that a user has set since `values` was made stays in place, and is used.
+        values = [each for each in values if _uses[id(each[0]), name] or each[0].__dict__.get(name) is each[1]]
+        for module, _, value in values:
+            _uses[id(module), name] += 1
+            module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        with _guard:
+            for module, own, value in values:
+                key = id(module), name
+                _uses[key] -= 1
+                if _uses[key]:
+                    continue
+                del _uses[key]
+                current = module.__dict__.get(name)
+                if current is not value and not (is_ours(current) or hasattr(type(current), "_viewed")):
+                    continue  # set by a user meanwhile
+                if own is None:
+                    module.__dict__.pop(name, None)
+                else:  # one assignment, since another thread may be reading it
+                    module.__dict__[name] = own

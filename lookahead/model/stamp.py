@@ -1,0 +1,284 @@
+"""The stamp of a model: a number that changes with everything that decides what its passes compute.
+
+Whatever outlives a call (verdicts, packed weights, kept prefixes, recorded graphs) is valid for one stamp. The stamp
+covers parameters and buffers, the code of modules, hooks and functions, plain attributes, configurations and torch's
+flags. Weights may be written without a trace, for example by `weight.data.copy_(new)`, so their contents count: of
+large matrices on a CPU a word of 8 bytes of every row and of every column, and of small arrays every byte.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lookahead.kernels.content_digest import WORD, digests
+from lookahead.model.known_code import (
+    arithmetic_flags,
+    attention_code,
+    code_of,
+    global_hooks,
+    hooks_of,
+    is_ours,
+    torch_modes,
+)
+
+_PLAIN = frozenset((bool, int, float, str))  # None is as good as no attribute: a state may be None before a pass
+_GROUPS = frozenset((list, tuple, dict, set, torch.dtype, torch.device, torch.Size))
+STANDARD = (frozenset(vars(nn.Module())) - {"training"}) | {
+    *("gradient_checkpointing", "generate"),
+    *("in_features", "out_features", "_is_hf_initialized"),  # as the weights have them
+}
+"""Attributes that every module has, which are read separately, that passes and `lookahead.enable` set, or that say
+nothing else than weights."""
+_NUMBERS = int, float, np.generic
+_COUNTED = "max_seq_len_cached"  # of rotary embeddings, whose frequencies are a buffer
+_WHOLE_MODEL = 1 << 24  # bytes of weights, up to which every byte is read
+_WHOLE = 1 << 15  # the same of one array
+_SAMPLES = 1024  # numbers of an array that is not on a CPU, or not contiguous
+_MEMORY = frozenset((Tensor, nn.Parameter, nn.Buffer))
+
+
+class Stamp(NamedTuple):
+    """A number for a model's weights and code.
+
+    Attributes:
+        number: Equal stamps of one process have equal numbers.
+        structure: A number for the classes and sizes of the modules alone.
+        contents: A digest of every parameter and buffer, by `id`.
+        code: The classes and functions whose ids are part of the number. The list keeps them alive.
+    """
+
+    number: int
+    structure: int
+    contents: dict[int, int]
+    code: list[Any]
+
+
+def stamp_of(model: Any) -> Stamp:
+    """The stamp of a model now, in some milliseconds: it reads a small part of the weights."""
+    modules, is_stateful = modules_of(model), getattr(model, "_is_stateful", False)  # its passes set attributes
+    attributes, tensors, code = list[Any](), dict[int, Tensor](), list[Any]()
+    for module in modules:
+        own = module.__dict__
+        for name in sorted(own.keys() - STANDARD):
+            value = own.get(name)
+            if (kind := type(value)) in _PLAIN:
+                attributes.append((name, value))
+            elif value is None:
+                continue
+            elif kind in _GROUPS or isinstance(value, _NUMBERS):
+                attributes.append((name, _shown(value)))
+            elif isinstance(value, Tensor):
+                if not (is_stateful or name.endswith(_COUNTED)):
+                    tensors[id(value)] = value
+            elif callable(value) and not (isinstance(value, nn.Module) or is_ours(value)):
+                code.append(_code_in(value))
+                arguments = (*getattr(value, "args", ()), *getattr(value, "keywords", {}).values())  # of a partial
+                attributes += [(name, each) for each in arguments if type(each) in _PLAIN]
+        # A scripted module has methods instead of these attributes.
+        held = own.get("_parameters", module._parameters), own.get("_buffers", module._buffers)
+        for tensor in (*held[0].values(), *held[1].values()):
+            if tensor is not None:
+                tensors[id(tensor)] = tensor
+        if module._forward_hooks or module._forward_pre_hooks:
+            code += [type(module), *map(_code_in, hooks_of(module))]
+    code += [*map(_code_in, global_hooks()), *torch_modes()]
+    kinds = list(map(type, modules))
+    code += [*kinds, *map(_code_in, attention_code(model, modules))]
+    table = _tables.get(model)
+    places = list(map(_place_of, tensors.values()))
+    if table is None or table.ids != [*tensors] or table.places != places:
+        table = _tables[model] = ContentTable.of(list(tensors.values()), places)
+    contents = table.contents(tensors.values())
+    sizes = [value for name, value in attributes if name == "num_embeddings"]
+    structure = hash((*map(id, kinds), *sizes, getattr(model, "dtype", None)))
+    shapes = [each.shape for each in tensors.values()]
+    plain = xxhash.xxh3_64_intdigest(marshal.dumps(attributes, 2))  # `hash` has the same value for -1 and -2
+    parts = structure, *shapes, code_of(frozenset(kinds)).number, *map(id, code), plain, *contents
+    number = hash((*parts, *table.traces(tensors.values()), *_settings_of(model)))
+    return Stamp(number, structure, dict(zip(tensors, contents, strict=True)), code)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """A model and its submodules, each once, like `nn.Module.modules` in a third of its time."""
+    found = dict[int, nn.Module]()
+    waiting: list[Any] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting += module._modules.values()
+    return list(found.values())
+
+
+def digest_of(model: Any) -> str | None:
+    """32 hexadecimal digits for the weights, attributes and settings of a model, equal in every process.
+
+    None if a tensor is not plain memory of the CPU.
+    """
+    modules = dict(model.named_modules())
+    described: list[Any] = [_settings_of(model), torch.get_num_threads()]
+    for name, module in modules.items():
+        own = [(key, value) for key, value in vars(module).items() if key not in STANDARD]
+        plain = {key: value for key, value in own if type(value) in _PLAIN or type(value) in _GROUPS}
+        held = (*module._parameters.items(), *module._buffers.items())
+        tensors = {key: value for key, value in held if value is not None}
+        if not all(map(_is_memory, tensors.values())):
+            return None
+        arrays = list(tensors.values())
+        contents = ContentTable.of(arrays, [*map(_place_of, arrays)], reads_all=False).contents(arrays)
+        kinds = [(str(each.dtype), tuple(each.shape)) for each in tensors.values()]
+        kind = type(module)
+        described.append(
+            (
+                name,
+                kind.__module__,
+                kind.__qualname__,
+                sorted((key, _shown(each)) for key, each in plain.items()),
+                [*tensors],
+                kinds,
+                contents,
+            )
+        )
+    shown = repr(described)
+    return None if " at 0x" in shown else xxhash.xxh3_128_hexdigest(shown.encode())
+
+
+def _settings_of(model: Any) -> tuple[str, ...]:
+    """The configuration of a model, and torch's settings that change its passes."""
+    configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
+    values = [[(name, _comparable(value)) for name, value in list(vars(each).items())] for each in configs]
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return repr(values), repr(autocast), repr(arithmetic_flags()), repr(torch.get_default_dtype())
+
+
+def _shown(value: Any) -> str:
+    return repr(sorted(map(repr, value)) if isinstance(value, set) else value)
+
+
+def _comparable(value: Any) -> Any:
+    kind = type(value)
+    return value if value is None or kind in _PLAIN or kind in _GROUPS else kind.__qualname__
+
+
+class ContentTable(NamedTuple):
+    """Where the contents of some tensors are read.
+
+    Attributes:
+        ids: The `id` of each.
+        places: The address and the bytes of each, 0 for what is not plain memory.
+        rows: int64 `[tensors, 4]`, for `digests`.
+        is_whole: Whether all bytes of a tensor are read, so that no trace of a write is needed.
+        odd: The tensors that `digests` cannot read, or not to the last byte.
+    """
+
+    ids: list[int]
+    places: list[tuple[int, int]]
+    rows: NDArray[np.int64]
+    is_whole: list[bool]
+    odd: list[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], places: list[tuple[int, int]], *, reads_all: bool = True) -> ContentTable:
+        """The table of tensors; with `reads_all` all bytes of a small model are read, not only of its small arrays."""
+        reads_all = reads_all and sum(each.nbytes for each in tensors) <= _WHOLE_MODEL
+        limit = _WHOLE_MODEL if reads_all else _WHOLE
+        rows, is_whole, odd = list[tuple[int, int, int, int]](), list[bool](), list[int]()
+        for at, tensor in enumerate(tensors):
+            tensor = _in_order(tensor)
+            is_readable = _is_memory(tensor) and tensor.is_contiguous()
+            is_whole.append(is_readable and tensor.nbytes <= limit)
+            rows.append(_row_of(tensor, is_whole=is_whole[-1]) if is_readable else (0, 0, 1, 1))
+            if not is_readable or tensor.nbytes % WORD:
+                odd.append(at)
+        return cls([*map(id, tensors)], places, np.array(rows, np.int64).reshape(-1, 4), is_whole, odd)
+
+    def contents(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The digests of the tensors."""
+        found: list[int] = digests(self.rows).tolist()
+        held = list(tensors) if self.odd else []
+        for at, digest in zip(self.odd, _digests_of_samples([held[at] for at in self.odd]), strict=True):
+            found[at] ^= digest
+        return found
+
+    def traces(self, tensors: Iterable[Tensor]) -> list[int]:
+        """What operations and assignments leave: the address of each, and torch's count of writes."""
+        versions = (0 if whole else version_of(each) for each, whole in zip(tensors, self.is_whole, strict=True))
+        addresses = (0 if whole else each for (each, _), whole in zip(self.places, self.is_whole, strict=True))
+        return [*versions, *addresses]
+
+
+_tables: WeakKeyDictionary[Any, ContentTable] = WeakKeyDictionary()  # the newest of every model
+
+
+def _row_of(tensor: Tensor, *, is_whole: bool) -> tuple[int, int, int, int]:
+    """A row of the table of `digests`: all words, or one word of every row of the last dimension."""
+    words, size = tensor.nbytes // WORD, tensor.shape[-1] * tensor.itemsize if tensor.dim() > 1 else 0
+    if is_whole or not words:
+        return tensor.data_ptr(), words, 1, 1
+    width = size // WORD if size and size % WORD == 0 else _WHOLE // WORD
+    return tensor.data_ptr(), words // width, width, width
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """A view with the dimensions in the order of their strides: a transposed matrix is stored by its columns."""
+    if type(tensor) not in _MEMORY or tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda at: -strides[at])
+    return nn.Parameter(tensor.detach().permute(order), requires_grad=False)
+
+
+def _is_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is plain memory of the CPU."""
+    return type(tensor) in _MEMORY and tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+@torch.no_grad()
+def _digests_of_samples(tensors: Sequence[Tensor]) -> list[int]:
+    """Digests of evenly spaced numbers and the last ones of tensors, with one copy to the host for each device."""
+    samples = [(at, sample) for at, tensor in enumerate(tensors) for sample in _samples_of(tensor)]
+    found = [0] * len(tensors)
+    for device in {sample.device for _, sample in samples}:
+        here = [(at, sample) for at, sample in samples if sample.device == device]
+        whole = torch.cat([sample for _, sample in here]).cpu().numpy()
+        ends = np.cumsum([len(sample) for _, sample in here])[:-1]
+        for (at, _), data in zip(here, np.split(whole, ends), strict=True):
+            found[at] = hash((found[at], xxhash.xxh3_64_intdigest(data.data)))
+    return found
+
+
+def _samples_of(tensor: Tensor) -> list[Tensor]:
+    """Numbers of a tensor, or of its parts, as uint8 `[bytes]` on its device; none of one without memory."""
+    if tensor.is_meta or not tensor.numel():
+        return []
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [sample for part in parts if isinstance(part, Tensor) for sample in _samples_of(part)]
+    flat = _in_order(tensor).detach().flatten()
+    parts = [flat[:: -(-len(flat) // _SAMPLES)], flat[-WORD:]]
+    return [part.contiguous().view(torch.uint8) for part in parts]
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    return (tensor.data_ptr(), tensor.nbytes) if type(tensor) in _MEMORY else (0, 0)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Torch's count of writes to a tensor; 0 for inference tensors, which have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _code_in(value: Any) -> Any:
+    """The code that identifies a hook: one that is made anew around every call of `generate` keeps its code."""
+    value = getattr(value, "func", value)
+    value = getattr(value, "__func__", value)
+    return getattr(value, "__code__", type(value))

@@ -1,0 +1,313 @@
+"""Folders of heads: weights in safetensors, and a `config.json` that names the model of the heads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from lookahead.drafting.budget import PassTimes
+from lookahead.errors import HeadsError, LookaheadError, one_line
+from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
+from lookahead.plugins.heads.guess_tree import HeadDrafter, Warp
+from lookahead.plugins.heads.independent_heads import MedusaDrafter, MedusaHeads, MtpDrafter, MtpHeads
+from lookahead.plugins.heads.layers import body_of, lm_head
+from lookahead.plugins.heads.native_mtp import NATIVE_DEPTH, NativeDrafter, open_native
+from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.fingerprints import model_fingerprint
+from lookahead.utils.replacing import replacing
+
+NATIVE = "native"  # instead of a folder: the MTP layer of the model's own checkpoint
+
+TrainedHeads = MedusaHeads | MtpHeads | EagleHead
+Network = TrainedHeads | PreTrainedModel
+Maker = Callable[[], TrainedHeads]
+
+_FILES = {  # by kind, the files that may hold the weights; `write_heads` writes the first
+    MedusaHeads.kind: ("medusa_lm_head.safetensors", "model.safetensors"),
+    MtpHeads.kind: ("model.safetensors",),
+    EagleHead.kind: ("model.safetensors", "pytorch_model.safetensors"),
+}
+_DRAFTERS: dict[str, type[HeadDrafter]] = {"medusa": MedusaDrafter, "mtp": MtpDrafter, "eagle": EagleDrafter}
+_MEDUSA_PREFIX = "medusa_head."  # in checkpoints that hold the model too
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_PICKLES = (".pt", ".bin", ".pth", ".pkl")
+_LAYER_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "vocab_size", "max_position_embeddings", "attention_bias"),
+)
+
+
+def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[str, Network]:
+    """Read heads for a model, in its dtype and on its device, ready to draft; returns their kind too.
+
+    The folder is one of `write_heads`, a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors, or `NATIVE`.
+    `HeadsError` if the heads are damaged, a pickle, of an unsupported architecture, or of another model.
+    """
+    lm_head(model)  # checks first that the model supports heads
+    if folder == NATIVE:
+        return MtpHeads.kind, open_native(model)
+    if Path(folder).name == str(folder) and not Path(folder).exists():
+        raise HeadsError(f"{folder}: neither a folder of heads nor {NATIVE!r}, the layer of the model's own checkpoint")
+    place = Path(os.path.expanduser(folder))
+    if not place.is_dir():
+        raise HeadsError(_not_a_folder(place))
+    config = read_object(place / "config.json", HeadsError)
+    # Among published checkpoints only Medusa's have a distinct file name or size.
+    is_medusa = "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*"))
+    kind = config.get("lookahead_heads") or (MedusaHeads.kind if is_medusa else EagleHead.kind)
+    if kind not in list(_FILES):  # a list, since JSON values need not be hashable
+        raise HeadsError(f"{place}: heads of an unknown kind, {kind!r}")
+    tensors = _read_weights(place, kind)
+    try:
+        return kind, _make(kind, config, tensors, model)
+    except Exception as error:  # inconsistent sizes raise many errors in torch
+        what = "" if isinstance(error, HeadsError) else f"unusable heads: {type(error).__name__}: "
+        raise HeadsError(f"{place}: {what}{one_line(error)}") from error
+
+
+def holds_heads(name: str) -> bool:
+    """Whether a name refers to heads: `NATIVE`, or a folder with the files of heads, damaged or not."""
+    place = Path(os.path.expanduser(name))
+    if name == NATIVE or not place.is_dir():
+        return name == NATIVE
+    try:
+        config = read_json(place / "config.json")
+    except (OSError, ValueError):
+        config = None
+    config = config if isinstance(config, dict) else {}
+    if "lookahead_heads" in config or "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*")):
+        return True
+    if "eagle" in str(config.get("architectures")).lower():
+        return True
+    try:
+        with safe_open(place / _FILES[EagleHead.kind][0], "pt") as file:
+            return "fc.weight" in file.keys()  # noqa: SIM118, it is not a mapping
+    except (OSError, SafetensorError):
+        return False
+
+
+def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
+    """Write heads in bfloat16 into a new folder. The configuration is written last, so partial heads are not opened."""
+    base = Path(model.config.name_or_path).name if model.config.name_or_path else type(model).__name__
+    own = {
+        "lookahead_heads": heads.kind,
+        "base_model_name_or_path": base,
+        "fingerprint": model_fingerprint(model, body_of(model)),
+        **_sizes_of(heads),
+    }
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        key: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for key, tensor in heads.state_dict().items()
+    }
+    with replacing(place / _FILES[heads.kind][0]) as file:
+        file.write(save(tensors))
+    write_atomically(place / "config.json", json.dumps(own, indent=2) + "\n")
+
+
+def depth_of(heads: Network) -> int:
+    """Maximum tokens that heads guess in a row."""
+    depth: int = getattr(heads, "depth", NATIVE_DEPTH)
+    return depth
+
+
+def fresh_rates(heads: Network) -> AcceptanceTable:
+    """The prior hit rates of guesses."""
+    return AcceptanceTable(depth_of(heads))
+
+
+def make_drafter(
+    heads: Network,
+    model: PreTrainedModel,
+    rates: AcceptanceTable,
+    warp: Warp | None = None,
+    name: str = "heads",
+    times: PassTimes | None = None,
+) -> HeadDrafter:
+    """The proposer of one call, of the class for the kind of the heads.
+
+    Args:
+        heads: The network of the heads.
+        model: The target.
+        rates: Acceptance rates of the heads' guesses, updated while decoding.
+        warp: `Call.warp`.
+        name: Its name in the stats.
+        times: The measured times that decide the number of passes; None for the maximum.
+    """
+    return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)(heads, model, rates, warp, name, times)
+
+
+def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:
+    if isinstance(heads, MedusaHeads):
+        return {"medusa_num_heads": heads.depth, "medusa_num_layers": heads.blocks}
+    own: dict[str, Any] = heads.config.to_dict()
+    sizes = {name: own[name] for name in _LAYER_SIZES if own.get(name) is not None}
+    if isinstance(heads, MtpHeads):
+        return sizes | {"num_heads": heads.depth, "low_layer": heads.hidden_layers[0]}
+    if isinstance(heads, FusedEagleHead):
+        return sizes | {"draft_vocab_size": len(heads.d2t), _AUX_LAYERS: list(heads.hidden_layers)}
+    return sizes
+
+
+def read_object(path: Path, error_type: type[LookaheadError]) -> dict[str, Any]:
+    """The JSON object of a file."""
+    try:
+        values = read_json(path)
+    except (OSError, ValueError) as error:
+        raise error_type(f"{path}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise error_type(f"{path}: must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _read_weights(place: Path, kind: str) -> dict[str, Tensor]:
+    """Read the weights of a folder; a pickle is never opened."""
+    names = _FILES[kind]
+    file = next((place / name for name in names if (place / name).is_file()), None)
+    if file is None:
+        pickled = sorted(each for each in place.iterdir() if each.suffix in _PICKLES)
+        missing = f"{place}: no {kind} heads: looked for {' and '.join(names)}"
+        raise HeadsError(_not_a_folder(pickled[0]) if pickled else missing)
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise HeadsError(f"{file}: cannot be read: {error}") from error
+
+
+def _read_medusa(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
+    """Heads with the sizes of their weights; a published configuration may differ from these."""
+    if any(name.startswith(_MEDUSA_PREFIX) for name in tensors):
+        own = {name.removeprefix(_MEDUSA_PREFIX): t for name, t in tensors.items() if name.startswith(_MEDUSA_PREFIX)}
+        tensors.clear()
+        tensors.update(own)
+    blocks = sum(name.startswith("0.") and name.endswith(".linear.weight") for name in tensors)
+    projection = tensors.get(f"0.{blocks}.weight")
+    if projection is None or projection.dim() != 2:
+        raise HeadsError(f"no Medusa heads; it holds {', '.join(sorted(tensors)[:4])}")
+    vocab, hidden = projection.shape
+    _check_base(config, model, hidden, vocab)
+    heads = len({name.partition(".")[0] for name in tensors})
+    return partial(MedusaHeads, hidden, vocab, heads=heads, blocks=blocks)
+
+
+def _read_mtp(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
+    sizes = _layer_sizes(config)
+    _check_base(config, model, sizes.hidden_size, sizes.vocab_size)
+    count, held = config.get("num_heads"), len({name.split(".")[1] for name in tensors if name.startswith("heads.")})
+    if type(count) is not int or not 1 <= count == held:  # checked before they are created
+        raise HeadsError(f"num_heads must be the number of heads in model.safetensors, {held}, got {count!r}")
+    low = config.get("low_layer")
+    if not isinstance(low, int) or not 0 <= low <= model.config.get_text_config().num_hidden_layers:
+        raise HeadsError(f"low_layer must be one of the model's layers, got {low!r}")
+    return partial(MtpHeads, sizes, heads=count, low_layer=low)
+
+
+def _read_eagle(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
+    """A head of EAGLE-1 or 2 (`fc` and `layers.0`) or of EAGLE-3 (`midlayer`)."""
+    for shared in ("embed_tokens.weight", "t2d"):  # the model's table, and the inverse of d2t
+        tensors.pop(shared, None)
+    if config.get("hidden_act", "silu") != "silu":
+        raise HeadsError(f"hidden_act must be silu, got {config['hidden_act']!r}")
+    if config.get("num_hidden_layers", 1) != 1:
+        raise HeadsError(f"EAGLE heads of one layer are served, this one has {config['num_hidden_layers']}")
+    if config.get("target_hidden_size", config.get("hidden_size")) != config.get("hidden_size"):
+        raise HeadsError("EAGLE heads as wide as their model are served, this one differs from it")
+    sizes = _layer_sizes({**config, "attention_bias": any(name.endswith("q_proj.bias") for name in tensors)})
+    vocab = config.get("vocab_size", model.config.get_text_config().vocab_size)
+    _check_base(config, model, sizes.hidden_size, vocab)
+    if "midlayer.hidden_norm.weight" not in tensors:
+        return partial(EagleHead, sizes, bias="fc.bias" in tensors)
+    if "lm_head.weight" not in tensors or "d2t" not in tensors:
+        raise HeadsError("an EAGLE-3 head needs lm_head.weight and d2t")
+    d2t, shape = tensors["d2t"], tensors["lm_head.weight"].shape
+    if d2t.dtype not in (torch.int64, torch.int32) or d2t.shape != shape[:1]:
+        raise HeadsError(
+            f"d2t must hold a whole number for every row of lm_head.weight, got {d2t.dtype} of shape "
+            f"{tuple(d2t.shape)} for {tuple(shape)}"
+        )
+    tokens = d2t + torch.arange(len(d2t))
+    if int(tokens.min()) < 0 or int(tokens.max()) >= sizes.vocab_size:
+        raise HeadsError(f"d2t names tokens beyond the model's {sizes.vocab_size}")
+    named = config.get(_AUX_LAYERS) or (config.get("eagle_config") or {}).get(_AUX_LAYERS)
+    most = model.config.get_text_config().num_hidden_layers
+    if named and not (isinstance(named, list) and all(type(layer) is int and 0 <= layer <= most for layer in named)):
+        raise HeadsError(f"{_AUX_LAYERS} must be a list of the model's layers, 0 to {most}, got {named!r}")
+    layers = tuple(named or fused_layers(model))
+    return partial(FusedEagleHead, sizes, hidden_layers=layers, draft_vocab=len(d2t))
+
+
+_READERS = {MedusaHeads.kind: _read_medusa, MtpHeads.kind: _read_mtp, EagleHead.kind: _read_eagle}
+
+
+def _layer_sizes(config: Mapping[str, Any]) -> LlamaConfig:
+    try:
+        given = {name: config[name] for name in _LAYER_SIZES if config.get(name) is not None}
+        return LlamaConfig(**given, num_hidden_layers=1)
+    except Exception as error:  # transformers raises many unrelated types
+        raise HeadsError(f"config.json names no sizes of a layer: {error}") from error
+
+
+def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, vocab: int) -> None:
+    whose = f"heads of another model ({config.get('base_model_name_or_path') or 'unnamed'}):"
+    if hidden != (size := model.config.get_text_config().hidden_size):
+        raise HeadsError(f"{whose} they read hidden states of {hidden}, and those of this model have {size}")
+    if vocab != (known := len(lm_head(model).weight)):
+        raise HeadsError(f"{whose} they know {vocab} tokens, and this model {known}")
+    fingerprint = config.get("fingerprint")  # published checkpoints have none
+    if fingerprint is not None and fingerprint != (own := model_fingerprint(model, body_of(model))):
+        raise HeadsError(f"{whose} its fingerprint is {fingerprint}, and that of this model {own}")
+
+
+def blank_heads(make: Maker) -> TrainedHeads:
+    """Heads without weights; random weights would change the random state of decoding."""
+    with torch.device("meta"):
+        return make()
+
+
+def fill_heads(heads: TrainedHeads, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> TrainedHeads:
+    """The same heads with weights, in the model's dtype and on its device; RuntimeError if they do not fit."""
+    weight = lm_head(model).weight
+    heads.load_state_dict(tensors, assign=True)
+    if not isinstance(heads, MedusaHeads):
+        heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are not weights, and were created on meta
+    return heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
+
+
+def _make(kind: str, config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> TrainedHeads:
+    """Create heads from the weights, and draft once to find inconsistent sizes before decoding."""
+    make, weight = _READERS[kind](config, tensors, model), lm_head(model).weight
+    try:
+        heads = fill_heads(blank_heads(make), tensors, model)
+    except RuntimeError as error:
+        raise HeadsError(f"no {kind} heads of an architecture that is served: {error}") from error
+    drafter = make_drafter(heads, model, fresh_rates(heads))
+    states = weight.new_ones(2, weight.shape[1] * len(drafter.hidden_layers))
+    with torch.inference_mode():
+        drafter.read([0], [torch.zeros(2, dtype=torch.int64, device=weight.device)], [states])
+        drafter.draft([0], 1)
+    return heads
+
+
+def _not_a_folder(path: Path) -> str:
+    """The message for a path that is not a folder of heads: why it is not opened, and what to do."""
+    if path.suffix not in _PICKLES:
+        return f"{path}: not a folder; name the folder that holds config.json and the weights"
+    target = path.with_suffix(".safetensors").name
+    return (
+        f"{path}: a pickle, which could run any code and is not opened. If you trust its source, convert it once "
+        f'in its folder: python -c "import torch; from safetensors.torch import save_file; '
+        f"save_file(torch.load('{path.name}', weights_only=True), '{target}')\""
+    )

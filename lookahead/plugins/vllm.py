@@ -1,0 +1,216 @@
+"""A proposer for vLLM that drafts with lookahead.
+
+    vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 16,
+        "model": "lookahead.plugins.vllm.LookaheadProposer"}'
+
+This module imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.drafting.chain_lengths import ChainLengths
+from lookahead.errors import ConfigError
+from lookahead.ngram.chain_proposer import NEVER, ChainProposer, ChainRequest
+from lookahead.ngram.chains import IntArray
+from lookahead.plugins.known_requests import KnownRequests
+
+_log = logging.getLogger(__name__)
+_SHARED_EARLY = 16  # tokens after which concurrent requests may draft from an unfinished output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """Options of `LookaheadProposer`: the object `lookahead` of vLLM's `additional_config`.
+
+    Attributes:
+        pool: A pool file to draft from, made with the tokenizer of the model.
+        memory_tokens: Maximum number of tokens of earlier outputs, at least 1,024. When full, the oldest half is
+            dropped.
+        min_probability: Minimum acceptance probability of a drafted token, from 0 to below 1.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    pool: str | None = None
+    memory_tokens: int = 1 << 20
+    min_probability: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.pool is not None and not isinstance(self.pool, str):
+            raise ConfigError(f"lookahead.pool must be the name of a file, got {self.pool!r}")
+        if type(self.memory_tokens) is not int or self.memory_tokens < 1024:
+            raise ConfigError(f"lookahead.memory_tokens must be at least 1024, got {self.memory_tokens!r}")
+        if type(self.min_probability) not in (int, float) or not 0.0 <= self.min_probability < 1.0:
+            raise ConfigError(f"lookahead.min_probability must be from 0 to below 1, got {self.min_probability!r}")
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> VllmOptions:
+        """The options in a `VllmConfig`."""
+        additional = getattr(vllm_config, "additional_config", None)
+        given = additional.get("lookahead", {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"additional_config.lookahead must be an object, got {given!r}")
+        known = [field.name for field in fields(cls)]
+        if unknown := [str(name) for name in given if name not in known]:
+            raise ConfigError(f"additional_config.lookahead knows {', '.join(known)}, got {', '.join(unknown)}")
+        return cls(**given)
+
+
+class LookaheadProposer:
+    """Drafts for vLLM. It is named in `speculative_config` with the method `custom_class`.
+
+    Chains come from the text of each request, from outputs of earlier requests, and from a pool. The draft lengths are
+    chosen for the whole batch from measured step times; nothing is drafted if drafts do not pay. vLLM accepts or
+    rejects every drafted token, so drafts change only the speed.
+
+    vLLM passes the tokens of every row of its batch without request ids, so a request is recognized by its tokens.
+    `propose` raises no exception: each type of fault is logged once, and nothing is drafted.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        clock: Returns the time in seconds. The default is the CPU time of this process if the model runs on the CPU, so
+            that other processes do not count, else wall time.
+
+    Raises:
+        ConfigError: `num_speculative_tokens` or an option of `VllmOptions` is out of range.
+        PoolError: The pool file cannot be read, is damaged, or holds tokens outside the model's vocabulary.
+    """
+
+    def __init__(self, vllm_config: Any, *, clock: Callable[[], float] | None = None) -> None:
+        options = VllmOptions.of(vllm_config)
+        self._max_length = int(vllm_config.model_config.max_model_len)
+        self._pool = None
+        if options.pool is not None:
+            from lookahead.proposers.pool_files import open_pool
+
+            self._pool = open_pool(options.pool, vocabulary=int(vllm_config.model_config.get_vocab_size()))
+        try:
+            self._proposer = ChainProposer(
+                vllm_config.speculative_config.num_speculative_tokens,
+                memory_tokens=options.memory_tokens,
+                pool=self._pool,
+                min_probability=options.min_probability,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"num_speculative_tokens: {error}") from error
+        self._known = KnownRequests(int(vllm_config.scheduler_config.max_num_seqs), options.memory_tokens)
+        self._lengths = ChainLengths()
+        device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+        self._clock = clock or (time.process_time if device == "cpu" else time.perf_counter)
+        self._told: set[str] = set()
+        # State of the last call: tokens of each row (empty if a row had no new tokens), drafted tokens of all rows,
+        # seconds of drafting, and the time of the return.
+        self._before: tuple[list[int], int, float | None, float] = ([], 0, None, 0.0)
+        # Compile, or load from the cache, all functions that a step calls.
+        proposer, known, lengths = ChainProposer(2), KnownRequests(1, 1), ChainLengths()
+        tokens, counts = np.arange(2048, dtype=np.int32)[None] % 8, np.array([2048])
+        known.rows = [proposer.start(tokens[0, :2])]
+        known.match(tokens, counts, [True])
+        _, path_probs, _ = proposer.step(known.rows, tokens, counts, 4096, 1)  # the index grows
+        lengths.observe(rows=1, drafted=0, emitted=1, seconds=1.0)
+        lengths.choose(path_probs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: there is no draft model. vLLM calls this method."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[Any],
+        token_ids_cpu: NDArray[Any],
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Draft for every row of the batch.
+
+        Args:
+            sampled_token_ids: The tokens of the last step for each row; empty while its prompt is being read.
+            num_tokens_no_spec: int32 `[rows or more]`, the number of tokens of each row, including the last step.
+            token_ids_cpu: int32 `[rows or more, max_model_len]`, the tokens.
+            slot_mappings: Not used.
+
+        Returns:
+            For each row at most `num_speculative_tokens` tokens.
+        """
+        try:
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except Exception as error:
+            self._tell(error)
+            self._known.rows, self._before = [], ([], 0, None, 0.0)
+            return [[] for _ in sampled_token_ids] if isinstance(sampled_token_ids, Sequence) else []
+
+    def _propose(self, sampled: Sequence[Sequence[int]], counts: NDArray[Any], tokens: NDArray[Any]) -> list[list[int]]:
+        now, rows = self._clock(), len(sampled)
+        counts = np.array(counts[:rows], np.int64)  # a copy: vLLM changes the array in place
+        if tokens.dtype != np.int32 or tokens.ndim != 2 or counts.shape != (rows,) or len(tokens) < rows:
+            raise ValueError(f"{rows} rows need int32 tokens and as many counts, got {tokens.dtype} {tokens.shape}")
+        lengths = counts.tolist()
+        if rows and not 0 <= min(lengths) <= max(lengths) <= tokens.shape[1]:
+            raise ValueError(f"rows hold 0 to {tokens.shape[1]} tokens, got {min(lengths)} to {max(lengths)}")
+        before, drafted, host_s, then = self._before
+        # A step is timed if it only decoded the rows of the previous step. A row without a token in the previous step
+        # may have read the end of its prompt in this one.
+        if rows and all(sampled) and before == [n - len(new) for n, new in zip(lengths, sampled, strict=True)]:
+            emitted = sum(lengths) - sum(before)
+            self._lengths.observe(rows=rows, drafted=drafted, emitted=emitted, seconds=now - then, host_s=host_s)
+        drafts: list[list[int]] = [[] for _ in range(rows)]
+        asked = rows > 0 and self._lengths.drafts(rows)
+        if asked:
+            self._draft(sampled, counts, tokens, drafts)
+        then = self._clock()
+        decoded = lengths if all(sampled) else []
+        self._before = (decoded, sum(map(len, drafts)), then - now if asked else None, then)
+        return drafts
+
+    def _draft(
+        self, sampled: Sequence[Sequence[int]], counts: NDArray[np.int64], tokens: IntArray, drafts: list[list[int]]
+    ) -> None:
+        if self._pool is not None and not self._pool.is_intact:
+            self._tell(RuntimeError(f"{self._pool.path}: changed while it was in use; no more is drafted from it"))
+            self._pool = None
+        longest, shared = self._max_length - 1, _SHARED_EARLY if len(sampled) > 1 else NEVER
+        rows, sizes = self._known.rows, list[int]()
+        if len(rows) == len(sampled) and None not in rows and all(sampled):
+            chains, path_probs, sizes = self._proposer.step(rows, tokens, counts, longest, shared)
+        if not sizes:  # requests came, went or moved
+            rows = self._match(sampled, counts, tokens)
+            chains, path_probs, sizes = self._proposer.step(rows, tokens, counts, longest, shared)
+        for row, size in enumerate(sizes):
+            if size < 0:
+                self._tell(ValueError("token ids must not be negative"))
+                self._known.rows[row] = None
+        texts = chains.tolist()
+        for row, length in enumerate(self._lengths.choose(path_probs)):
+            if length:
+                drafts[row] = texts[row][:length]
+
+    def _match(
+        self, sampled: Sequence[Sequence[int]], counts: NDArray[np.int64], tokens: IntArray
+    ) -> list[ChainRequest | None]:
+        """The request of every row with new tokens. Requests that left are finished, and new ones are started."""
+        for gone in self._known.match(tokens, counts, sampled):
+            self._proposer.finish(gone)
+        rows = self._known.rows
+        for row, (request, new) in enumerate(zip(rows, sampled, strict=True)):
+            if request is None and new:
+                try:
+                    rows[row] = self._proposer.start(tokens[row, : counts[row]])
+                except Exception as error:
+                    self._tell(error)
+        return [request if new else None for request, new in zip(rows, sampled, strict=True)]
+
+    def _tell(self, error: Exception) -> None:
+        """Log a fault, once for each type of exception."""
+        name = type(error).__name__
+        if name not in self._told:
+            self._told.add(name)
+            _log.error("lookahead drafts nothing where this happens: %s", error, exc_info=error)
