@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from lookahead import LookaheadConfig
+from lookahead import DecodingStats, LookaheadConfig
 from lookahead.cli import bench
 from lookahead.cli.app import app
-from lookahead.decoding.comparison import PROMPTS, TRANSFORMERS, compare, decode_plainly
+from lookahead.decoding.comparison import PROMPTS, TRANSFORMERS, Score, compare, decode_plainly
 from lookahead.loading.loading import LoadedModel
+from lookahead.model.model_state import state_of
 from tests.support.pass_recorder import counted_passes
 
 METHODS = [TRANSFORMERS, "transformers' prompt lookup", "lookahead without drafts", "lookahead"]
@@ -138,3 +140,51 @@ def test_outputs_that_loop_are_counted_and_the_speed_is_shown_without_them_too(
     assert {each["loops"] for each in found.values()} == {1}
     assert found[TRANSFORMERS]["times_without_loops"] == 1.0
     assert "\n1 of 2 outputs loop, " in run_bench(float32_summarizer, *arguments).stdout
+
+
+def test_every_way_decodes_every_prompt_and_learns_for_itself_alone(
+    looping_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    before = state_of(looping_llama).learned
+    configs = {
+        "plain": LookaheadConfig(proposers=()),
+        "first": LookaheadConfig(proposers=("outputs",), draft="fixed"),
+        "second": LookaheadConfig(proposers=("outputs",), draft="fixed"),
+    }
+    scores = compare(
+        looping_llama,
+        tiny_tokenizer,
+        ["abcab", "xyz"],
+        configs,
+        max_new_tokens=20,
+        do_sample=True,
+    )
+    assert state_of(looping_llama).learned is before
+    assert {(score.prompts, score.identical) for score in scores.values()} == {(2, 2)}
+    assert scores["plain"].stats.mean_acceptance_length == 1.0
+    assert scores["first"].stats.drafted_tokens == scores["second"].stats.drafted_tokens > 0
+
+
+def test_a_score_adds_up() -> None:
+    score = Score()
+    assert (score.drafted_per_step, score.stats.tokens_per_s) == (0.0, 0.0)
+    assert score.to_dict()["draft_acceptance_rate"] == 0.0
+    passes = {"target_forwards": 5, "drafted_tokens": 20}
+    first = DecodingStats(accepted_tokens=5, acceptance_histogram=Counter({2: 5}), decode_s=2.0, **passes)
+    score.add(first, is_identical=True, is_loop=False)
+    second = DecodingStats(accepted_tokens=10, acceptance_histogram=Counter({3: 5}), decode_s=3.0, **passes)
+    score.add(second, is_identical=False, is_loop=True)
+    assert score.stats_without_loops == first
+    assert score.to_dict() == {
+        "mean_acceptance_length": 2.5,
+        "tokens_per_s": 5.0,
+        "drafted_per_step": 4.0,
+        "draft_acceptance_rate": 0.375,
+        "identical": 1,
+        "loops": 1,
+        "prompts": 2,
+    }
+
+
+def test_there_are_prompts_for_those_who_bring_none() -> None:
+    assert len(set(PROMPTS)) == len(PROMPTS) > 3

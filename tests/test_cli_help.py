@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli import terminal
 from lookahead.cli.app import app
+from lookahead.cli.commands import REMOVED_COMMANDS
 from lookahead.cli.job_options import JobOptions, to_toml
 from lookahead.cli.options import options_of
 from lookahead.utils import jit
@@ -166,3 +167,12 @@ def test_what_is_said_beside_a_status_line_stands_above_it_in_one_piece(monkeypa
         terminal.say("warning", "word " * 60)
     lines = [line for line in screen.getvalue().splitlines() if "word" in line]
     assert sum(line.count("word ") for line in lines) == 60 and "loading" not in "".join(lines[1:])
+
+
+@pytest.mark.parametrize("command", REMOVED_COMMANDS)
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--model", "nowhere", "--anything"]], ids=str)
+def test_a_removed_command_is_refused_by_name_with_what_to_do(command, arguments):
+    result = CliRunner().invoke(app, [*command.split(), *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: {command} was removed: {REMOVED_COMMANDS[command]}\n"
+    assert command not in COMMANDS

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.backend.cpu.cpu_backend import CpuBackend
+from lookahead.cli.app import app
 from lookahead.drafting.budget import Budget
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.proposers.validated import ValidatedProposer
@@ -261,3 +264,47 @@ def test_hidden_states_are_kept_no_longer_once_drafting_rests(is_timed: bool) ->
         reader.finish(row)
     reader.start(0, np.array([5, 9], np.int32))
     assert reader.reads_hidden and reader.propose(0, 2) is not None
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, looping_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> dict[str, Path]:
+    """A target, a draft model, and one of another vocabulary."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    config = looping_llama.config
+    models = {
+        "target": looping_llama,
+        "draft": LlamaForCausalLM(type(config)(**{**config.to_dict(), "num_hidden_layers": 1})),
+        "stranger": LlamaForCausalLM(type(config)(**{**config.to_dict(), "vocab_size": 300, "num_hidden_layers": 1})),
+    }
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+        tiny_tokenizer.save_pretrained(root / name)
+    other = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer, unk_token="<unk>")
+    other.add_tokens(["<new>"])
+    other.save_pretrained(root / "stranger")
+    return {name: root / name for name in models}
+
+
+def test_generate_drafts_with_the_model_that_is_named(folders: dict[str, Path]) -> None:
+    options = ["generate", "abcab", "--model", str(folders["target"]), "--max-new-tokens", "20", "--threads", "1"]
+    draft = ["--draft-model", str(folders["draft"]), "--stats"]
+    plain, drafted, alone = (
+        CliRunner().invoke(app, [*options, *more]) for more in ([], draft, [*draft, "--proposers", "none"])
+    )
+    assert plain.exit_code == drafted.exit_code == alone.exit_code == 0, drafted.output
+    assert plain.stdout == drafted.stdout == alone.stdout
+    refused = CliRunner().invoke(app, [*options, "--draft-model", str(folders["stranger"])])
+    assert refused.exit_code == 2 and "gives other ids than the target's" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_draft_model_larger_than_its_target_is_told_of_in_one_line(folders: dict[str, Path]) -> None:
+    options = ["generate", "abcab", "--model", str(folders["draft"]), "--max-new-tokens", "4", "--threads", "1"]
+    run = CliRunner().invoke(app, [*options, "--draft-model", str(folders["target"])])
+    assert run.exit_code == 0, run.output
+    told = [line for line in run.stderr.splitlines() if "hardly pay" in line]
+    assert len(told) == 1 and told[0].startswith("warning: the draft model has ") and " ms, " in told[0]
+    assert ".py:" not in told[0]

@@ -9,16 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 
 from bench import llm, llm_peers, proposers, vllm_peer
-from bench.head_costs import SIZES, depths_of, levels_that_pay
 from bench.llm_figures import Prompt, Run, check_lossless, differences, figures_of, of_best_fixed
-from lookahead.decoding.head_costs import HeadCost
 
 METHODS = "prompt lookup 3,lookahead,no drafts"
 # Before, transformers looked nothing up for a model without an end token, as the tests' is.
@@ -256,20 +253,3 @@ def test_every_way_to_draft_with_a_model_is_measured_and_its_outputs_are_checked
             assert "divergence" not in one
         assert ("typical" in figures) == (name != "plain")
         assert ("rejection" in figures) == (name in proposers.DRAWING)
-
-
-@pytest.mark.parametrize("pass_s", [0.01, 0.05, 0.2, 1.0])
-def test_levels_of_heads_are_added_while_each_makes_decoding_faster(pass_s: float) -> None:
-    cost, tokens, gain = HeadCost(0.004, 0.003, 6), 2.5, 0.3
-    shares = 0.6 ** np.arange(6)
-    emitted = tokens + gain * np.append(0.0, np.cumsum(shares / shares.sum()))
-    speeds = emitted / (pass_s + 0.003 * np.arange(7) + 0.001 * (np.arange(7) > 0)) / (tokens / pass_s)
-    levels, speed = levels_that_pay(cost, tokens, pass_s, gain)
-    assert levels == speeds.argmax() and speed == pytest.approx(speeds.max())
-
-
-def test_a_model_that_is_too_large_is_measured_at_two_depths_that_fit() -> None:
-    assert depths_of("135M", 4, 1e9) == [30]
-    for name, size in (("1B", 2), ("3B", 2), ("3B", 4)):
-        few, more = depths_of(name, size, 2e9)
-        assert 1 <= few < more < SIZES[name][2]

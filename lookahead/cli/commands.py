@@ -19,6 +19,11 @@ from lookahead.cli.terminal import usage_errors
 from lookahead.config import refuse_removed
 from lookahead.errors import ConfigError
 
+REMOVED_COMMANDS = {
+    "pick-draft": "'lookahead bench' measures heads and 'lookahead generate --stats' a draft model; "
+    "run them with and without --heads DIR or --draft-model MODEL",
+}
+"""Commands removed since the last release, with the reason and what to do; each is refused by name for one release."""
 _LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set counts
 _FILES = ("FILE", "FILE.lkm", "FILES", "DIR", "INPUTS")  # metavars of file names that are not of type `Path`
 
@@ -107,7 +112,12 @@ class _Command(_Plain, TyperCommand):
 
 
 class _Group(_Plain, TyperGroup):
-    pass
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = " ".join([*ctx.command_path.split()[1:], *args[:1]])
+        with usage_errors():
+            if name in REMOVED_COMMANDS:
+                raise ConfigError(f"{name} was removed: {REMOVED_COMMANDS[name]}")
+        return super().resolve_command(ctx, args)
 
 
 class App(typer.Typer):

@@ -1,4 +1,4 @@
-"""The commands that measure costs, trace a decoding, compare draft models and train heads."""
+"""The commands that measure costs, trace a decoding and train heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from lookahead.cli.options import (
     OnePromptOptions,
     new_tokens_option,
     option,
-    read_prompt_file,
 )
 from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, show_line, table
 from lookahead.config import LookaheadConfig
@@ -144,85 +143,6 @@ def explain(options: ExplainOptions) -> None:
     out.print(total_line(traced))
     if options.html is not None:
         write_atomically(options.html, render_trace(traced))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PickDraftOptions(ModelOptions):
-    candidates: str | None = option(
-        None, "Draft models and folders of heads to try, named as for --model. (default: none)", metavar="MODEL,..."
-    )
-    prompts: Path | None = option(None, "Prompts to continue, one a line. (default: built-in prompts)", metavar="FILE")
-    max_new_tokens: int = new_tokens_option(128, "Most new tokens for each prompt.", min=2)
-    temperature: float = option(0.0, "Sample at this temperature; 0 takes the likeliest token.", min=0.0)
-    as_json: bool = option(False, "Print one JSON object.", "--json")
-
-
-def pick_draft(options: PickDraftOptions) -> None:
-    """Try draft models and heads with a target model, and name the fastest combination.
-
-    Each candidate is tried together with the sources that need no draft model, and these sources also alone: a draft
-    model has to be faster than none. The command also estimates the time of heads that are not trained yet, and the
-    number of tokens a pass that they must add.
-
-    For example:
-
-      lookahead pick-draft --model ./large
-      lookahead pick-draft --model ./large --candidates ./small,./heads
-      lookahead pick-draft -m ./large --candidates ./small --prompts mine.txt
-    """
-    names = [name.strip() for name in (options.candidates or "").split(",") if name.strip()]
-    if (options.candidates is not None and not names) or len(set(names)) < len(names):
-        raise ConfigError(f"candidates must be models, each named once, got {options.candidates!r}")
-    lines = [] if options.prompts is None else read_prompt_file(str(options.prompts)).splitlines()
-    prompts = [line.strip() for line in lines if line.strip()]
-    loaded = load(options, measures_costs=False)
-    from lookahead.decoding.comparison import PROMPTS
-    from lookahead.decoding.draft_selection import pick_draft
-    from lookahead.decoding.head_costs import KINDS, HeadCost
-    from lookahead.plugins.heads.head_files import holds_heads
-
-    drafts: dict[str, lookahead.DraftModel | lookahead.Heads] = {}
-    for name in names:
-        if holds_heads(name):
-            drafts[name] = lookahead.Heads(name, name=name)
-        else:
-            draft, tokenizer = load(options, name, measures_costs=False)
-            drafts[name] = lookahead.DraftModel(draft, tokenizer=tokenizer, name=name)
-    temperature = options.temperature
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    with console(sys.stderr).status("measuring"):
-        pick = pick_draft(*loaded, drafts, prompts or PROMPTS, max_new_tokens=options.max_new_tokens, **sampling)
-    if options.as_json:
-        print(json.dumps(pick.to_dict()))
-        return
-    rows = [
-        {
-            "": name.rstrip("/").rpartition("/")[2],
-            "parameters": f"{each.parameters:,}" if each.parameters else "",
-            "ms a\npass": f"{1e3 * each.pass_s:.2f}" if each.pass_s else "",
-            "tokens\na pass": f"{each.stats.mean_acceptance_length:.2f}",
-            "drafted\na pass": f"{each.drafted_per_step:.1f}",
-            "tokens\na second": f"{each.stats.tokens_per_s:.1f}",
-            "same": f"{each.identical}/{each.prompts}",
-        }
-        for name, each in pick.candidates.items()
-    ]
-    out, target_ms = console(sys.stdout), 1e3 * pick.target_pass_s
-    out.print(table(rows))
-    out.print(f"a pass of the target: {target_ms:.2f} ms; same: outputs equal to model.generate")
-    stats = pick.without.stats
-    for kind, cost in pick.heads.items():
-        if isinstance(cost, HeadCost):
-            said = (
-                f"a level takes {1e3 * cost.level_s:.2f} ms (the first {1e3 * cost.first_s:.2f} ms) of a pass's "
-                f"{1e3 * stats.decode_s / max(1, stats.target_forwards):.2f} ms; they pay if they add "
-                f"{cost.tokens_to_pay(1, stats.tokens_per_s):.2f} tokens a pass with one level, "
-                f"{cost.tokens_to_pay(cost.levels, stats.tokens_per_s):.2f} with {cost.levels}"
-            )
-        else:
-            said = f"none ({cost})"
-        show_line(sys.stdout, f"{KINDS[kind]} heads: {said}")
-    show_line(sys.stdout, f"fastest: {pick.best}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,15 +39,13 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Score:
-    """The results of one method over all prompts, and its draft model if there is one."""
+    """The results of one method over all prompts."""
 
     prompts: int = 0
     identical: int = 0
     loops: int = 0  # outputs that repeat one phrase to their end, which drafts follow with ease
     stats: DecodingStats = field(default_factory=DecodingStats)
     stats_without_loops: DecodingStats = field(default_factory=DecodingStats)
-    parameters: int = 0  # of the draft model or heads
-    pass_s: float = 0.0  # of the draft model's pass over one token, or of a level of the heads
 
     @property
     def drafted_per_step(self) -> float:

@@ -60,11 +60,6 @@ EXTENDED = {
     "tests/test_heads_drafting.py": ("lookahead/plugins/heads/*", "lookahead/proposers/*"),
     "tests/test_memory_file.py": ("ngram/*", "lookahead/*/store_files.py"),
     "tests/test_mtp.py": ("lookahead/plugins/heads/*", "lookahead/model/*"),
-    "tests/test_pick_draft.py": (
-        "lookahead/*/draft_selection.py",
-        "lookahead/*/head_costs.py",
-        "lookahead/cli/measure.py",
-    ),
     "tests/test_rejection.py": ("lookahead/verification/*", "lookahead/engine/*"),
     "tests/test_summary_options.py": ("lookahead/cli/*", "lookahead/summarization/*"),
     # Processes and workers
