@@ -33,11 +33,12 @@ from bench.llm import as_chat
 from bench.llm_peers import read_clocks
 from bench.prompts import read_texts
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.decoding import beams, hf_outputs
-from lookahead.decoding.beams import has_bits_of_beams
+from lookahead.decoding import hf_outputs
 from lookahead.loading.loading import DEFAULT_MODEL, load
-from lookahead.model.beam_tree import BeamModel
 from lookahead.model.call_caches import CACHE
+from lookahead.plugins.beams import beam_search
+from lookahead.plugins.beams.beam_search import has_bits_of_beams
+from lookahead.plugins.beams.beam_tree import BeamModel
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -109,7 +110,10 @@ def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
             return {"kv_bytes": held(out[CACHE])} if isinstance(out.get(CACHE), DynamicCache) else {}
         return {"kv_bytes": max([*at_prefill, held(searches[-1]._cache)])}
 
-    with mock.patch.object(BeamModel, "_prefill", read), mock.patch.object(beams, "copy_prefix_from", copy_prefix_from):
+    with (
+        mock.patch.object(BeamModel, "_prefill", read),
+        mock.patch.object(beam_search, "copy_prefix_from", copy_prefix_from),
+    ):
         yield figures
 
 

@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from lookahead.decoding.successor_building import save_memory as save_memory
     from lookahead.loading.loading import LoadedModel as LoadedModel
     from lookahead.loading.loading import load as load
-    from lookahead.proposers.draft_model import DraftModel as DraftModel
+    from lookahead.plugins.draft_models.draft_model import DraftModel as DraftModel
+    from lookahead.plugins.grammar.grammar import Grammar as Grammar
     from lookahead.proposers.heads import Heads as Heads
     from lookahead.stats import DecodingStats as DecodingStats
     from lookahead.summarization.summarize_text import summarize as summarize
-    from lookahead.verification.grammar import Grammar as Grammar
     from lookahead.verification.per_row import PerRow as PerRow
 
 __version__ = "0.1.0.dev0"
@@ -69,11 +69,11 @@ _NAMES_BY_MODULE = {
     "decoding.scheduler": ["Completion"],
     "backend.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
     "loading.loading": ["LoadedModel", "load"],
-    "proposers.draft_model": ["DraftModel"],
+    "plugins.draft_models.draft_model": ["DraftModel"],
     "proposers.heads": ["Heads"],
     "stats": ["DecodingStats"],
     "summarization.summarize_text": ["summarize"],
-    "verification.grammar": ["Grammar"],
+    "plugins.grammar.grammar": ["Grammar"],
     "verification.per_row": ["PerRow"],
 }
 _HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

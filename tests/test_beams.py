@@ -19,12 +19,11 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.cpu import linears
 from lookahead.cli.app import app
-from lookahead.decoding import beams
-from lookahead.decoding.beams import has_bits_of_beams
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.model import beam_tree
 from lookahead.model.call_caches import CACHE, MARKS_CACHES, cache_in
 from lookahead.model.model_state import recognise
+from lookahead.plugins.beams import beam_search, beam_tree
+from lookahead.plugins.beams.beam_search import has_bits_of_beams
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.beam_search import ONE, OPTIONS, RAGGED, assert_same, found
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build, cases
@@ -157,24 +156,24 @@ def test_a_long_prompt_in_bf16_is_read_once_where_its_products_allow_it(
     is_alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(FAMILIES["Llama"]).to(torch.bfloat16)
-    ids = torch.randint(3, 101, (1, beams.LONG_PROMPT + 9), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 101, (1, beam_search.LONG_PROMPT + 9), generator=torch.Generator().manual_seed(0))
     read: list[torch.Size] = []
     model.register_forward_pre_hook(lambda _, args, inputs: read.append(inputs["input_ids"].shape), with_kwargs=True)
     recognise(model, trusted=True)
-    if not has_bits_of_beams(model, 3) or not beams.has_bits_of_copies(model, ids.shape[1], 3):
+    if not has_bits_of_beams(model, 3) or not beam_search.has_bits_of_copies(model, ids.shape[1], 3):
         pytest.skip("on this processor the bits of transformers cannot be had")
     if not is_alike:
-        monkeypatch.setattr(beams, "has_bits_of_copies", lambda *_: False)
+        monkeypatch.setattr(beam_search, "has_bits_of_copies", lambda *_: False)
     options: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 20, "eos_token_id": None, "output_logits": True}
     expected = found(model, **options)
     read.clear()
-    pasts, copy = list[Any](), beams.copy_prefix_from
+    pasts, copy = list[Any](), beam_search.copy_prefix_from
 
     def seen(past: Any, *rest: Any, **more: Any) -> None:
         pasts.append(past)
         copy(past, *rest, **more)
 
-    monkeypatch.setattr(beams, "copy_prefix_from", seen)
+    monkeypatch.setattr(beam_search, "copy_prefix_from", seen)
     got = found(model, **options, custom_generate=lookahead.decode, lookahead_config=TRUSTING)
     assert [layer.keys.numel() for past in pasts for layer in past.layers] == [0, 0]  # not held twice
     assert [each[0] for each in read if each[1] == ids.shape[1]] == [1 if is_alike else 3]
@@ -185,9 +184,9 @@ def test_a_long_prompt_in_bf16_is_read_once_where_its_products_allow_it(
 def test_products_in_half_precision_run_over_the_rows_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     # Other rows change few bits: that no token differs does not show that they are right.
     model: Any = build(FAMILIES["Llama"]).to(torch.bfloat16)
-    ids = torch.arange(beams.LONG_PROMPT + 9)[None] + 3
-    monkeypatch.setattr(beams, "has_bits_of_beams", lambda *_: True)
-    monkeypatch.setattr(beams, "has_bits_of_copies", lambda *_: True)
+    ids = torch.arange(beam_search.LONG_PROMPT + 9)[None] + 3
+    monkeypatch.setattr(beam_search, "has_bits_of_beams", lambda *_: True)
+    monkeypatch.setattr(beam_search, "has_bits_of_copies", lambda *_: True)
     options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None, "custom_generate": lookahead.decode}
     options["lookahead_config"] = TRUSTING
     heads: list[int] = []

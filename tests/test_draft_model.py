@@ -26,7 +26,7 @@ from transformers import (
 import lookahead
 from lookahead import ConfigError, DraftModel, LookaheadConfig, ProposerError, UnsupportedModelError
 from lookahead.drafting.proposal import Call, Proposal
-from lookahead.proposers.draft_model import ModelProposer
+from lookahead.plugins.draft_models.draft_model import ModelProposer
 from tests.support.engines import engine_of
 from tests.support.near_models import like, small
 from tests.support.token_prompts import both

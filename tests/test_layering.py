@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from lookahead.utils import seams
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 400
 
@@ -30,8 +32,9 @@ FLOORS = (
     {"verification", "plugins.heads"},
     {"backend"},
     {"proposers"},
-    {"engine", "plugins"},
+    {"engine"},
     {"decoding"},
+    {"plugins"},
     {"summarization", "serving"},
     {"jobs"},
     {"reporting"},
@@ -39,6 +42,9 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
+CORE = {"config", "drafting", "model", "loading", "verification", "backend", "proposers", "engine", "decoding"}
+# What still names heads.
+HEADS = {"proposers.heads", "proposers.store_files", "decoding.head_costs"}
 KNOW_TRANSFORMERS = {
     "serving",
     "verification",
@@ -62,7 +68,7 @@ OPTIONAL = {
     "kernels": {"triton"},
     "serving": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "jobs.worker_pool": {"ray"},
-    "verification.grammar": {"llguidance"},
+    "plugins.grammar.grammar": {"llguidance"},
 }
 BROUGHT_ALONG = {"tokenizers", "huggingface_hub", "llvmlite", "packaging"}  # by transformers and numba
 FEW_PARAMETERS = 4  # a docstring says in a sentence what so many are; `Args:` describes more
@@ -154,6 +160,27 @@ def test_a_module_imports_only_from_its_own_folder_and_the_floors_below():
         if _floor(name.removeprefix("lookahead.")) >= _floor(module.room)
     ]
     assert not offenders
+
+
+def test_the_core_names_no_plug_in():
+    named = {
+        module.name: sorted(set(re.findall(r"lookahead\.plugins[\w.]*", module.path.read_text(encoding="utf-8"))))
+        for module in MODULES
+        if _is_in(module.room, CORE) and not _is_in(module.room, HEADS)
+    }
+    assert not {name: plugins for name, plugins in named.items() if plugins}
+
+
+def test_a_plug_in_that_lacks_a_method_of_its_seam_is_refused_when_it_is_registered():
+    with pytest.raises(TypeError, match="HalfALoop cannot be"):
+        seams.register("loop", "contrastive_search", type("HalfALoop", (), {"run": lambda self: iter(())}))
+    assert seams.plugin_for("loop", "contrastive_search") is None
+    with pytest.raises(ValueError, match="seam must be one of loop, processor"):
+        seams.register("loops", "contrastive_search", object)
+
+
+def test_every_plug_in_is_found_under_its_name():
+    assert all(callable(seams.plugin_for(*key)) for key in seams._HOMES)
 
 
 def test_only_the_rooms_that_know_a_model_import_transformers():

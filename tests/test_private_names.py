@@ -31,6 +31,8 @@ ROOMS_OF_TORCH = ("model", "loading", "backend.cpu", "backend.gpu", "kernels")
 # What stands elsewhere: a subclass of Trainer calls what subclasses may.
 ELSEWHERE = {
     "jobs.training.heads_trainer": {"_get_train_sampler", "_prepare_inputs", "transformers.trainer_pt_utils"},
+    # It stands in for a model in transformers' own beam search.
+    "plugins.beams.beam_tree": {"_prefill", "_reorder_cache", "_update_model_kwargs_for_generation"},
     "plugins.heads.native_mtp": {"transformers.modeling_layers"},
     "ngram.corpus_file": {"_version"},  # its own
 }

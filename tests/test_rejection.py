@@ -16,7 +16,7 @@ from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.prune import Limits
-from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
+from lookahead.plugins.draft_models.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.verification.exact import verify
 from lookahead.verification.rejection import RejectionRounds, coin, draw, draw_several
 from tests.support.engines import engine_of
@@ -65,7 +65,7 @@ def every_fall(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Prefix]) -> It
         dice = Dice(script)
         monkeypatch.setattr("lookahead.verification.rejection.coin", dice.coin)
         monkeypatch.setattr("lookahead.verification.rejection.draw", dice.draw)
-        monkeypatch.setattr("lookahead.proposers.draft_tree.draw_several", dice.draw_several)
+        monkeypatch.setattr("lookahead.plugins.draft_models.draft_tree.draw_several", dice.draw_several)
         outcome = run()
         yield dice.weight, outcome
         for at in range(len(script), len(dice.thrown)):

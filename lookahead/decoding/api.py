@@ -21,7 +21,7 @@ from lookahead.decoding.scheduler import Completion, Scheduler
 from lookahead.errors import PromptError
 from lookahead.model.call_caches import cache_in
 from lookahead.stats import DecodingStats, total
-from lookahead.verification.grammar import Grammar
+from lookahead.utils.seams import plugin_for
 from lookahead.verification.per_row import PerRow
 from lookahead.verification.stopping import FinishReason
 
@@ -310,7 +310,7 @@ def with_row_processors(
         if ends is None:
             ends = tokenizer.eos_token_id  # without one an output could not end where its grammar does
             options = {**options, "eos_token_id": ends}
-        added.append(Grammar(tokenizer, **grammars, eos_token_id=ends))
+        added.append(plugin_for("processor", "grammar")(tokenizer, **grammars, eos_token_id=ends))
     if per_row is not None:
         added.append(PerRow(per_row))
     return {**options, "logits_processor": [*(options.get("logits_processor") or ()), *added]} if added else options

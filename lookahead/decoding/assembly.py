@@ -95,7 +95,7 @@ def assemble(
         encoded=encoded,
         predicts=predicts,
         # Drawn tokens can be neither cut nor extended.
-        is_constrained=not by_rejection and (is_constrained or any(row.grammar is not None for row in batch)),
+        is_constrained=not by_rejection and (is_constrained or any(row.forcing is not None for row in batch)),
     )
     has_encoder, packs = model.config.is_encoder_decoder, config.pack == "auto"
     proposers, controller = _drafting(

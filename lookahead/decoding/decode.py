@@ -15,7 +15,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import validation
-from lookahead.decoding.beams import BeamLoop
 from lookahead.decoding.hf_outputs import collect, return_cache, scores_by_step
 from lookahead.decoding.plan import plan_request
 from lookahead.decoding.prediction_reading import Predictions, read_predictions
@@ -88,7 +87,7 @@ def decode(
     predictions = read_predictions(model, lookahead_tokenizer, lookahead_prediction, len(input_ids) // copies)
     plan = plan_request(call, lookahead_config, lookahead_tokenizer, memory=lookahead_memory)
     engine = replace(plan, predictions=predictions).begin()
-    if lookahead_streamer is not None and not isinstance(engine, BeamLoop):
+    if lookahead_streamer is not None and (isinstance(engine, Engine) or engine.takes_streamer):
         lookahead_streamer.put(input_ids.cpu())
     if not isinstance(engine, Engine):
         return cast(Tensor | GenerateOutput, engine.sample(streamer=lookahead_streamer))

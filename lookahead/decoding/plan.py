@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -17,7 +17,6 @@ from lookahead.backend.protocol import Shape
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import validation
 from lookahead.decoding.assembly import assemble
-from lookahead.decoding.beams import BEAM_MODES, BeamLoop
 from lookahead.decoding.hf_outputs import copy_prefix_from
 from lookahead.decoding.prompt_reading import PromptReading, placeholders_of
 from lookahead.drafting.proposal import IntArray
@@ -46,6 +45,7 @@ from lookahead.model.private_names import missing_names
 from lookahead.model.state_layers import takes_states
 from lookahead.model.state_scope import mixers_of
 from lookahead.proposers.ngram import OutputStore
+from lookahead.utils.seams import plugin_for
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule, stateful_name, stateful_reason, stopping_rule
 
@@ -161,15 +161,15 @@ class RequestPlan:
             UnsupportedModelError: Nothing can be drafted, though the given configuration asks for drafts.
         """
         call = self.call
-        if call.generation_config.get_generation_mode() in BEAM_MODES:
-            return BeamLoop(call, self.config, is_refused=self.is_refused, context=self.context)
+        if (loop := _loop_of(call)) is not None:
+            return loop(call, self.config, is_refused=self.is_refused, context=self.context)
         if self.reason and self.is_refused:
             raise UnsupportedModelError(f"{self.reason}; leave out {self.config.demands} to decode it plainly")
         if self.shape == "none":
             if self.reason and warns:
                 warn(self.reason)
-            loop = outside_passes()(own_sample(call))
-            return PlainLoop(loop, call.input_ids, self.lengths, call.stopping_criteria, self.context)
+            sample = outside_passes()(own_sample(call))
+            return PlainLoop(sample, call.input_ids, self.lengths, call.stopping_criteria, self.context)
         encoded, rows = self.encoded(), self.rows()
         for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
             row.read_by_encoder(tokens)
@@ -194,6 +194,12 @@ class RequestPlan:
             longest = call.input_ids.shape[1]
             copy_prefix_from(cast(DynamicCache, past), engine.cache, longest - self.lengths)
         return engine
+
+
+def _loop_of(call: ResolvedCall) -> Callable[..., PlainLoop] | None:
+    """The plug-in that decodes calls of this generation mode; None for the modes of `Engine`."""
+    loop: Callable[..., PlainLoop] | None = plugin_for("loop", call.generation_config.get_generation_mode().value)
+    return loop
 
 
 def generator_for(model: PreTrainedModel, seed: int | None) -> torch.Generator:
@@ -230,7 +236,7 @@ def plan_request(
     stopping = stopping_rule(call.stopping_criteria, generation_config)
     named = ", ".join(missing_names())
     lacking = f"the installed libraries lack what drafts need, {named}" if named else ""
-    if generation_config.get_generation_mode() in BEAM_MODES:
+    if _loop_of(call) is not None:
         if lacking:
             raise UnsupportedModelError(lacking)
         none = np.zeros(0, np.int64)

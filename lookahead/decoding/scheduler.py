@@ -312,7 +312,7 @@ class Scheduler:
                 tokenizer,
                 slots=self.rows,
                 predicts=self._predicts,
-                is_constrained=first.grammar is not None,  # the options of all prompts are the same
+                is_constrained=first.forcing is not None,  # the options of all prompts are the same
                 keep_cache=self._prefix_bytes > 0,
             )
         needs = list(map(self._slots_of, self._running.values()))

@@ -31,6 +31,8 @@ class PlainLoop:
     `[batch]`, are the lengths of prompts without padding; `context` is the maximum tokens of a row, None for no limit.
     """
 
+    takes_streamer = True
+
     def __init__(
         self,
         sample: Callable[..., Any],

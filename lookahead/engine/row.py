@@ -73,7 +73,7 @@ class Row:
     ) -> None:
         self.index, self.padding, self.place, self.device = index, padding, place, device
         self.chooser, self.stopping = chooser, stopping
-        self.grammar = chooser.grammar_of(place)
+        self.forcing = chooser.forcing_of(place)
         self.length, self.last_token = len(ids), int(ids[-1])
         self.ids = np.array(ids, np.int64)  # grows on demand: the limit may be any number
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
@@ -120,14 +120,14 @@ class Row:
         return positions - self.tokens
 
     def constrain(self, offers: Sequence[Proposal | None], max_nodes: int, least: float) -> list[Proposal | None]:
-        """Apply its grammar to the proposals; the forced tokens replace the last one.
+        """Cut what its processor forbids from the proposals; the forced tokens replace the last one.
 
         At most `max_nodes` are forced. Nodes reached with a probability below `least` are not checked.
         """
-        if self.grammar is None:
+        if self.forcing is None:
             return list(offers)
         ids = torch.from_numpy(self.ids[: self.length])
-        offers, forced = self.grammar.constrain(ids, offers, max_nodes, least)
+        offers, forced = self.forcing.constrain(ids, offers, max_nodes, least)
         return [*offers[:-1], forced]
 
     def verify(

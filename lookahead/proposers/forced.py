@@ -8,7 +8,7 @@ from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 class ForcedTokens(Proposer):
     """Represents forced tokens among the proposers of a call, as the last one.
 
-    It proposes nothing itself: `lookahead.drafting.constrain` adds forced tokens after the nodes of the others.
+    It proposes nothing itself: `Row.constrain` adds forced tokens after the nodes of the others.
     """
 
     sources = ("grammar",)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import FloatTensor, LongTensor, Tensor
 from transformers import LogitsProcessor
 
+from lookahead.drafting.proposal import Proposal
 from lookahead.errors import ConfigError, UnsupportedModelError
 
 Processor = Callable[[LongTensor, FloatTensor], FloatTensor]
 """A logits processor: takes ids `[1, tokens]` and scores `[1, vocab]`, returns scores `[1, vocab]`."""
+
+
+class ForcingProcessor(LogitsProcessor):
+    """A processor of one row that knows which tokens must follow, so that they are drafted; derive from it."""
+
+    def constrain(
+        self, ids: Tensor, offers: Sequence[Proposal | None], max_nodes: int, least: float
+    ) -> tuple[list[Proposal | None], Proposal | None]:
+        """The proposals of a row without the nodes that it forbids, and one of the tokens that it forces; None if none.
+
+        Args:
+            ids: int64 `[tokens]`, the ids of the row.
+            offers: The proposals, None for an empty one; they are not modified.
+            max_nodes: Maximum nodes that are forced.
+            least: Minimum probability of reaching a node to check it.
+        """
+        raise NotImplementedError
 
 
 class PerRow(LogitsProcessor):

@@ -15,8 +15,7 @@ from transformers.generation import logits_process as hf
 from lookahead.errors import LogitsError
 from lookahead.model.known_code import is_known
 from lookahead.verification.exact import likeliest
-from lookahead.verification.grammar import GrammarProcessor
-from lookahead.verification.per_row import is_per_row
+from lookahead.verification.per_row import ForcingProcessor, is_per_row
 
 
 class TokenChooser:
@@ -54,9 +53,9 @@ class TokenChooser:
         self._generator = generator
         self._first_step = 0
 
-    def grammar_of(self, row: int) -> GrammarProcessor | None:
-        """The grammar of a row; None without one."""
-        return next((each for each in self._processors[row] if isinstance(each, GrammarProcessor)), None)
+    def forcing_of(self, row: int) -> ForcingProcessor | None:
+        """The processor of a row that knows forced tokens; None without one."""
+        return next((each for each in self._processors[row] if isinstance(each, ForcingProcessor)), None)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
         """Choose a token from raw logits `[vocab]`; call it once per emitted token, in order.

@@ -56,7 +56,7 @@ EXTENDED = {
     "tests/test_branch.py": ("lookahead/drafting/*", "lookahead/*/jacobi.py", "ngram/window.py"),
     "tests/test_chain_proposer.py": ("ngram/*", "lookahead/plugins/*", "lookahead/*/chain_lengths.py"),
     "tests/test_draft_cost.py": ("lookahead/drafting/*", "lookahead/*/draft_model.py"),
-    "tests/test_draft_model.py": ("lookahead/drafting/*", "lookahead/proposers/*"),
+    "tests/test_draft_model.py": ("lookahead/drafting/*", "lookahead/plugins/draft_models/*"),
     "tests/test_heads_drafting.py": ("lookahead/plugins/heads/*", "lookahead/proposers/*"),
     "tests/test_memory_file.py": ("ngram/*", "lookahead/*/store_files.py"),
     "tests/test_mtp.py": ("lookahead/plugins/heads/*", "lookahead/model/*"),

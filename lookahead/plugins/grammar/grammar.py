@@ -10,12 +10,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import FloatTensor, LongTensor, Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from lookahead.drafting.constrain import Constraint, constrain
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import ConfigError, LogitsError, first_line
-from lookahead.verification.per_row import PerRow
+from lookahead.plugins.grammar.constrain import Constraint, constrain
+from lookahead.utils.seams import register
+from lookahead.verification.per_row import ForcingProcessor, PerRow
 
 # The format of `json.dumps`. With flexible white space a model can emit white space until its limit.
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -72,7 +73,7 @@ class Grammar(PerRow):
         super().__init__(lambda: GrammarProcessor(self._start.deep_copy(), tokens, ends))
 
 
-class GrammarProcessor(LogitsProcessor):
+class GrammarProcessor(ForcingProcessor):
     """The grammar of one row, called with its ids `[1, tokens]` and scores `[1, vocab]` once for every new token.
 
     Args:
@@ -112,7 +113,7 @@ class GrammarProcessor(LogitsProcessor):
     def constrain(
         self, ids: Tensor, offers: Sequence[Proposal | None], max_nodes: int, least: float
     ) -> tuple[list[Proposal | None], Proposal | None]:
-        """Apply `lookahead.drafting.constrain.constrain` after the ids of the row, int64 `[tokens]`.
+        """See `ForcingProcessor.constrain`.
 
         If the grammar cannot continue, it drafts nothing; choosing the next token raises the error.
         """
@@ -238,3 +239,6 @@ def _tokens_of(library: Any, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
         except Exception as error:
             raise ConfigError(f"llguidance does not know this kind of tokenizer: {first_line(error)}") from error
     return known[key]
+
+
+register("processor", "grammar", Grammar)

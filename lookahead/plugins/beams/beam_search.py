@@ -33,7 +33,6 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError, warn, with_place
-from lookahead.model.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.model.cache import TreeCache
 from lookahead.model.call_caches import CACHE, cache_in, is_callers, tokens_in
 from lookahead.model.calls import ResolvedCall, is_left_padded, own_beam_search, read_prompt
@@ -41,7 +40,9 @@ from lookahead.model.encoded_rows import held_layers, rows_of
 from lookahead.model.facts import attention_name, empty_cache, picks_keys, processes_of, vocabulary_size
 from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of
+from lookahead.plugins.beams.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.utils.kept_values import truth
+from lookahead.utils.seams import register
 from lookahead.verification.per_row import is_per_row
 from lookahead.verification.stopping import FinishReason, reason_of
 
@@ -116,6 +117,8 @@ class BeamLoop(PlainLoop):
         is_refused: Whether it is an error if beams cannot be nodes of a tree.
         context: Maximum tokens of a row; None for no limit.
     """
+
+    takes_streamer = False
 
     def __init__(
         self, call: ResolvedCall, config: LookaheadConfig, *, is_refused: bool = False, context: int | None = None
@@ -293,3 +296,7 @@ class BeamLoop(PlainLoop):
                 else:  # one copy for all
                     layer.keys, layer.values = (each.expand(beams, -1, -1, -1) for each in (layer.keys, layer.values))
         return {**options, CACHE: _SharedInput(past.self_attention_cache, cross)}
+
+
+for _mode in BEAM_MODES:
+    register("loop", _mode.value, BeamLoop)

@@ -38,7 +38,7 @@ from lookahead.model.model_inputs import EncoderInputs
 from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
+from lookahead.plugins.draft_models.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 _SHAPE = 8, 4  # children of a node, nodes scored per pass

@@ -1,0 +1,1 @@
+"""Exact beam search over token trees."""
