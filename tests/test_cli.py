@@ -17,7 +17,7 @@ from lookahead.cli.generate import GenerateOptions
 from lookahead.cli.options import options_of
 from lookahead.cli.summarize import SummarizeOptions
 from lookahead.decoding.comparison import decode_plainly
-from lookahead.jobs.result_lines import JsonLinesFile
+from lookahead.jobs.line_file import LineFile
 from lookahead.summarization.prompting import PromptFitter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -301,14 +301,14 @@ def test_overwrite_replaces_the_output_and_forgets_old_rejects(summarize, cli_fo
 
 
 def test_no_space_left_is_told_and_what_is_finished_stays(summarize, monkeypatch):
-    honest = JsonLinesFile.write
+    honest = LineFile.write
 
     def full(self, record):
         if record["id"] == "b.txt":
             raise OSError(28, "No space left on device")
         honest(self, record)
 
-    monkeypatch.setattr(JsonLinesFile, "write", full)
+    monkeypatch.setattr(LineFile, "write", full)
     result = summarize("a.txt", "b.txt", "-o", "out.jsonl", "--rows", "1")
     assert result.exit_code == 1
     assert (

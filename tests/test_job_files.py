@@ -18,12 +18,12 @@ import torch
 from lookahead.cli.job_options import JobOptions, to_toml
 from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError, PoolError
-from lookahead.jobs import job, journal, output_file, result_lines
+from lookahead.jobs import job, journal, line_file, output_file
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
-from lookahead.jobs.result_lines import JsonLinesFile
+from lookahead.jobs.line_file import LineFile
 from lookahead.loading.loading import load
 from lookahead.model.model_state import state_of
 from lookahead.proposers import ProposerState
@@ -121,7 +121,7 @@ def test_the_name_of_a_new_file_is_on_the_disk_before_its_first_line(
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
     for _ in range(2):
-        with JsonLinesFile(tmp_path / "lines.jsonl") as file:
+        with LineFile(tmp_path / "lines.jsonl") as file:
             file.write({"id": 1})
     folder, lines = tmp_path.stat().st_ino, (tmp_path / "lines.jsonl").stat().st_ino
     assert synced == [folder, lines, lines]
@@ -131,7 +131,7 @@ def test_the_name_of_a_new_file_is_on_the_disk_before_its_first_line(
 def test_a_line_that_is_interrupted_is_not_there_at_all(
     error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with JsonLinesFile(tmp_path / "lines.jsonl") as file:
+    with LineFile(tmp_path / "lines.jsonl") as file:
         file.write({"id": 1})
 
         def fail(_: int) -> None:
@@ -145,7 +145,7 @@ def test_a_line_that_is_interrupted_is_not_there_at_all(
 
 
 def test_an_interrupt_at_any_line_of_code_leaves_as_many_summaries_as_are_told(tmp_path: Path) -> None:
-    names = {source.__file__ for source in (job, journal, result_lines)}
+    names = {source.__file__ for source in (job, journal, line_file)}
     items = [Document(name, f"text {name[0]}") for name in ("a", "b", "a2")]
     counts = set()
     for moment in count():

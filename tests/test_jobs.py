@@ -20,8 +20,8 @@ from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
-from lookahead.jobs.result_lines import JsonLinesFile
-from lookahead.jobs.schema import ResultLine
+from lookahead.jobs.line import Line
+from lookahead.jobs.line_file import LineFile
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 from tests.support.forked import status_of
@@ -326,7 +326,7 @@ def test_no_space_for_a_line_leaves_whole_lines_and_the_job_can_be_resumed():
                 for i in range(99):
                     content = text_hash(f"text {i}")
                     known = {"document": content.hex(), "fingerprint": JOB.fingerprint}
-                    journal.append(ResultLine(id=i, summary="x" * 100, **known), content)
+                    journal.append(Line(id=i, summary="x" * 100, **known), content)
         sys.exit(i)
 
     count = status_of(fill)
@@ -349,9 +349,9 @@ def test_no_space_to_put_the_lines_in_order_leaves_them_as_they_are(monkeypatch)
 
 
 def test_a_line_goes_on_behind_those_that_are_there():
-    with JsonLinesFile(OUT) as file:
+    with LineFile(OUT) as file:
         file.write({"id": 1})
-    with JsonLinesFile(OUT) as file:
+    with LineFile(OUT) as file:
         assert file.whole == (10, 0)
         file.write({"id": 2})
     assert ids() == [1, 2]

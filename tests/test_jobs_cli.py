@@ -13,8 +13,8 @@ import pytest
 import lookahead
 from lookahead.config import LookaheadConfig
 from lookahead.jobs.job import MAX_TIMED_PARTS
+from lookahead.jobs.line_file import LineFile
 from lookahead.jobs.output_file import OutputFile
-from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.model.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.proposers import ProposerState
@@ -53,7 +53,7 @@ def docs(cli_folder):
 
 def test_a_stopped_job_is_resumed_by_the_same_command(summarize, docs, monkeypatch):
     assert summarize(docs, "-o", "whole.jsonl").exit_code == 1
-    honest = JsonLinesFile.write
+    honest = LineFile.write
 
     def full(self, record):
         if record["id"] == "d4":
@@ -61,7 +61,7 @@ def test_a_stopped_job_is_resumed_by_the_same_command(summarize, docs, monkeypat
         honest(self, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(JsonLinesFile, "write", full)
+        patch.setattr(LineFile, "write", full)
         stopped = summarize(docs, "-o", "out.jsonl", "--rows", "1")
     assert "writing failed: No space left on device; 4 finished summaries in out.jsonl; --resume" in stopped.stderr
     assert "is of a job that did not finish; pass --resume" in only_error(summarize(docs, "-o", "out.jsonl"))

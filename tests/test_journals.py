@@ -20,7 +20,7 @@ from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths, write_manifest
-from lookahead.jobs.schema import ResultLine
+from lookahead.jobs.line import Line
 from tests.support.stand_ins import StandIn
 
 OPTIONS = JobSettings(model="some-model", max_new_tokens=8).identity
@@ -73,10 +73,10 @@ def documents(names: str) -> list[Document]:
     return [Document(name, f"text {name}") for name in names]
 
 
-def line(name: str) -> tuple[ResultLine, bytes]:
+def line(name: str) -> tuple[Line, bytes]:
     """A line of results, and the hash of its text."""
     content = text_hash(f"text {name}")
-    return ResultLine(id=name, summary="S", document=content.hex(), fingerprint=JOB.fingerprint), content
+    return Line(id=name, summary="S", document=content.hex(), fingerprint=JOB.fingerprint), content
 
 
 def lines(path: Path = OUT) -> list[dict[str, Any]]:
@@ -353,6 +353,6 @@ def test_lines_of_another_job_are_left_alone_without_a_manifest() -> None:
 def test_what_was_measured_stays_with_the_document_it_was_measured_of() -> None:
     measured = {"stats": {"prompt_tokens": 1}, "plain": {}, "speedup": 2.0, "identical": True}
     kept = {"summary": "S", "document": "0" * 32, "fingerprint": "f"}
-    copy = ResultLine.from_json({"id": "a", **kept, **measured}).copied("b")
+    copy = Line.from_json({"id": "a", **kept, **measured}).copied("b")
     assert copy.to_json() == {"id": "b", **kept, "stats": None, "copy_of": "a"}
     assert copy.copied("c").copy_of == "a"

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lookahead.cli.app import app
-from lookahead.jobs.schema import ResultLine
+from lookahead.jobs.line import Line
 from lookahead.reporting.results_file import Aggregate
 
 
@@ -80,5 +80,5 @@ def test_a_file_of_any_number_of_names_has_a_table_of_fifty(report):
     lines = [{"model": f"model-{number}", "stats": {"drafted_by_source": sources[number % 3]}} for number in range(60)]
     _, words, _ = report(lines)
     assert "source-1-19 " in words and "source-1-20 " not in words and "source-2" not in words and "others " in words
-    models = Aggregate(ResultLine.from_json(line, leaves_gaps=True) for line in lines).models
+    models = Aggregate(Line.from_json(line, leaves_gaps=True) for line in lines).models
     assert len(models) == 51 and models["others"] == 10

@@ -20,7 +20,7 @@ from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
-from lookahead.jobs.schema import RejectLine, ResultLine, read_line
+from lookahead.jobs.line import Line, parse_line
 from lookahead.reporting.report_page import write_report
 from lookahead.stats import DecodingStats
 from lookahead.summarization.pipeline import PartSummary, PlainFigures, Summarized, Summary
@@ -73,24 +73,24 @@ def test_a_line_reads_back_as_it_was_written_from_every_place_it_is_written_to(i
 
     first, twin, other = ids
     items = [Document(first, "text"), Document(twin, "text"), Document(other, "more"), Reject("bad", "bad: it failed")]
-    line = ResultLine.of(Summarized(items[0], summary), text_hash("text"), JOB)
-    last = ResultLine.of(Summarized(items[2], summary), text_hash("more"), JOB)
+    line = Line.of(Summarized(items[0], summary), text_hash("text"), JOB)
+    last = Line.of(Summarized(items[2], summary), text_hash("more"), JOB)
     lines = [line, line.copied(twin), last]
     assert (line.summary, line.parts, line.finish_reason, line.copy_of) == ("Größe.", 2, "length", None)
     shown = run(items, summarize_all, None)
-    assert [ResultLine.from_json(record) for record in shown] == lines
+    assert [Line.from_json(record) for record in shown] == lines
     job = {"document": text_hash("text").hex(), "model": "some-model", "fingerprint": JOB.fingerprint}
     assert json.dumps(shown[0]) == json.dumps({"id": first, **summary.to_dict(), **job})
     run(items, summarize_all, OUT)
-    assert [read_line(each) for each in OUT.read_bytes().splitlines(keepends=True)] == lines
-    assert [read_line(each) for each in Path("rejects").read_bytes().splitlines(keepends=True)] == [
-        RejectLine(id="bad", error="bad: it failed")
-    ]
+    written = [parse_line(each) for each in OUT.read_bytes().splitlines(keepends=True)]
+    assert [Line.from_json(each) for each in written] == lines
+    (reject,) = Path("rejects").read_bytes().splitlines(keepends=True)
+    assert Line.from_json(parse_line(reject), is_reject=True) == Line(id="bad", error="bad: it failed")
     run(items, summarize_all, Path("out.parquet"))
-    rows = [ResultLine.from_json(row) for row in parquet_records(Path("out.parquet"))]
+    rows = [Line.from_json(row) for row in parquet_records(Path("out.parquet"))]
     assert [row.key for row in rows] == [line.key for line in lines]
-    written = [{**each.to_json(), "id": 0, "copy_of": 0} for each in rows]
-    assert written == [{**each.to_json(), "id": 0, "copy_of": 0} for each in lines]
+    kept = [{**each.to_json(), "id": 0, "copy_of": 0} for each in rows]
+    assert kept == [{**each.to_json(), "id": 0, "copy_of": 0} for each in lines]
 
 
 def test_fields_of_other_programs_are_kept_and_copied() -> None:
@@ -117,11 +117,11 @@ HOLDS = {
 
 
 def test_every_field_of_a_line_is_in_this_file() -> None:
-    assert HOLDS.keys() == {each.name for each in fields(ResultLine)} - {"others"}
+    assert HOLDS.keys() == {each.name for each in fields(Line)} - {"others", "error"}
 
 
 def test_only_the_schema_names_the_fields_of_a_line() -> None:
-    names = {each.name for kind in (ResultLine, RejectLine) for each in fields(kind)} - JOB.to_dict().keys()
+    names = {each.name for each in fields(Line)} - JOB.to_dict().keys()
     for room in ("jobs", "reporting", "cli"):
         for path in sorted((ROOT / "lookahead" / room).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -134,7 +134,7 @@ def test_only_the_schema_names_the_fields_of_a_line() -> None:
 
 def error_of(record: Any) -> str:
     with pytest.raises(ValueError) as caught:
-        ResultLine.from_json(record)
+        Line.from_json(record)
     return str(caught.value)
 
 
@@ -143,7 +143,7 @@ def error_of(record: Any) -> str:
 def test_a_value_that_a_field_cannot_hold_is_named_by_whoever_reads_the_line(name: str, value: str) -> None:
     line = {**GOOD, name: VALUES[value]}
     if value in HOLDS[name]:
-        assert getattr(ResultLine.from_json(line), name) == VALUES[value]
+        assert getattr(Line.from_json(line), name) == VALUES[value]
         return
     told = error_of(line)
     assert told.startswith(f"has {name} {VALUES[value]!r}, but {name} must be ")
@@ -172,7 +172,7 @@ WHAT_IS_NONE = {
 @pytest.mark.parametrize("line", WHAT_IS_NONE, ids=lambda line: repr(line))
 def test_what_is_no_line_of_results_gives_one_error_in_a_job_and_in_a_report(line: bytes) -> None:
     told = WHAT_IS_NONE[line]
-    refused_by_all(line, told, is_reject=told.endswith("rejects"))
+    refused_by_all(line, told)
     good = json.dumps(GOOD).encode() + b"\n"
     OUT.write_bytes(good + line + good)
     assert f": 1 line was left out: line 2 {told}" in write_report(OUT, Path("page.html")).problems[0]
@@ -191,7 +191,7 @@ def test_what_is_no_line_of_rejects_gives_one_error_in_a_job_and_in_a_report(err
     assert write_report(OUT).problems[0].endswith(f": 1 line was left out: line 1 {told}.")
 
 
-def refused_by_all(line: bytes, told: str, *, is_reject: bool = False) -> None:
+def refused_by_all(line: bytes, told: str) -> None:
     """A line is refused with this error when a job is resumed, while it runs, and in a Parquet file."""
     good = json.dumps(GOOD).encode() + b"\n"
     OUT.write_bytes(good + line + good)
@@ -200,8 +200,7 @@ def refused_by_all(line: bytes, told: str, *, is_reject: bool = False) -> None:
     assert f"{OUT}:2: no line of this job: it {told}" in str(caught.value)
     assert str(caught.value).endswith("; remove the line, or pass --overwrite to start over")
     OUT.unlink()
-    if not is_reject:  # in the same run this is a matter of the file of rejects
-        changed_while_a_job_runs(line, told)
+    changed_while_a_job_runs(line, told)
     parquet_of(line, told)
 
 

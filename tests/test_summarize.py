@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError
-from lookahead.jobs.result_lines import JsonLinesFile
+from lookahead.jobs.line_file import LineFile
 from lookahead.loading import loading
 from lookahead.stats import DecodingStats, total_in_sequence
 from lookahead.summarization.chunking import MeasuredText, cut
@@ -268,7 +268,7 @@ def test_plain_figures_leave_the_prefill_out_of_the_rate():
 def test_a_line_that_does_not_fit_the_disk_leaves_only_whole_lines(tmp_path):
     def fill():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        file = JsonLinesFile(tmp_path / "out.jsonl")
+        file = LineFile(tmp_path / "out.jsonl")
         with pytest.raises(OSError):
             for i in range(99):
                 file.write({"id": i, "text": "x" * 100})
@@ -282,7 +282,7 @@ def test_a_line_that_does_not_fit_the_disk_leaves_only_whole_lines(tmp_path):
 
 
 def test_an_interrupt_in_the_middle_of_a_line_leaves_only_whole_lines(tmp_path, monkeypatch):
-    file = JsonLinesFile(tmp_path / "out.jsonl")
+    file = LineFile(tmp_path / "out.jsonl")
     file.write({"id": 1})
     real = file._file
 
@@ -300,7 +300,7 @@ def test_an_interrupt_in_the_middle_of_a_line_leaves_only_whole_lines(tmp_path, 
 
 
 def test_a_name_that_is_no_text_is_written_as_a_json_escape(tmp_path):
-    with JsonLinesFile(tmp_path / "out.jsonl") as file:
+    with LineFile(tmp_path / "out.jsonl") as file:
         file.write({"id": "caf\udce9.txt", "summary": "Größe"})
     line = (tmp_path / "out.jsonl").read_text("utf-8")
     assert line == '{"id": "caf\\udce9.txt", "summary": "Größe"}\n'

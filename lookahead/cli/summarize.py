@@ -34,7 +34,7 @@ from lookahead.jobs import job_figures
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, estimate_job, run_job, select_documents
 from lookahead.jobs.journal import OutputPaths
-from lookahead.jobs.result_lines import print_line
+from lookahead.jobs.line_file import print_line
 
 if TYPE_CHECKING:
     from lookahead.jobs.job import SummarizeAll

@@ -17,7 +17,7 @@ from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.journal import Journal, OutputPaths, Sink, Stream
-from lookahead.jobs.schema import ResultLine
+from lookahead.jobs.line import Line
 from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def run_job(
 ) -> None:
     """Summarize documents and write a line for each as soon as it is finished; sort the lines at the end.
 
-    A summarized document gets a `ResultLine`, a failed document a `RejectLine`.
+    A document gets a `Line`: with its summary, or in the rejects with its error.
 
     Args:
         documents: The documents, and rejects for unreadable ones.
@@ -139,7 +139,7 @@ class _Run:
 
     def write(self, done: Summarized) -> None:
         content = text_hash(done.document.text)
-        line = ResultLine.of(done, content, self._identity)
+        line = Line.of(done, content, self._identity)
         self._writer.append(line, content)
         totals, summary = self._totals, done.summary
         totals.summarized += 1
@@ -166,7 +166,7 @@ class _Run:
             self._totals.rejected += 1
             self._observer(each, self._totals)
 
-    def _copy(self, line: ResultLine, name: DocumentId, content: bytes) -> None:
+    def _copy(self, line: Line, name: DocumentId, content: bytes) -> None:
         self._writer.append(line.copied(name), content)
         self._totals.copied += 1
         self._observer(name, self._totals)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.documents.inputs import Input, check_output, load_packages
-from lookahead.errors import ConfigError, ResultsError, count
+from lookahead.errors import ConfigError, count
 from lookahead.jobs.identity import JobIdentity, key_of, text_hash
-from lookahead.jobs.result_lines import JsonLinesFile, describe_damage, sort_lines, unpack_parquet, write_parquet
-from lookahead.jobs.schema import LineT, Record, RejectLine, ResultLine, parse_line, read_line
+from lookahead.jobs.line import Line, Record, read_entries
+from lookahead.jobs.line_file import LineFile, read_earlier, unpack_parquet, write_errors, write_parquet
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
 from lookahead.utils.replacing import remove_leftovers, replacing
@@ -139,9 +139,9 @@ class Stream(ExitStack):
         super().__init__()
         self.lines = 0  # lines of results written by this run
         paths.clear()
-        self._rejects = self.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
-        self._sink = self.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
-        self._lines: dict[bytes, ResultLine] = {}  # by text hash, the newest last
+        self._rejects = self.enter_context(LineFile(paths.rejects, lazy=True)) if paths.rejects else None
+        self._sink = self.enter_context(LineFile(paths.results)).write if paths.results else shown
+        self._lines: dict[bytes, Line] = {}  # by text hash, the newest last
 
     def register(self, document: Document) -> tuple[bytes | None, EarlierOutcome]:
         """The hash of a document's text, `None` if its line is not written; and `None`, as there is no earlier run."""
@@ -150,9 +150,9 @@ class Stream(ExitStack):
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a failed document."""
         if self._rejects is not None:
-            self._rejects.write(RejectLine(id=reject.id, error=reject.error).to_json())
+            self._rejects.write(Line(id=reject.id, error=reject.error).to_json())
 
-    def append(self, line: ResultLine, content: bytes) -> None:
+    def append(self, line: Line, content: bytes) -> None:
         """Write the line of a document. `content` is its text hash."""
         if self._sink is not None:
             self._sink(line.to_json())
@@ -162,7 +162,7 @@ class Stream(ExitStack):
                 del self._lines[next(iter(self._lines))]
         self.lines += 1
 
-    def line_of(self, content: bytes) -> ResultLine | None:
+    def line_of(self, content: bytes) -> Line | None:
         """The newest line with a text hash; `None` if it is not among the last lines."""
         return self._lines.get(content)
 
@@ -197,9 +197,9 @@ class Journal(ExitStack):
         self._unreadable: set[bytes] = set()  # keys of the ids of unreadable documents, without `is_part`
         self._same_ids: list[DocumentId] = []  # ids of documents that share an id with a different text
         with ExitStack() as files:  # releases the lock if opening fails
-            files.enter_context(_lock(self._results))
+            _lock(self._results, files)
             if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # may be shared with other jobs
-                files.enter_context(_lock(self._rejects))
+                _lock(self._rejects, files)
             paths.clear()
             earlier = None if paths.overwrite else read_manifest(self._results)
             if earlier is not None and (different := identity.differences(earlier["job"])):
@@ -207,15 +207,13 @@ class Journal(ExitStack):
                     f"output {self._results} was written by another job: {different}; name another --output, or pass "
                     "--overwrite to start over"
                 )
-            try:
+            with write_errors(self._results):
                 self._prepare(paths)
                 self._read_earlier(paths)
                 write_manifest(self._results, identity)  # after reading the lines, which may be of another job
-            except OSError as error:
-                raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
             files.callback(self._keep_manifest)
-            self._file = files.enter_context(JsonLinesFile(self._running))
-            self._reject_file = files.enter_context(JsonLinesFile(self._rejects, lazy=True))
+            self._file = files.enter_context(LineFile(self._running, self._result_of))
+            self._reject_file = files.enter_context(LineFile(self._rejects, _reject_of, lazy=True))
             self.enter_context(files.pop_all())
 
     def _prepare(self, paths: OutputPaths) -> None:
@@ -231,10 +229,10 @@ class Journal(ExitStack):
 
     def _read_earlier(self, paths: OutputPaths) -> None:
         """Read the documents that earlier runs finished and rejected."""
-        for offset, line in self._read_lines(self._running, self._result_of):
+        for line, offset in read_earlier(self._running, self._result_of, self._notes):
             self._finished[line.key] += 1
-            self._offsets.setdefault(bytes.fromhex(line.document), offset)
-        known = {line.key for _, line in self._read_lines(self._rejects, RejectLine.from_json)}
+            self._offsets.setdefault(bytes.fromhex(line.document or ""), offset)
+        known = {line.key for line, _ in read_earlier(self._rejects, _reject_of, self._notes)}
         self._rejected = set() if paths.retry_rejects else known  # keys of the lines of rejects
 
     def _keep_manifest(self) -> None:
@@ -267,7 +265,7 @@ class Journal(ExitStack):
             self._unreadable.add(key_of(reject.id))
         self._order.append(key)
         if key not in self._rejected:
-            line = RejectLine(id=reject.id, error=reject.error, document=content.hex() if content else None)
+            line = Line(id=reject.id, error=reject.error, document=content.hex() if content else None)
             self._reject_file.write(line.to_json())
             self._rejected.add(key)
 
@@ -286,14 +284,13 @@ class Journal(ExitStack):
             )
         # A line that matches no document of this run is outdated if a document of this run has its id.
         ids = set() if self._is_part else {*self._text_of_id}
-        kept, dropped = sort_lines(self._running, self._order, lambda line: key_of(line.id) in ids)
+        kept, dropped = self._file.sort(self._order, lambda line: key_of(line.id) in ids)
         if dropped:
             self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
             # Rejects are also outdated if they have a newer error, or if their document is finished.
             others, taken = ids | self._unreadable, {*self._order}
-            sort_lines(
-                self._rejects,
+            self._reject_file.sort(
                 (key for key in self._order if key in self._rejected),
                 lambda line: key_of(line.id) in others or line.key in taken,
                 newest_only=True,
@@ -306,78 +303,40 @@ class Journal(ExitStack):
         if self._is_parquet:
             self._running.unlink()
 
-    def append(self, line: ResultLine, content: bytes) -> None:
+    def append(self, line: Line, content: bytes) -> None:
         """Write the line of a document; `content` is its text hash. After an OSError the earlier lines are intact."""
         offset, _ = self._file.whole
         self._file.write(line.to_json())
         self._offsets.setdefault(content, offset)
 
-    def line_of(self, content: bytes) -> ResultLine | None:
+    def line_of(self, content: bytes) -> Line | None:
         """The first line with a text hash; `None` if there is none."""
-        if (offset := self._offsets.get(content)) is None:
-            return None
-        self._file.check()
-        with open(self._running, "rb") as file:
-            file.seek(offset)
-            try:
-                line = self._result_of(parse_line(file.readline()))
-                if line.document != content.hex():
-                    raise ValueError("is of another text")
-            except ValueError as error:
-                file.seek(0)
-                number = file.read(offset).count(b"\n") + 1
-                raise ResultsError(describe_damage(self._running, number, str(error))) from error
-        return line
+        offset = self._offsets.get(content)
+        return None if offset is None else self._file.line_at(offset, content)
 
-    def _read_lines(self, path: Path, read: Callable[[Record], LineT]) -> Iterator[tuple[int, LineT]]:
-        """The lines of a file with their byte offsets. A torn last line, as after a crash, is cut off."""
-        if not path.exists():
-            return
-        with open(path, "r+b") as file:
-            offset, size = 0, os.fstat(file.fileno()).st_size
-            for number, encoded in enumerate(file, start=1):
-                record: Record | None = None
-                try:
-                    record = parse_line(encoded)
-                    line = read(record)
-                except ValueError as error:
-                    if record is not None or offset + len(encoded) < size:
-                        raise ConfigError(
-                            f"{path}:{number}: no line of this job: it {error}; remove the line, or pass --overwrite "
-                            "to start over"
-                        ) from error
-                    file.truncate(offset)
-                    os.fsync(file.fileno())
-                    self._notes.append(f"{path}: cut off its last line, which was torn ({len(encoded)} bytes)")
-                    return
-                yield offset, line
-                offset += len(encoded)
-
-    def _result_of(self, record: Record) -> ResultLine:
+    def _result_of(self, record: Record) -> Line:
         """A line of results of this job; ValueError if it is not one."""
-        line, fingerprint = ResultLine.from_json(record), self._identity.fingerprint
+        line, fingerprint = Line.from_json(record), self._identity.fingerprint
         if line.fingerprint != fingerprint:
             raise ValueError(f"is of job {line.fingerprint}, not of {fingerprint}")
         return line
 
 
+def _reject_of(record: Record) -> Line:
+    return Line.from_json(record, is_reject=True)
+
+
 def _begins_with_result(path: Path) -> bool:
     """Whether a file is missing, is empty, or begins with a line of results."""
-    if not path.is_file():
-        return True
-    with open(path, "rb") as file, suppress(ValueError):
-        line = file.readline()
-        return not line or isinstance(read_line(line), ResultLine)
-    return False
+    first = next(read_entries(path, Line.from_json), None) if path.is_file() else None
+    return first is None or first.line is not None
 
 
-def _lock(output: Path) -> ExitStack:
-    """Lock an output until the returned stack is closed; ConfigError if another process holds the lock."""
-    stack = ExitStack()
-    try:
-        stack.enter_context(locked(output, timeout_s=0))
-    except TimeoutError as error:
-        raise ConfigError(f"output {output} is being written by another process; wait for it, or stop it") from error
-    except OSError as error:
-        raise ConfigError(f"output {output} cannot be written: {error.strerror}") from error
-    return stack
+def _lock(output: Path, files: ExitStack) -> None:
+    """Lock an output until `files` is closed; ConfigError if another process holds the lock."""
+    with write_errors(output):
+        try:
+            files.enter_context(locked(output, timeout_s=0))
+        except TimeoutError as error:
+            what = f"output {output} is being written by another process; wait for it, or stop it"
+            raise ConfigError(what) from error

@@ -12,15 +12,14 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lookahead.documents.byte_sources import bounded_lines
-from lookahead.documents.readers import parquet_records
 from lookahead.errors import DocumentError
-from lookahead.jobs.schema import LineT, Record, RejectLine, ResultLine, parse_line
+from lookahead.jobs.line import Line, read_entries, read_rows
 from lookahead.reporting.charts import Values
 
 MAX_LISTED_DOCUMENTS = 5  # documents in a list
@@ -64,12 +63,6 @@ class Reading:
         if not stat.S_ISREG(self.path.stat().st_mode):  # a pipe would block
             raise DocumentError(f"{self.path}: not a regular file")
 
-    def complain(self, number: int, what: str) -> None:
-        """Count a malformed line; `number` begins at 1."""
-        self.malformed += 1
-        if len(self.complaints) < MAX_COMPLAINTS:
-            self.complaints.append(f"line {number} {what}")
-
     def describe(self) -> str:
         """A message about the malformed lines."""
         more = "; …" if self.malformed > len(self.complaints) else ""
@@ -77,41 +70,29 @@ class Reading:
         lines = "1 line was" if self.malformed == 1 else f"{self.malformed:,} lines were"
         return f"{self.path.name}: {lines} left out: {'; '.join(self.complaints)}{more}.{torn}"
 
-    def _records(self) -> Iterator[tuple[int, Record]]:
-        """The rows of a Parquet file, or the objects of a file of JSON lines, with their line numbers."""
-        if self.path.suffix.lower() == ".parquet":
-            yield from enumerate(parquet_records(self.path), start=1)
-            return
-        with open(self.path, "rb") as file:
-            for number, (_, line) in enumerate(bounded_lines(file, MAX_LINE_BYTES), start=1):
-                if line is None:
-                    self.complain(number, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
-                elif line.strip():
-                    try:
-                        record = parse_line(line + b"\n")  # the last line may still be without its line break
-                    except ValueError as error:
-                        self.is_torn = not line.endswith(b"\n")
-                        self.complain(number, "is torn, the last one" if self.is_torn else str(error))
-                    else:
-                        yield number, record
-                if not self.taken and self.malformed >= PATIENCE:
-                    break
-
-    def lines(self, kind: type[LineT]) -> Iterator[LineT]:
-        """The lines of a kind, results or rejects; all others are malformed."""
-        for number, record in self._records():
-            try:
-                line = kind.from_json(record, leaves_gaps=True)
-            except ValueError as error:
-                self.complain(number, str(error))
-            else:
+    def lines(self, *, is_reject: bool = False) -> Iterator[Line]:
+        """The lines of results or of rejects; all others are counted as malformed."""
+        read = partial(Line.from_json, is_reject=is_reject, leaves_gaps=True)
+        is_parquet = self.path.suffix.lower() == ".parquet"
+        lenient = partial(read_entries, is_lenient=True, most_bytes=MAX_LINE_BYTES)
+        for entry in (read_rows if is_parquet else lenient)(self.path, read):
+            if entry.line is not None:
                 self.taken += 1
-                yield line
+                yield entry.line
+                continue
+            self.malformed += 1
+            self.is_torn = entry.is_torn
+            if len(self.complaints) < MAX_COMPLAINTS:
+                self.complaints.append(
+                    f"line {entry.number} {'is torn, the last one' if self.is_torn else entry.problem}"
+                )
+            if not self.taken and self.malformed >= PATIENCE:
+                break
 
 
-def read_results(reading: Reading) -> Iterator[ResultLine]:
+def read_results(reading: Reading) -> Iterator[Line]:
     """The lines of a results file, JSON or `.parquet`; DocumentError if it has none, OSError if it is unreadable."""
-    yield from reading.lines(ResultLine)
+    yield from reading.lines()
     if not reading.taken and reading.malformed:
         raise DocumentError(
             f"{reading.path} holds no results of 'lookahead summarize', which have id, summary and stats: "
@@ -125,9 +106,9 @@ class Failures:
     def __init__(self, reading: Reading) -> None:
         self.count: Counter[str] = Counter()
         self.shown: dict[str, tuple[str, list[str]]] = {}  # the first message and the first ids of each reason
-        for line in reading.lines(RejectLine):
-            name = str(line.id)
-            message = _LOCATION.sub("", line.error.removeprefix(f"{name}: ")).strip()[:MAX_ID_CHARS]
+        for line in reading.lines(is_reject=True):
+            name, error = str(line.id), line.error or ""
+            message = _LOCATION.sub("", error.removeprefix(f"{name}: ")).strip()[:MAX_ID_CHARS]
             reason = re.sub(r"\d+", "#", message.replace(name, "…") if name else message)
             if reason not in self.count and len(self.count) >= MAX_REASONS:
                 reason = message = "other reasons"
@@ -141,7 +122,7 @@ class Failures:
 class Aggregate:
     """Totals, columns and rankings of the lines of a results file."""
 
-    def __init__(self, lines: Iterable[ResultLine]) -> None:
+    def __init__(self, lines: Iterable[Line]) -> None:
         self.documents = 0
         self.names: list[str] = []  # of the first lines
         self.names_of_different: list[str] = []  # of the first lines whose plain decoding gave other tokens
@@ -149,7 +130,7 @@ class Aggregate:
         self.sources: dict[str, dict[str, float]] = {}  # draft nodes by proposer
         # The lines with the smallest values of a column (sign 1) or the largest (sign -1); of equal values the earlier.
         self.ranked: dict[tuple[str, int], list[Result]] = {(name, sign): [] for name in _RANKED for sign in (1, -1)}
-        empty = ResultLine(id="", document="", fingerprint="")
+        empty = Line(id="")
         self._columns = {name: array("d") for name in _figures(empty)}
         for line in lines:
             self._add(line)
@@ -195,7 +176,7 @@ class Aggregate:
         ours, plain = ("decoded", "decode_s"), ("plain_decoded", "plain_decode_s")
         return self.straight_ratio(*ours, *plain) / (self.straight_ratio(*plain, *ours) or math.nan)
 
-    def _add(self, line: ResultLine) -> None:
+    def _add(self, line: Line) -> None:
         text, stats = line.summary or "", line.stats or {}
         if len(text) > MAX_TEXT_CHARS:
             text = text[:MAX_TEXT_CHARS].rstrip() + " […]"
@@ -220,7 +201,7 @@ class Aggregate:
                 counts[what] += _number(_mapping(stats, f"{what}_by_source").get(source), 0.0)
 
 
-def _figures(line: ResultLine) -> dict[str, float]:
+def _figures(line: Line) -> dict[str, float]:
     """Figures of a line: tokens, draft nodes, passes after the prefill, seconds, 1 for yes."""
     stats, plain, reason = line.stats or {}, line.plain or {}, line.finish_reason
     figures = {name: _number(stats.get(name)) for name in _OF_STATS}

@@ -1,4 +1,4 @@
-"""Files of results and rejects: JSON lines written atomically, sorted, and converted to Parquet and back."""
+"""The files of a job: JSON lines that are written atomically, sorted, and converted to Parquet and back."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import shutil
 import stat
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from io import FileIO
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from lookahead.documents.inputs import load_packages
-from lookahead.documents.readers import parquet_records
 from lookahead.errors import ConfigError, ResultsError, count
-from lookahead.jobs.schema import Record, RejectLine, ResultLine, parquet_columns, parse_line, read_line
+from lookahead.jobs.line import Line, Record, parse_line, read_entries, read_rows, result_columns
 from lookahead.utils.replacing import replacing, sync_folder
 
 RECOVERED = ".recovered.jsonl"  # suffix of the file with the lines of a results file that was replaced
@@ -32,11 +32,12 @@ def encode_line(record: Record) -> bytes:
     return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-class JsonLinesFile(ExitStack):
-    """A file of JSON lines. Each line is written atomically: in one unbuffered write, synced to disk.
+class LineFile(ExitStack):
+    """A file of lines. Each line is written atomically: in one unbuffered write, synced to disk.
 
     If a write fails (no space left) or is interrupted, the file is truncated to its last whole line. Existing lines are
-    kept. With `lazy`, the file is created with its first line, and removed if it ends up empty.
+    kept. With `lazy`, the file is created with its first line, and removed if it ends up empty. `read` makes a line of
+    a JSON object, or raises a ValueError.
 
     Raises:
         ConfigError: The file cannot be created.
@@ -44,9 +45,9 @@ class JsonLinesFile(ExitStack):
             as far as possible.
     """
 
-    def __init__(self, path: Path, *, lazy: bool = False) -> None:
+    def __init__(self, path: Path, read: Callable[[Record], Line] = Line.from_json, *, lazy: bool = False) -> None:
         super().__init__()
-        self.path = path
+        self.path, self._read = path, read
         # Bytes of whole lines, and lines of this run. One tuple, so that an interrupt cannot separate them.
         self.whole = (path.stat().st_size if path.exists() else 0, 0)
         self._is_released = False
@@ -71,6 +72,20 @@ class JsonLinesFile(ExitStack):
                 self._file.truncate(self.whole[0])
             raise
 
+    def line_at(self, offset: int, content: bytes) -> Line:
+        """The line of a text at an offset; ResultsError if another program changed it. `content` is the text hash."""
+        self.check()
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            try:
+                line = self._read(parse_line(file.readline()))
+                if line.document != content.hex():
+                    raise ValueError("is of another text")
+            except ValueError as error:
+                file.seek(0)
+                raise self._damage(file.read(offset).count(b"\n") + 1, str(error)) from error
+        return line
+
     def check(self, line: bytes = b"") -> None:
         """Raise a ResultsError if another program changed the file. Its content and `line` are kept; writing ends.
 
@@ -84,12 +99,47 @@ class JsonLinesFile(ExitStack):
         if (is_there and held.st_size == self.whole[0]) or not stat.S_ISREG(held.st_mode):
             return
         self._is_released = True
-        raise ResultsError(self._repair(self._file, line) if is_there else self._recover(self._file, line))
+        raise self._repair(self._file, line) if is_there else ResultsError(self._recover(self._file, line))
 
     def release(self) -> None:
         """Check the file for the last time. After this call it may be replaced."""
         self.check()
         self._is_released = True
+
+    def sort(
+        self, order: Iterable[bytes], is_outdated: Callable[[Line], bool], *, newest_only: bool = False
+    ) -> tuple[int, int]:
+        """Sort the lines. The released file is replaced atomically, and only if a line moves or is dropped.
+
+        Args:
+            order: Keys of lines in the wanted order; a key may repeat. Lines without a key in it come last.
+            is_outdated: Whether to drop a line without a key in `order`.
+            newest_only: Whether only the last line of each key is kept.
+
+        Returns:
+            The number of lines kept and the number dropped.
+
+        Raises:
+            OSError: The file cannot be written; it is unchanged.
+            ResultsError: A line is damaged; the file is unchanged.
+        """
+        places: defaultdict[bytes, deque[tuple[int, int, bool]]] = defaultdict(deque)  # offset, length, is outdated
+        number = 0
+        for number, offset, size, line, problem, _ in read_entries(self.path, self._read):
+            if line is None:
+                raise self._damage(number, problem)
+            if newest_only:
+                places[line.key].clear()
+            places[line.key].append((offset, size, is_outdated(line)))
+        named = [places[key].popleft() for key in order if places.get(key)]
+        others = sorted(place for rest in places.values() for place in rest)
+        kept = named + [place for place in others if not place[2]]
+        if len(kept) < number or any(after[0] < before[0] for before, after in pairwise(kept)):
+            with open(self.path, "rb") as source, replacing(self.path) as target:
+                for offset, size, _ in kept:
+                    source.seek(offset)
+                    target.write(source.read(size))
+        return len(kept), number - len(kept)
 
     def _recover(self, file: FileIO, line: bytes) -> str:
         """Write the lines of a deleted file again; returns a message with the result."""
@@ -112,22 +162,25 @@ class JsonLinesFile(ExitStack):
                 return f"{what}; its content was written again ({lines})"
         return f"{what}; its content is in {place} ({lines}): move that to {self.path} to continue with it"
 
-    def _repair(self, file: FileIO, line: bytes) -> str:
-        """Append a line after the last whole line of a changed file; returns a message with the place of the change."""
+    def _repair(self, file: FileIO, line: bytes) -> ResultsError:
+        """Append a line after the last whole line of a changed file; the error names the place of the change."""
         file.seek(0)
-        *lines, torn = file.readall().split(b"\n")
-        size = sum(len(each) + 1 for each in lines)
-        file.truncate(size)
+        content = file.readall()
+        file.truncate(content.rfind(b"\n") + 1)
         file.write(line)
         _sync(file)
-        for number, each in enumerate(lines, start=1):
-            try:
-                read_line(each + b"\n")
-            except ValueError as error:
-                return describe_damage(self.path, number, str(error))
-        if size + len(torn) < self.whole[0]:
-            return f"{self.path}:{len(lines) + 1}: another program cut off the file here while the job ran"
-        return f"{self.path}: another program wrote to the file while the job ran"
+        for entry in read_entries(self.path, self._read):
+            if entry.problem:
+                return self._damage(entry.number, entry.problem)
+        if len(content) < self.whole[0]:
+            number = content.count(b"\n") + 1
+            return ResultsError(f"{self.path}:{number}: another program cut off the file here while the job ran")
+        return ResultsError(f"{self.path}: another program wrote to the file while the job ran")
+
+    def _damage(self, number: int, problem: str) -> ResultsError:
+        """The error about a line that another program changed while the job ran; `number` begins at 1."""
+        changed = "another program changed it while the job ran"
+        return ResultsError(f"{self.path}:{number}: no line of this job: it {problem}; {changed}; remove the line")
 
     def _remove_if_empty(self) -> None:
         with suppress(OSError):
@@ -136,7 +189,7 @@ class JsonLinesFile(ExitStack):
 
     def _open(self) -> FileIO:
         """Open the file without a buffer, since a buffer could write parts of lines."""
-        try:
+        with write_errors(self.path):
             is_new = not self.path.exists()
             is_regular = is_new or self.path.is_file()  # a pipe cannot be opened for reading as well
             file = self.enter_context(FileIO(self.path, "ab+" if is_regular else "ab"))
@@ -144,14 +197,15 @@ class JsonLinesFile(ExitStack):
             if is_new:  # a power failure could otherwise lose the name of the file
                 sync_folder(self.path.parent)
             return file
-        except OSError as error:
-            raise ConfigError(f"output {self.path} cannot be written: {error.strerror}") from error
 
 
-def describe_damage(path: Path, number: int, what: str) -> str:
-    """The error message for a line that another program changed while a job ran; `number` begins at 1."""
-    changed = "another program changed it while the job ran"
-    return f"{path}:{number}: no line of this job: it {what}; {changed}; remove the line"
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of an output that cannot be written into a ConfigError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"output {path} cannot be written: {error.strerror}") from error
 
 
 def _sync(file: FileIO) -> None:
@@ -160,6 +214,29 @@ def _sync(file: FileIO) -> None:
     except OSError as error:  # pipes, devices and some network drives do not support it
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
             raise
+
+
+def read_earlier(path: Path, read: Callable[[Record], Line], notes: list[str]) -> Iterator[tuple[Line, int]]:
+    """The lines that earlier runs wrote and their byte offsets. A torn last line, as after a crash, is cut off.
+
+    Raises:
+        ConfigError: A line is not of this job.
+    """
+    if not path.exists():
+        return
+    for entry in read_entries(path, read):
+        if entry.is_torn:
+            with open(path, "r+b") as file:
+                file.truncate(entry.offset)
+                os.fsync(file.fileno())
+            notes.append(f"{path}: cut off its last line, which was torn ({entry.size} bytes)")
+        elif entry.line is None:
+            raise ConfigError(
+                f"{path}:{entry.number}: no line of this job: it {entry.problem}; remove the line, or pass --overwrite "
+                "to start over"
+            )
+        else:
+            yield entry.line, entry.offset
 
 
 def print_line(record: Record) -> None:
@@ -174,70 +251,24 @@ def print_line(record: Record) -> None:
         raise
 
 
-def sort_lines(
-    path: Path,
-    order: Iterable[bytes],
-    is_outdated: Callable[[ResultLine | RejectLine], bool],
-    *,
-    newest_only: bool = False,
-) -> tuple[int, int]:
-    """Sort the lines of a file. It is replaced atomically, and only if a line moves or is dropped.
-
-    Args:
-        path: The file.
-        order: Keys of lines in the wanted order; a key may repeat. Lines without a key in it come last.
-        is_outdated: Whether to drop a line without a key in `order`.
-        newest_only: Whether only the last line of each key is kept.
-
-    Returns:
-        The number of lines kept and the number dropped.
-
-    Raises:
-        OSError: The file cannot be written; it is unchanged.
-        ResultsError: A line is damaged; the file is unchanged.
-    """
-    places: defaultdict[bytes, deque[tuple[int, int, bool]]] = defaultdict(deque)  # offset, length, is outdated
-    number = offset = 0
-    with open(path, "rb") as file:
-        for number, encoded in enumerate(file, start=1):
-            try:
-                line = read_line(encoded)
-            except ValueError as error:
-                raise ResultsError(describe_damage(path, number, str(error))) from error
-            alike = places[line.key]
-            if newest_only:
-                alike.clear()
-            alike.append((offset, len(encoded), is_outdated(line)))
-            offset += len(encoded)
-    named = [places[key].popleft() for key in order if places.get(key)]
-    others = sorted(place for rest in places.values() for place in rest)
-    kept = named + [place for place in others if not place[2]]
-    if len(kept) < number or any(after[0] < before[0] for before, after in pairwise(kept)):
-        with open(path, "rb") as source, replacing(path) as target:
-            for offset, length, _ in kept:
-                source.seek(offset)
-                target.write(source.read(length))
-    return len(kept), number - len(kept)
-
-
 def write_parquet(lines: Path, path: Path) -> None:
     """Write results as Parquet. Ids are int64 if all fit, else strings. Objects and lists are JSON text."""
     arrow, parquet = load_packages("parquet", str(path))
-    columns = parquet_columns()
+    columns = result_columns()
+    read = partial(read_entries, lines, Line.from_json)
     ids = [name for name, column in columns.items() if column == "id"]
-    with open(lines, "rb") as source:
-        named = (getattr(line, name) for line in map(_result, source) for name in ids)
-        are_numbers = all(isinstance(each, int) and -(1 << 63) <= each < 1 << 63 for each in named if each is not None)
+    named = (getattr(entry.line, name) for entry in read() for name in ids)
+    are_numbers = all(isinstance(each, int) and -(1 << 63) <= each < 1 << 63 for each in named if each is not None)
     columns |= dict.fromkeys(ids, "int64" if are_numbers else "string")
     types = {name: getattr(arrow, "string" if column == "json" else column)() for name, column in columns.items()}
     schema = arrow.schema(list(types.items()))
-    with open(lines, "rb") as source, replacing(path) as file, parquet.ParquetWriter(file, schema) as writer:
-        rows = ({name: _cell(getattr(line, name), columns[name]) for name in columns} for line in map(_result, source))
+    with replacing(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        rows = ({name: _cell(getattr(entry.line, name), columns[name]) for name in columns} for entry in read())
         while batch := list(islice(rows, _BATCH_ROWS)):
             writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
 
 
-def unpack_parquet(path: Path, lines: Path, read: Callable[[Record], ResultLine]) -> None:
+def unpack_parquet(path: Path, lines: Path, read: Callable[[Record], Line]) -> None:
     """Convert a Parquet file back to JSON lines. `read` raises a ValueError for a row of another job.
 
     Raises:
@@ -245,19 +276,13 @@ def unpack_parquet(path: Path, lines: Path, read: Callable[[Record], ResultLine]
     """
     try:
         with replacing(lines, like=path.stat()) as file:
-            for number, record in enumerate(parquet_records(path), start=1):
-                try:
-                    line = read(record)
-                except ValueError as error:
-                    raise ValueError(f"row {number} is not of this job: it {error}") from error
-                file.write(encode_line(line.to_json()))
+            for entry in read_rows(path, read):
+                if entry.line is None:
+                    raise ValueError(f"row {entry.number} is not of this job: it {entry.problem}")
+                file.write(encode_line(entry.line.to_json()))
     except (ValueError, TypeError) as error:  # a TypeError: a column of another program has a type that is not JSON
         what = " ".join(str(error).removeprefix(f"{path}: ").split())
         raise ConfigError(f"{path} holds no results to continue: {what}; pass --overwrite to start over") from error
-
-
-def _result(line: bytes) -> ResultLine:
-    return ResultLine.from_json(parse_line(line))
 
 
 def _cell(value: Any, column: str) -> Any:
