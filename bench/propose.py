@@ -34,7 +34,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import Limits
 from lookahead.ngram.successors import TOP
-from lookahead.proposers.ngram import NgramProposer, OutputStore
+from lookahead.proposers.ngram import Memory, NgramProposer
 
 NODES = 32
 CONTEXTS = (1_024, 4_096, 16_384, 65_536, 131_072)
@@ -90,7 +90,7 @@ def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
     index.append(text[:length])
     single = time_calls(lambda i: index.append(text[length + i : length + i + 1]), steps)
     alone = NgramProposer(["prompt"], min_probability=minimum)
-    memory = OutputStore()
+    memory = Memory()
     memory.outputs.append(text[-length:])
     mixture = NgramProposer(["prompt", "outputs", "recycled"], memory, min_probability=minimum)
     ours, nodes = time_proposals(alone, text, length, steps, None)

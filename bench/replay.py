@@ -32,7 +32,7 @@ from bench.calibration import LEARNED
 from bench.command import parser_of, publish
 from lookahead.drafting.proposal import Feedback, Proposer
 from lookahead.ngram.acceptance import HitRates
-from lookahead.proposers.ngram import NgramProposer, OutputStore
+from lookahead.proposers.ngram import Memory, NgramProposer
 
 Pair = tuple[IntArray, ...]
 """A prompt, an output, and any predictions of the output (`Proposer.expect`)."""
@@ -56,8 +56,8 @@ def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 def ours(sources: Sequence[str], *, shared: bool) -> Callable[[], Proposer]:
     """A factory of our proposer for every pair."""
-    rates, memory = HitRates(), OutputStore()
-    return lambda: NgramProposer(sources, memory if shared else OutputStore(), rates)
+    rates, memory = HitRates(), Memory()
+    return lambda: NgramProposer(sources, memory if shared else Memory(), rates)
 
 
 def replay(make: Callable[[], Proposer], pairs: Sequence[Pair], budget: int = 64) -> Counter[str]:

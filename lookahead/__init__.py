@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from lookahead.decoding.conversation import Conversation as Conversation
     from lookahead.decoding.decode import decode as decode
     from lookahead.decoding.enable import enable as enable
+    from lookahead.decoding.memory_building import save_memory as save_memory
     from lookahead.decoding.path_report import backend_report as backend_report
     from lookahead.decoding.scheduler import Completion as Completion
-    from lookahead.decoding.successor_building import save_memory as save_memory
     from lookahead.loading.loading import LoadedModel as LoadedModel
     from lookahead.loading.loading import load as load
     from lookahead.plugins.draft_models.draft_model import DraftModel as DraftModel
@@ -64,7 +64,7 @@ _NAMES_BY_MODULE = {
     "decoding.enable": ["enable"],
     "decoding.conversation": ["Conversation"],
     "decoding.decode": ["decode"],
-    "decoding.successor_building": ["save_memory"],
+    "decoding.memory_building": ["save_memory"],
     "decoding.path_report": ["backend_report"],
     "decoding.scheduler": ["Completion"],
     "backend.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],

@@ -18,7 +18,7 @@ from lookahead.drafting.proposal import Feedback
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chain_proposer import ChainProposer, ChainRequest
 from lookahead.ngram.chains import ChainIndex, Chains
-from lookahead.ngram.corpus_file import Corpus, write_corpus
+from lookahead.ngram.pool_file import Pool, write_pool
 from lookahead.ngram.search import Search
 from lookahead.ngram.successors import SuccessorTable
 from lookahead.proposers.ngram import NgramProposer
@@ -185,14 +185,14 @@ def test_a_copied_pool_is_the_pool_and_a_pickled_one_opens_its_file_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_corpus("a.pool", TEXT, fingerprint=1)
-    pool = Corpus.open("a.pool")
+    write_pool("a.pool", TEXT, fingerprint=1)
+    pool = Pool.open("a.pool")
     assert copy.copy(pool) is pool and copy.deepcopy([pool])[0] is pool
     data = pickle.dumps(pool)
     assert len(data) < 1000  # not its chains
     monkeypatch.chdir("/")
     assert continuations(pickle.loads(data)) == continuations(pool)
-    write_corpus(tmp_path / "a.pool", OTHER, fingerprint=1)
+    write_pool(tmp_path / "a.pool", OTHER, fingerprint=1)
     with pytest.raises(ValueError, match=r"a\.pool: replaced since the pool was pickled"):
         pickle.loads(data)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead import LookaheadConfig
 from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.ngram.chains import SEPARATOR
-from lookahead.ngram.corpus_file import write_corpus
+from lookahead.ngram.pool_file import write_pool
 from lookahead.stats import DecodingStats, total
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from tests.support.engines import engine_of
@@ -39,7 +39,7 @@ def pool(tmp_path_factory, looping_llama: PreTrainedModel, tiny_tokenizer: PreTr
     """The path of a pool of what the model writes."""
     path = tmp_path_factory.mktemp("pool") / "pool.lkp"
     written = looping_llama.generate(ROWS[:1], max_new_tokens=60, do_sample=False)[0].numpy()
-    write_corpus(path, np.append(written, SEPARATOR).astype(np.int32), tokenizer_fingerprint(tiny_tokenizer))
+    write_pool(path, np.append(written, SEPARATOR).astype(np.int32), tokenizer_fingerprint(tiny_tokenizer))
     return str(path)
 
 

@@ -18,7 +18,7 @@ from lookahead.drafting.proposal import Feedback
 from lookahead.errors import ConfigError, LookaheadError, PoolError
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR
-from lookahead.ngram.corpus_file import Corpus, write_corpus
+from lookahead.ngram.pool_file import Pool, write_pool
 from lookahead.proposers.ngram import NgramProposer
 from lookahead.proposers.pool_files import open_pool
 from lookahead.utils.fingerprints import tokenizer_fingerprint
@@ -28,7 +28,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "
 NOTHING = np.zeros(0, np.int32)
 
 
-def corpus_proposer(pool: Corpus, *, rates: HitRates | None = None, **options: int) -> NgramProposer:
+def corpus_proposer(pool: Pool, *, rates: HitRates | None = None, **options: int) -> NgramProposer:
     return NgramProposer(("corpus",), rates=rates, pool=pool, **options)
 
 
@@ -48,7 +48,7 @@ def pool_of_outputs(tmp_path, tiny_llama, tiny_tokenizer, prompt) -> str:
     output = tiny_llama.generate(prompt, **GREEDY)[0].numpy().astype(np.int32)
     strangers = np.random.default_rng(0).integers(6, 101, 500).astype(np.int32)
     tokens = np.concatenate((strangers, ids(SEPARATOR), output, ids(SEPARATOR), strangers[::-1]))
-    write_corpus(tmp_path / "pool.lkp", tokens, tokenizer_fingerprint(tiny_tokenizer))
+    write_pool(tmp_path / "pool.lkp", tokens, tokenizer_fingerprint(tiny_tokenizer))
     return str(tmp_path / "pool.lkp")
 
 
@@ -56,9 +56,9 @@ def pool_of_outputs(tmp_path, tiny_llama, tiny_tokenizer, prompt) -> str:
 
 
 @pytest.fixture
-def small_pool(tmp_path: Path) -> Corpus:
-    write_corpus(tmp_path / "small.lkp", ids(3, 4, 5, 6, SEPARATOR, 3, 4, 7, SEPARATOR, 9, 4, 8), 1)
-    return Corpus.open(tmp_path / "small.lkp")
+def small_pool(tmp_path: Path) -> Pool:
+    write_pool(tmp_path / "small.lkp", ids(3, 4, 5, 6, SEPARATOR, 3, 4, 7, SEPARATOR, 9, 4, 8), 1)
+    return Pool.open(tmp_path / "small.lkp")
 
 
 def test_it_offers_what_follows_the_last_tokens_in_the_pool(small_pool):
@@ -140,7 +140,7 @@ def test_the_switch_and_the_stream_draft_from_a_pool_too(tiny_llama, tiny_tokeni
 
 def test_text_is_refused_with_a_pool_of_another_tokenizer(tiny_llama, tiny_tokenizer, tmp_path):
     path = tmp_path / "pool.lkp"
-    write_corpus(path, ids(1, 2, 3), 5)
+    write_pool(path, ids(1, 2, 3), 5)
     for call in (lookahead.generate, lookahead.stream):
         with pytest.raises(PoolError, match=r"pool\.lkp: made with another tokenizer"):
             call(tiny_llama, tiny_tokenizer, "hello", config=LookaheadConfig(pool=path), max_new_tokens=3)
@@ -149,7 +149,7 @@ def test_text_is_refused_with_a_pool_of_another_tokenizer(tiny_llama, tiny_token
 
 
 def test_without_a_tokenizer_a_pool_with_ids_the_model_does_not_know_is_refused(tiny_llama, tmp_path, prompt):
-    write_corpus(tmp_path / "pool.lkp", ids(1, 101), 5)
+    write_pool(tmp_path / "pool.lkp", ids(1, 101), 5)
     options = {**GREEDY, "lookahead_config": LookaheadConfig(pool=tmp_path / "pool.lkp")}
     with pytest.raises(PoolError, match="it holds token id 101, and the ids of this model are 0 to 100"):
         tiny_llama.generate(prompt, custom_generate=lookahead.decode, **options)
@@ -167,10 +167,10 @@ def test_a_pool_that_is_gone_or_damaged_is_refused_by_name(tiny_llama, prompt, p
 
 def test_a_pool_is_opened_once_and_again_only_when_its_file_was_replaced(tmp_path):
     path = str(tmp_path / "pool.lkp")
-    write_corpus(path, ids(1, 2, 3), 5)
+    write_pool(path, ids(1, 2, 3), 5)
     first = open_pool(path, fingerprint=5)
     assert open_pool(path) is first
-    write_corpus(path, ids(4, 5, 6), 5)
+    write_pool(path, ids(4, 5, 6), 5)
     assert open_pool(path).tokens.tolist() == [SEPARATOR, 4, 5, 6]
     assert first.tokens.tolist() == [SEPARATOR, 1, 2, 3]
 

@@ -24,8 +24,8 @@ from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.jobs.training.examples import answer_prompts
 from lookahead.kernels.dispatch import Verdict
 from lookahead.loading.loading import LoadedModel
-from lookahead.ngram.corpus_file import write_corpus
-from lookahead.ngram.successor_file import write_successors
+from lookahead.ngram.memory_file import write_memory
+from lookahead.ngram.pool_file import write_pool
 from lookahead.plugins.heads.head_files import write_heads
 from lookahead.plugins.heads.independent_heads import MedusaHeads
 from lookahead.reporting.report_page import write_report
@@ -70,8 +70,8 @@ def rewrites(loaded: LoadedModel) -> dict[str, Callable[[], object]]:
     """By the name of a file, what writes it first, and what writes it anew."""
     tokens, network = np.array([1, 2], np.int32), torch.nn.Linear(1, 1)
     return {
-        "pool.lkp": lambda: write_corpus("pool.lkp", tokens, 1),
-        "memory.lkm": lambda: write_successors("memory.lkm", MODEL, learned([1])),
+        "pool.lkp": lambda: write_pool("pool.lkp", tokens, 1),
+        "memory.lkm": lambda: write_memory("memory.lkm", MODEL, learned([1])),
         "out.jsonl": lambda: job("out.jsonl", overwrite=True),
         "out.jsonl.manifest.json": lambda: job("out.jsonl", overwrite=True),
         "out.jsonl.rejects.jsonl": lambda: job("out.jsonl", overwrite=True),

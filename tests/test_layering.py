@@ -44,7 +44,7 @@ FLOORS = (
 )
 CORE = {"config", "drafting", "model", "loading", "verification", "backend", "proposers", "engine", "decoding"}
 # What still names heads.
-HEADS = {"proposers.heads", "proposers.store_files", "decoding.head_costs"}
+HEADS = {"proposers.heads", "proposers.memory_files", "decoding.head_costs"}
 KNOW_TRANSFORMERS = {
     "serving",
     "verification",

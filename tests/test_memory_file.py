@@ -21,16 +21,15 @@ from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PoolError
 from lookahead.model.model_state import LearnedState, use_learned
-from lookahead.ngram.successor_file import (
-    SuccessorHeader,
+from lookahead.ngram.memory_file import (
+    MemoryHeader,
     merge_records,
-    read_memory_header,
-    read_successors,
+    read_memory,
     records_of,
     table_of,
-    write_successors,
+    write_memory,
 )
-from lookahead.proposers.store_files import header_of, merge_into
+from lookahead.proposers.memory_files import header_of, merge_into
 from tests.support.families import FAMILIES, build
 from tests.support.index_queries import find_recycled
 from tests.support.memories import HEADER, MODEL, forged, learned
@@ -42,7 +41,7 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False}
 @pytest.fixture
 def path(tmp_path):
     """A small memory."""
-    write_successors(tmp_path / "small.lkm", MODEL, learned([1, 2, 3], [4]))
+    write_memory(tmp_path / "small.lkm", MODEL, learned([1, 2, 3], [4]))
     return tmp_path / "small.lkm"
 
 
@@ -50,7 +49,7 @@ def path(tmp_path):
 
 
 def test_a_context_and_its_shorter_ends_come_back_with_their_successors(path):
-    table = table_of(read_successors(path)[1])
+    table = table_of(read_memory(path)[1])
     order, tokens, chances = find_recycled(table, [9, 1, 2, 3])
     assert (order, tokens) == (3, list(range(10, 18)))
     np.testing.assert_allclose(chances, [0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001, 0.0], rtol=0.05, atol=2e-5)
@@ -58,7 +57,7 @@ def test_a_context_and_its_shorter_ends_come_back_with_their_successors(path):
 
 
 def test_a_context_takes_40_bytes(path):
-    header = read_memory_header(path)
+    header = MemoryHeader.read(path)
     assert header.contexts == 4
     assert header.file_bytes == path.stat().st_size == HEADER + 4 * 40
 
@@ -99,7 +98,7 @@ def test_a_damaged_or_hostile_file_is_refused_by_name_and_left_as_it_is(path, ti
     path.write_bytes(harm(path.read_bytes()))
     before = path.read_bytes()
     with pytest.raises(ValueError, match=complaint) as caught:
-        read_successors(path)
+        read_memory(path)
     assert str(caught.value).startswith(str(path))
     with pytest.raises(PoolError, match=complaint):
         merge_into(str(path), MODEL, learned([8]))
@@ -113,7 +112,7 @@ def test_a_folder_or_a_pipe_is_no_memory(tmp_path):
     os.mkfifo(tmp_path / "pipe.lkm")
     for place in (tmp_path / "pipe.lkm", tmp_path):
         with pytest.raises(ValueError, match="not a file"):
-            read_successors(place)
+            read_memory(place)
 
 
 def test_the_memory_of_another_model_is_refused_with_both_fingerprints(path, tiny_llama):
@@ -137,7 +136,7 @@ def test_a_forged_memory_of_any_contents_changes_no_token(tmp_path, tiny_llama, 
     data[:, 8:32:3] = rng.integers(0, 101, (len(records), 8))
     data[:, 32:] = rng.integers(0, 256, (len(records), 8))
     records = np.concatenate([records[rng.permutation(len(records))], records[:5]])  # neither sorted nor unique
-    write_successors(tmp_path / "forged.lkm", header, records)
+    write_memory(tmp_path / "forged.lkm", header, records)
     expected = tiny_llama.generate(TEXT, **GREEDY)
     config = LookaheadConfig(memory=tmp_path / "forged.lkm", draft="fixed", max_nodes=16)
     with use_learned(tiny_llama, LearnedState()):
@@ -161,13 +160,13 @@ def test_of_two_records_of_a_context_the_first_counts_and_the_youngest_stay():
 
 def test_a_merge_replaces_what_it_learned_and_keeps_the_rest(path):
     merge_into(str(path), MODEL, learned([4], [5], first=30), old=learned([3], [6], first=50))
-    table = table_of(read_successors(path)[1])
+    table = table_of(read_memory(path)[1])
     assert [find_recycled(table, [token])[1][0] for token in (3, 4, 5, 6)] == [10, 30, 30, 50]
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path):
     path, rounds = str(tmp_path / "shared.lkm"), 6
-    header = SuccessorHeader(77, 101, 0, 1000)
+    header = MemoryHeader(77, 101, 0, 1000)
 
     def write(first: int) -> None:
         for token in range(first, first + rounds):
@@ -181,7 +180,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0, 0]
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(write, (60, 80, 10)))
-    table = table_of(read_successors(path)[1])
+    table = table_of(read_memory(path)[1])
     known = [token for token in range(101) if find_recycled(table, [token])[0]]
     assert known == [token for first in (0, 10, 20, 40, 60, 80) for token in range(first, first + rounds)]
 
@@ -239,14 +238,14 @@ def test_calls_with_a_memory_file_share_it_and_leave_the_shared_memory_alone(tmp
 
 def test_a_file_is_read_once_and_later_calls_do_not_touch_it(tmp_path, tiny_llama):
     path = tmp_path / "a.lkm"
-    write_successors(path, header_of(tiny_llama), learned([5]))
+    write_memory(path, header_of(tiny_llama), learned([5]))
     options = {**GREEDY, "custom_generate": lookahead.decode, "lookahead_config": LookaheadConfig(memory=path)}
     with use_learned(tiny_llama, LearnedState()):
         tiny_llama.generate(TEXT, **options)
         path.unlink()
         tiny_llama.generate(TEXT, **options)
         assert lookahead.save_memory(tiny_llama, path)
-    assert read_memory_header(path).contexts > 1
+    assert MemoryHeader.read(path).contexts > 1
 
 
 def test_a_model_with_other_weights_has_another_fingerprint(tiny_llama):
@@ -286,7 +285,7 @@ def command(tmp_path, monkeypatch, tiny_llama, chat_tokenizer):
 def test_a_memory_is_built_added_to_described_and_verified(command):
     result = command("memory", "build", "a.txt", "docs.jsonl", "--model", "model", "-o", "m.lkm")
     assert (result.exit_code, result.stdout) == (0, "")
-    contexts = read_memory_header("m.lkm").contexts
+    contexts = MemoryHeader.read("m.lkm").contexts
     assert result.stderr == f"728 tokens of 3 documents taken\nm.lkm: {contexts} contexts\n"
     result = command("memory", "add", "m.lkm", "docs.jsonl", "--field", "text", "--model", "model")
     assert result.stderr == f"8 tokens of 2 documents taken\nm.lkm: {contexts} contexts\n"
@@ -311,7 +310,7 @@ def test_a_memory_built_by_reading_expects_what_the_model_does(command, tiny_lla
     text = torch.tensor([[ord(letter) - 26 for letter in "The cat sat on the m"]])
     with torch.no_grad():
         expected = tiny_llama(text).logits[0].argmax(-1).tolist()
-    table = table_of(read_successors("m.lkm")[1])
+    table = table_of(read_memory("m.lkm")[1])
     for end in range(4, 20):
         assert find_recycled(table, text[0, :end].tolist())[:2][1][0] == expected[end - 1]
 
@@ -322,13 +321,13 @@ def test_without_inputs_a_memory_holds_what_the_model_expects_after_every_token(
     stop, every = chat_tokenizer(".", return_tensors="pt")["input_ids"], torch.arange(101)[:, None]
     with torch.no_grad():
         expected = tiny_llama(torch.cat((stop.repeat(101, 1), every), 1)).logits[:, -1].topk(8).indices.tolist()
-    table = table_of(read_successors("m.lkm")[1])
+    table = table_of(read_memory("m.lkm")[1])
     assert [find_recycled(table, [token])[:2] for token in range(101)] == [(1, each) for each in expected]
 
     command("memory", "add", "m.lkm", "a.txt", "--model", "model")
-    assert read_memory_header("m.lkm").contexts > 101
+    assert MemoryHeader.read("m.lkm").contexts > 101
     command("memory", "build", "--model", "model", "-o", "few.lkm", "--max-tokens", "9")
-    assert read_memory_header("few.lkm").contexts == 9
+    assert MemoryHeader.read("few.lkm").contexts == 9
 
 
 def test_a_model_that_is_decoded_without_drafts_gets_no_memory_of_its_vocabulary(command, chat_tokenizer):
@@ -343,16 +342,16 @@ def test_a_model_that_is_decoded_without_drafts_gets_no_memory_of_its_vocabulary
 def test_a_command_draws_on_a_memory_and_adds_to_it(command):
     plain = command("generate", "The cat", "--model", "model", "--raw")
     first = command("generate", "The cat", "--model", "model", "--raw", "--memory", "m.lkm", "--proposers", "recycled")
-    contexts = read_memory_header("m.lkm").contexts
+    contexts = MemoryHeader.read("m.lkm").contexts
     assert (first.exit_code, first.stdout) == (0, plain.stdout)
     assert contexts > 0
     again = command("generate", "The dog", "--model", "model", "--raw", "--memory", "m.lkm")
     assert again.exit_code == 0
-    assert read_memory_header("m.lkm").contexts > contexts
+    assert MemoryHeader.read("m.lkm").contexts > contexts
 
 
 def test_a_memory_of_another_model_stops_a_command_before_it_begins(command, tmp_path):
-    write_successors(tmp_path / "m.lkm", MODEL, learned([1]))
+    write_memory(tmp_path / "m.lkm", MODEL, learned([1]))
     for words in (("generate", "The cat"), ("summarize", "a.txt"), ("memory", "add", "m.lkm", "a.txt")):
         memory = () if words[0] == "memory" else ("--memory", "m.lkm")
         result = command(*words, "--model", "model", *memory)
@@ -382,7 +381,7 @@ def test_what_is_no_memory_or_cannot_be_written_is_refused_before_the_model_is_l
 def test_every_command_that_decodes_keeps_a_memory(command, words):
     result = command(*words, "--model", "model", "--memory", "m.lkm", stdin="The cat\n")
     assert result.exit_code == 0, result.stderr
-    assert read_memory_header("m.lkm").contexts > 0
+    assert MemoryHeader.read("m.lkm").contexts > 0
 
 
 def test_a_dry_run_leaves_the_memory_alone(command, tmp_path):

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lookahead.cli.app import app
-from lookahead.ngram.successor_file import aged, read_successors, table_of, write_successors
-from lookahead.proposers.store_files import merge_files
+from lookahead.ngram.memory_file import aged, read_memory, table_of, write_memory
+from lookahead.proposers.memory_files import merge_files
 from tests.support.index_queries import find_recycled
 from tests.support.memories import HEADER, MODEL, forged, learned
 
@@ -19,22 +19,22 @@ def test_memories_of_one_model_are_merged_into_one(tmp_path):
     paths = [str(tmp_path / f"{name}.lkm") for name in ("old", "new", "other")]
     old, new = learned([1, 2, 3], [4], first=20), learned([1, 2, 3], [5], first=30)
     for path, records, most in zip(paths, (aged(old), new, learned([5], first=40)), (64, 128, 64), strict=True):
-        write_successors(path, replace(MODEL, max_contexts=most), records)
+        write_memory(path, replace(MODEL, max_contexts=most), records)
     header = merge_files(str(tmp_path / "all.lkm"), paths)
-    table = table_of(read_successors(tmp_path / "all.lkm", MODEL)[1])
+    table = table_of(read_memory(tmp_path / "all.lkm", MODEL)[1])
     first = {context: find_recycled(table, context)[1][0] for context in ((1, 2, 3), (4,), (5,))}
     assert first == {(1, 2, 3): 30, (4,): 20, (5,): 30}  # the youngest, and of equal age that of the first file
     assert (header.contexts, header.max_contexts) == (5, 128)
     few = merge_files(str(tmp_path / "few.lkm"), paths, 4)
     assert (few.contexts, few.max_contexts) == (4, 4)
-    kept = table_of(read_successors(tmp_path / "few.lkm", MODEL)[1])
+    kept = table_of(read_memory(tmp_path / "few.lkm", MODEL)[1])
     assert find_recycled(kept, [4])[0] == 0  # the oldest goes
 
 
 def test_the_command_tells_what_it_wrote(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_successors("a.lkm", MODEL, learned([1, 2, 3]))
-    write_successors("b.lkm", MODEL, learned([4]))
+    write_memory("a.lkm", MODEL, learned([1, 2, 3]))
+    write_memory("b.lkm", MODEL, learned([4]))
     result = CliRunner().invoke(app, ["memory", "merge", "a.lkm", "b.lkm", "-o", "all.lkm"])
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "all.lkm: 4 contexts\n")
     assert CliRunner().invoke(app, ["memory", "verify", "all.lkm"]).stdout == "all.lkm: 4 contexts: intact\n"
@@ -62,8 +62,8 @@ def test_what_cannot_be_merged_is_refused_by_name_and_leaves_all_files_as_they_w
     tmp_path, monkeypatch, words, complaint
 ):
     monkeypatch.chdir(tmp_path)
-    write_successors("good.lkm", MODEL, learned([1, 2, 3], [4]))
-    write_successors("other.lkm", replace(MODEL, fingerprint=78), learned([1]))
+    write_memory("good.lkm", MODEL, learned([1, 2, 3], [4]))
+    write_memory("other.lkm", replace(MODEL, fingerprint=78), learned([1]))
     data = Path("good.lkm").read_bytes()
     Path("text.lkm").write_text("contexts")
     Path("short.lkm").write_bytes(data[:-1])
@@ -77,6 +77,6 @@ def test_what_cannot_be_merged_is_refused_by_name_and_leaves_all_files_as_they_w
 
 
 def test_the_memory_of_the_default_model_that_comes_along_is_whole():
-    header, records = read_successors(Path(__file__).parent.parent / "examples" / "smollm2.lkm")
+    header, records = read_memory(Path(__file__).parent.parent / "examples" / "smollm2.lkm")
     assert (header.vocabulary, len(records)) == (49_152, header.contexts)
     assert header.file_bytes < 3e6

@@ -14,7 +14,7 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.live_outputs import LiveOutputs
 from lookahead.ngram.prune import Limits
-from lookahead.proposers.ngram import NgramProposer, OutputStore
+from lookahead.proposers.ngram import Memory, NgramProposer
 from tests.support.index_queries import find, find_recycled, grow_trie
 
 NOTHING = np.zeros(0, np.int32)
@@ -185,7 +185,7 @@ def test_a_finished_row_leaves_its_number_free():
 
 
 def test_what_a_finished_row_wrote_serves_the_next_where_memory_is_shared():
-    memory = OutputStore()
+    memory = Memory()
     first = NgramProposer(["outputs"], memory)
     first.start(0, ids(1, 2))
     first.observe(0, Feedback(ids(3, 4, 5), ids(0), NOTHING), NOTHING)
@@ -224,7 +224,7 @@ def test_what_a_row_wrote_itself_is_not_found_again_among_the_rows_beside_it():
 
 
 def test_rows_of_other_calls_do_not_draft_from_a_row_before_it_ends():
-    memory = OutputStore()
+    memory = Memory()
     first, second = NgramProposer(["outputs"], memory), NgramProposer(["outputs"], memory)
     for proposer, row in ((first, 0), (first, 1), (second, 0)):
         proposer.start(row, ids(7))
@@ -277,7 +277,7 @@ def test_what_the_target_thought_along_the_draft_is_offered():
 
 
 def test_each_node_tells_which_sources_offered_it():
-    memory = OutputStore()
+    memory = Memory()
     memory.outputs.append(ids(1, 2, 3, 4))
     proposer = NgramProposer(["prompt", "outputs"], memory)
     proposer.start(0, ids(1, 2, 3, 9, 1, 2))
@@ -311,7 +311,7 @@ def test_what_other_texts_offer_leaves_the_promise_of_the_rows_own_text_alone():
 
 
 def test_another_text_that_the_rows_own_contradicts_after_as_long_a_match_is_hardly_believed_however_long_it_is():
-    shared, memory = list(range(10, 40)), OutputStore()
+    shared, memory = list(range(10, 40)), Memory()
     memory.outputs.append(ids(*shared, 7, 8, 9))
     own = NgramProposer(["prompt", "outputs"], memory)
     own.start(0, ids(*shared, 5, 6, 3, *shared))
@@ -328,7 +328,7 @@ def test_another_text_that_the_rows_own_contradicts_after_as_long_a_match_is_har
 
 
 def test_what_the_target_copies_from_the_rows_own_text_is_not_kept_for_other_texts():
-    text, memory = list(range(10, 40)), OutputStore()
+    text, memory = list(range(10, 40)), Memory()
     proposer = NgramProposer(["prompt", "recycled"], memory)
     proposer.start(0, ids(*text, 3, *text[:10]))
     proposal = proposer.propose(0, 4)

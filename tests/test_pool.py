@@ -1,4 +1,4 @@
-"""Corpus files: searched as an index is, written whole or not at all, and refused unless every byte is in order."""
+"""Pool files: searched as an index is, written whole or not at all, and refused unless every byte is in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, find_matches
-from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
+from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.proposers.ngram import NgramProposer
 from lookahead.proposers.pool_files import open_pool
 from lookahead.utils.replacing import replacing
@@ -33,7 +33,7 @@ TOKENS = np.array([5, 6, 7, 8, SEPARATOR, 5, 6, 9, SEPARATOR, 2], np.int32)
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A small pool."""
-    write_corpus(tmp_path / "pool.lkp", TOKENS, 77)
+    write_pool(tmp_path / "pool.lkp", TOKENS, 77)
     return tmp_path / "pool.lkp"
 
 
@@ -54,8 +54,8 @@ def forged(data: bytes) -> bytes:
 def test_a_pool_finds_what_a_scan_finds_and_grows_the_trees_of_an_index(tmp_path_factory, documents, context):
     tokens = [token for document in documents if document for token in (*document, SEPARATOR)][:-1] or [1]
     path = tmp_path_factory.mktemp("pool") / "pool.lkp"
-    write_corpus(path, np.array(tokens, np.int32), 1)
-    pool, index = Corpus.open(path), ChainIndex()
+    write_pool(path, np.array(tokens, np.int32), 1)
+    pool, index = Pool.open(path), ChainIndex()
     index.append_documents(np.array(tokens, np.int32))
     assert pool.tokens.tolist() == index.tokens.tolist() == [SEPARATOR, *tokens]
     assert find(pool, context, **NO_LIMIT) == find_by_scan(pool.tokens.tolist(), context)
@@ -71,48 +71,48 @@ def test_one_compiled_core_serves_a_pool_and_an_index(path):
     index.append([1, 2, 1])
     find(index)
     compiled = len(find_matches.signatures)
-    assert find(Corpus.open(path), [5, 6]) == [(8, 2), (3, 2)]
+    assert find(Pool.open(path), [5, 6]) == [(8, 2), (3, 2)]
     assert len(find_matches.signatures) == compiled
 
 
 def test_the_header_counts_what_is_in_the_file(path):
-    header = read_header(path)
+    header = PoolHeader.read(path)
     assert (header.tokens, header.documents, header.largest_token) == (8, 3, 9)
     assert (header.fingerprint, header.length) == (77, 11)
     assert header.file_bytes == path.stat().st_size
-    assert Corpus.open(path).header == header
+    assert Pool.open(path).header == header
 
 
 @pytest.mark.parametrize("tokens", [np.zeros(70_000, np.int32), np.arange(66_000, dtype=np.int32)], ids=["same", "new"])
 def test_a_token_takes_at_most_56_bytes_whatever_the_content(tmp_path, tokens):
-    header = write_corpus(tmp_path / "pool.lkp", tokens, 1)
+    header = write_pool(tmp_path / "pool.lkp", tokens, 1)
     assert header.file_bytes <= 56 * tokens.size
 
 
 def test_what_is_written_to_the_arrays_of_a_pool_never_reaches_the_file(path):
     before = path.read_bytes()
-    Corpus.open(path).tokens[:] = 3
+    Pool.open(path).tokens[:] = 3
     assert path.read_bytes() == before
-    assert Corpus.open(path).tokens.tolist() == [SEPARATOR, *TOKENS.tolist()]
+    assert Pool.open(path).tokens.tolist() == [SEPARATOR, *TOKENS.tolist()]
 
 
 # Writing
 
 
 def test_a_new_pool_takes_the_place_of_the_old_one_and_who_has_that_open_keeps_it(path):
-    old = Corpus.open(path)
-    write_corpus(path, np.array([1, 2, 3], np.int32), 78)
+    old = Pool.open(path)
+    write_pool(path, np.array([1, 2, 3], np.int32), 78)
     assert find(old, [5, 6]) == [(8, 2), (3, 2)]
-    assert Corpus.open(path, 78).tokens.tolist() == [SEPARATOR, 1, 2, 3]
+    assert Pool.open(path, 78).tokens.tolist() == [SEPARATOR, 1, 2, 3]
     assert os.listdir(path.parent) == ["pool.lkp"]
 
 
 def test_a_link_stays_a_link_to_the_file_that_is_replaced(path):
     link = path.with_name("link.lkp")
     link.symlink_to(path.name)
-    write_corpus(link, np.array([1, 2, 3], np.int32), 78)
+    write_pool(link, np.array([1, 2, 3], np.int32), 78)
     assert link.is_symlink()
-    assert read_header(path).fingerprint == 78
+    assert PoolHeader.read(path).fingerprint == 78
 
 
 def full(*_: object) -> None:
@@ -127,9 +127,9 @@ def interrupted(*_: object) -> None:
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_what_fails_half_way_leaves_the_old_file_and_nothing_else(path, monkeypatch, call, failure):
     before = path.read_bytes()
-    monkeypatch.setattr(f"lookahead.ngram.corpus_file.os.{call}", failure)
+    monkeypatch.setattr(f"lookahead.ngram.pool_file.os.{call}", failure)
     with pytest.raises((OSError, KeyboardInterrupt)):
-        write_corpus(path, np.array([1, 2, 3], np.int32), 78)
+        write_pool(path, np.array([1, 2, 3], np.int32), 78)
     monkeypatch.undo()
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == ["pool.lkp"]
@@ -141,14 +141,14 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_whole(path
 
     def killed():
         setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        write_corpus(path, np.array([1, 2, 3], np.int32), 78)
+        write_pool(path, np.array([1, 2, 3], np.int32), 78)
 
     assert status_of(killed) == -signal.SIGKILL
     assert path.read_bytes() == before
-    assert Corpus.open(path, 77).tokens.tolist() == [SEPARATOR, *TOKENS.tolist()]
+    assert Pool.open(path, 77).tokens.tolist() == [SEPARATOR, *TOKENS.tolist()]
     assert len(os.listdir(path.parent)) == 2
     with replacing(path) as file:  # a writer that lives
-        write_corpus(path, TOKENS, 77)  # and the next one
+        write_pool(path, TOKENS, 77)  # and the next one
         assert sorted(os.listdir(path.parent)) == sorted([Path(file.name).name, path.name])
         file.write(before)
     assert os.listdir(path.parent) == [path.name]
@@ -167,7 +167,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_whole(path
 )
 def test_what_makes_no_pool_is_refused_before_a_file_is_made(tmp_path, tokens, error):
     with pytest.raises(error, match="tokens must"):
-        write_corpus(tmp_path / "pool.lkp", tokens, 1)
+        write_pool(tmp_path / "pool.lkp", tokens, 1)
     assert os.listdir(tmp_path) == []
 
 
@@ -178,13 +178,13 @@ def refused(path: Path, data: bytes) -> str:
     """Why a file that holds `data` is not opened."""
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"pool\.lkp: ") as error:
-        Corpus.open(path, 77)
+        Pool.open(path, 77)
     return str(error.value)
 
 
 def test_a_pool_of_another_tokenizer_is_refused_by_its_fingerprint(path):
     with pytest.raises(ValueError, match=r"another tokenizer: .*0{14}4d, that of this tokenizer is 0{14}4e"):
-        Corpus.open(path, 78)
+        Pool.open(path, 78)
 
 
 def test_a_file_cut_short_anywhere_is_refused(path):
@@ -228,9 +228,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.lkp")
     for name in ("pipe.lkp", "."):
         with pytest.raises(ValueError, match="not a file"):
-            Corpus.open(tmp_path / name)
+            Pool.open(tmp_path / name)
     with pytest.raises(FileNotFoundError):
-        Corpus.open(tmp_path / "gone.lkp")
+        Pool.open(tmp_path / "gone.lkp")
 
 
 def lengthen(path):
@@ -250,7 +250,7 @@ CHANGES = {"cut short": lambda path: os.truncate(path, 0), "made longer": length
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_somebody_changes_while_it_is_drafted_from_is_told_and_ends_nothing(path, change):
     def draft():
-        proposer = NgramProposer(("corpus",), pool=Corpus.open(path))
+        proposer = NgramProposer(("corpus",), pool=Pool.open(path))
         proposer.start(0, np.array([1, 5, 6], np.int32))
         assert 7 in proposer.propose(0, 4).tokens
         CHANGES[change](path)
@@ -288,7 +288,7 @@ def hostile_numbers() -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize(("section", "place", "number"), hostile_numbers())
 def test_a_file_made_to_lead_out_of_its_memory_is_refused(path, section, place, number):
     data = bytearray(path.read_bytes())
-    header = read_header(path)
+    header = PoolHeader.read(path)
     heads, links = 16 * header.slots, 16 * header.length
     start = HEADER + {"heads": 0, "links": heads, "arena": heads + links}[section]
     struct.pack_into("=i", data, start + 4 * place, number)
@@ -297,7 +297,7 @@ def test_a_file_made_to_lead_out_of_its_memory_is_refused(path, section, place, 
 
 def test_a_file_made_without_a_separator_in_front_is_refused(path):
     data = bytearray(path.read_bytes())
-    struct.pack_into("=i", data, len(data) - 4 * read_header(path).length, 5)
+    struct.pack_into("=i", data, len(data) - 4 * PoolHeader.read(path).length, 5)
     assert "it holds positions or tokens out of range" in refused(path, forged(bytes(data)))
 
 
@@ -320,15 +320,15 @@ def test_a_file_made_without_a_separator_in_front_is_refused(path):
     ids=str,
 )
 def test_a_header_made_to_lie_is_refused(path, change, reason):
-    told = replace(read_header(path), **change)
+    told = replace(PoolHeader.read(path), **change)
     assert reason in refused(path, told.pack() + path.read_bytes()[HEADER:])
 
 
 def test_chains_that_run_in_a_circle_end(path):
     data = bytearray(path.read_bytes())
-    header = read_header(path)
+    header = PoolHeader.read(path)
     links = HEADER + 16 * header.slots
     for place in range(header.length * LEVELS):
         struct.pack_into("=i", data, links + 4 * place, 3)
     path.write_bytes(forged(bytes(data)))
-    assert set(find(Corpus.open(path), [5, 6], max_links=50)) == {(3, 2), (8, 2)}
+    assert set(find(Pool.open(path), [5, 6], max_links=50)) == {(3, 2), (8, 2)}

@@ -14,7 +14,7 @@ import lookahead
 from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
 from lookahead.ngram.chains import SEPARATOR
-from lookahead.ngram.corpus_file import Corpus, read_header
+from lookahead.ngram.pool_file import Pool, PoolHeader
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from tests.support import forked
 
@@ -44,7 +44,7 @@ def pool(folder, model_folder):
 
 def texts_of(path, tokenizer):
     """The documents of a pool, as text."""
-    documents, tokens = [], Corpus.open(path).tokens.tolist()
+    documents, tokens = [], Pool.open(path).tokens.tolist()
     for token in tokens:
         documents = [*documents, []] if token == SEPARATOR else [*documents[:-1], [*documents[-1], token]]
     return [tokenizer.decode(document) for document in documents]
@@ -79,7 +79,7 @@ def test_build_makes_a_pool_of_files_patterns_and_json_lines(pool, tiny_tokenize
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "30 tokens of 4 documents taken\npool.lkp: 30 tokens in 4 documents\n"
     assert texts_of("pool.lkp", tiny_tokenizer) == ["One.", "Two.", "The cat sat.", "A dog ran."]
-    assert read_header("pool.lkp").fingerprint == tokenizer_fingerprint(tiny_tokenizer)
+    assert PoolHeader.read("pool.lkp").fingerprint == tokenizer_fingerprint(tiny_tokenizer)
 
 
 def test_build_reads_a_chosen_field_and_standard_input(pool, tiny_tokenizer):
@@ -91,7 +91,7 @@ def test_build_reads_a_chosen_field_and_standard_input(pool, tiny_tokenizer):
 def test_a_folder_with_a_tokenizer_alone_is_enough(pool, folder, tiny_tokenizer):
     tiny_tokenizer.save_pretrained(folder / "tokenizer")
     assert pool("build", "a.txt", "-o", "pool.lkp", "--model", "tokenizer").exit_code == 0
-    assert read_header("pool.lkp").fingerprint == tokenizer_fingerprint(tiny_tokenizer)
+    assert PoolHeader.read("pool.lkp").fingerprint == tokenizer_fingerprint(tiny_tokenizer)
 
 
 def test_documents_that_cannot_be_used_are_told_counted_and_left_out(pool, folder, tiny_tokenizer):

@@ -18,7 +18,7 @@ from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.proposal import Call, Feedback, Proposal
 from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers import ProposerState, make_proposers
-from lookahead.proposers.ngram import NgramProposer, OutputStore
+from lookahead.proposers.ngram import Memory, NgramProposer
 
 NOTHING = np.zeros(0, np.int32)
 SOURCES = ("prompt", "prediction")
@@ -240,7 +240,7 @@ def test_a_row_without_a_prediction_drafts_as_it_would_without_that_source() -> 
 
 
 def test_rows_have_predictions_of_their_own_which_end_with_them() -> None:
-    memory = OutputStore()
+    memory = Memory()
     proposer = NgramProposer(("prompt", "outputs", "prediction"), memory)
     for row in range(3):
         proposer.start(row, ids(3000 + row))

@@ -34,7 +34,7 @@ ELSEWHERE = {
     # It stands in for a model in transformers' own beam search.
     "plugins.beams.beam_tree": {"_prefill", "_reorder_cache", "_update_model_kwargs_for_generation"},
     "plugins.heads.native_mtp": {"transformers.modeling_layers"},
-    "ngram.corpus_file": {"_version"},  # its own
+    "ngram.pool_file": {"_version"},  # its own
 }
 # Modules whose names the documentation of transformers promises, and those of models.
 PUBLIC = {

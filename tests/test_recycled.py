@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.memory_file import MemoryHeader, Records, aged, read_memory, records_of, table_of
 from lookahead.ngram.search import Search, Trie
-from lookahead.ngram.successor_file import Records, SuccessorHeader, aged, read_successors, records_of, table_of
 from lookahead.ngram.successors import SuccessorTable, store_tree
-from lookahead.proposers.ngram import NgramProposer, OutputStore
-from lookahead.proposers.store_files import EMPTY, merge_into
+from lookahead.proposers.memory_files import EMPTY, merge_into
+from lookahead.proposers.ngram import Memory, NgramProposer
 from tests.support.index_queries import find_recycled, grow_trie
 from tests.support.naive_index import RecycledByDict
 
@@ -160,15 +160,15 @@ def test_a_context_that_is_never_met_again_stays_what_it_was_however_many_merges
 
 
 def test_a_full_file_forgets_what_was_learned_longest_ago(tmp_path):
-    path, header = str(tmp_path / "small.lkm"), SuccessorHeader(77, 101, 0, max_contexts=4)
+    path, header = str(tmp_path / "small.lkm"), MemoryHeader(77, 101, 0, max_contexts=4)
     for token in range(5, 25):
         merge_into(path, header, records_after(token))
-    table = table_of(read_successors(path)[1])
+    table = table_of(read_memory(path)[1])
     assert [token for token in range(5, 25) if find_recycled(table, [token])[0]] == [21, 22, 23, 24]
 
 
 def test_what_this_request_taught_goes_before_a_longer_context_that_another_taught():
-    memory, root, probs = OutputStore(), np.zeros(1, np.int32), np.full((1, 8), 0.1, np.float32)
+    memory, root, probs = Memory(), np.zeros(1, np.int32), np.full((1, 8), 0.1, np.float32)
 
     def teach_after(context: list[int], first: int) -> None:
         before = np.array(context, np.int32)
@@ -185,7 +185,7 @@ def test_what_this_request_taught_goes_before_a_longer_context_that_another_taug
 
 
 def test_short_matches_in_other_texts_are_left_to_the_recycled_tokens():
-    memory = OutputStore()
+    memory = Memory()
     memory.outputs.append([7, 8, 9, 20])
     for sources, offers in ((["prompt", "outputs"], True), (["prompt", "outputs", "recycled"], False)):
         proposer = NgramProposer(sources, memory)

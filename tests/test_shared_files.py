@@ -27,11 +27,11 @@ from lookahead.kernels.dispatch import Verdict
 from lookahead.loading.loading import LoadedModel
 from lookahead.model.model_state import LearnedState, state_of, use_learned
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
-from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
-from lookahead.ngram.successor_file import read_successors
+from lookahead.ngram.memory_file import read_memory
+from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.proposers import ProposerState
+from lookahead.proposers.memory_files import merge_into
 from lookahead.proposers.ngram import OUTPUT_TOKENS
-from lookahead.proposers.store_files import merge_into
 from lookahead.utils.locks import locked
 from tests.support.forked import Forked, command
 from tests.support.memories import MODEL, learned
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, workplace: None) -> Path:
 
 def documents_of(path: str) -> list[tuple[int, ...]]:
     """The documents of a pool, in the order of the file."""
-    tokens = Corpus.open(path).tokens
+    tokens = Pool.open(path).tokens
     return [tuple(part[part != SEPARATOR].tolist()) for part in np.split(tokens, np.flatnonzero(tokens < 0))[1:]]
 
 
@@ -85,7 +85,7 @@ def test_documents_that_processes_add_to_a_pool_at_once_are_all_there(model_fold
     assert CliRunner().invoke(app, ["pool", "build", "first.txt", "-o", "pool.lkp", *model]).exit_code == 0
     with reading_at_once(*[("pool", "add", "pool.lkp", "{}", *model)] * AT_ONCE) as processes:
         assert [process.wait() for process in processes] == [0] * AT_ONCE
-    assert len(set(documents_of("pool.lkp"))) == read_header("pool.lkp").documents == 1 + AT_ONCE
+    assert len(set(documents_of("pool.lkp"))) == PoolHeader.read("pool.lkp").documents == 1 + AT_ONCE
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["an older memory", "a new memory"])
@@ -143,7 +143,7 @@ def test_a_corpus_that_took_the_place_of_a_memory_while_a_job_ran_is_left_alone(
 ) -> None:
     memory = memory_of([3])
     memory.save()
-    write_corpus("memory.lkp", np.array([7, 8], np.int32), read_header("memory.lkp").fingerprint)
+    write_pool("memory.lkp", np.array([7, 8], np.int32), PoolHeader.read("memory.lkp").fingerprint)
     with pytest.raises(PoolError, match=r"memory\.lkp: replaced by a corpus while the job ran"):
         memory.save()
     assert documents_of("memory.lkp") == [(7, 8)]
@@ -168,9 +168,9 @@ def test_the_newest_half_of_a_memory_stays_when_it_is_full_and_can_be_read(
     half = OUTPUT_TOKENS // 2
     memory_of([1] * (half - 2)).save()
     memory_of([2] * (half // 2)).save()
-    assert read_header("memory.lkp").tokens > half
+    assert PoolHeader.read("memory.lkp").tokens > half
     memory_of([3] * (half // 2 + 9)).save()
-    assert read_header("memory.lkp").tokens < half
+    assert PoolHeader.read("memory.lkp").tokens < half
     assert [document[0] for document in documents_of("memory.lkp")] == [2, 3]
 
 
@@ -214,7 +214,7 @@ def add_context(i: int) -> None:
         pytest.param(add_costs, costs, id="step costs"),
         pytest.param(
             lambda i: merge_into("m.lkm", MODEL, learned([i + 1])),
-            lambda: read_successors("m.lkm")[0].contexts,
+            lambda: read_memory("m.lkm")[0].contexts,
             id="memory",
         ),
     ],

@@ -12,7 +12,7 @@ import pytest
 from lookahead.errors import ConfigError, LookaheadError, PoolError
 from lookahead.ngram.chain_proposer import ChainProposer, ChainRequest
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.corpus_file import write_corpus
+from lookahead.ngram.pool_file import write_pool
 from lookahead.plugins.known_requests import KnownRequests
 from lookahead.plugins.vllm import LookaheadProposer
 from tests.support.row_engine import RowEngine, StubRequest, stub_config
@@ -275,7 +275,7 @@ def test_a_pool_is_drafted_from_and_one_that_changes_is_told_and_left(tmp_path, 
     story = rng.integers(0, 1000, 120).tolist()
     index = ChainIndex()
     index.append(story)
-    write_corpus(path, index.tokens, fingerprint=0)
+    write_pool(path, index.tokens, fingerprint=0)
     _, engine = engine_of(lambda tokens: story[len(tokens)], pool=str(path))
     run(engine, [StubRequest(story[:4], 60)])
     assert engine.emitted / engine.steps > 3

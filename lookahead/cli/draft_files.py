@@ -20,7 +20,7 @@ from lookahead.errors import ConfigError, count
 from lookahead.loading.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_files, prepare_process
 
 if TYPE_CHECKING:
-    from lookahead.ngram.successor_file import SuccessorHeader
+    from lookahead.ngram.memory_file import MemoryHeader
     from lookahead.proposers.pool_files import PoolTotals
 
 _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
@@ -118,11 +118,11 @@ def pool_info(options: FileOptions) -> None:
 
     For example: lookahead pool info pool.lkp
     """
-    from lookahead.ngram.corpus_file import VERSION, read_header
+    from lookahead.ngram.pool_file import VERSION, PoolHeader
     from lookahead.proposers.pool_files import pool_errors
 
     with pool_errors(options.file):
-        header = read_header(options.file)
+        header = PoolHeader.read(options.file)
     rows = [
         ("pool", options.file),
         ("documents", f"{header.documents:,}"),
@@ -201,7 +201,7 @@ def memory_merge(options: MemoryMergeOptions) -> None:
 
     Exit status: 0 it is written; 2 a file cannot be used, and nothing was written.
     """
-    from lookahead.proposers.store_files import merge_files
+    from lookahead.proposers.memory_files import merge_files
 
     _check_name(options.output)
     check_output(options.output, [Input(file, None, "text") for file in options.files], overwrite=options.overwrite)
@@ -214,11 +214,11 @@ def memory_info(options: FileOptions) -> None:
 
     For example: lookahead memory info my-model.lkm
     """
-    from lookahead.ngram.successor_file import VERSION, read_memory_header
+    from lookahead.ngram.memory_file import VERSION, MemoryHeader
     from lookahead.proposers.pool_files import pool_errors
 
     with pool_errors(options.file):
-        header = read_memory_header(options.file)
+        header = MemoryHeader.read(options.file)
     rows = [
         ("memory", options.file),
         ("contexts", f"{header.contexts:,}"),
@@ -242,17 +242,17 @@ def memory_verify(options: VerifyOptions) -> None:
 
     Exit status: 0 it can be used; 2 it cannot, and a line says why.
     """
-    from lookahead.ngram.successor_file import read_successors
+    from lookahead.ngram.memory_file import read_memory
     from lookahead.proposers.pool_files import pool_errors
 
     header, fits = None, ""
     if options.model is not None:
         model = load(ModelOptions(model=options.model), measures_costs=False).model
-        from lookahead.proposers.store_files import header_of
+        from lookahead.proposers.memory_files import header_of
 
         header, fits = header_of(model), f", learned from {options.model}"
     with pool_errors(options.file):
-        header = read_successors(options.file, header)[0]
+        header = read_memory(options.file, header)[0]
     show_line(sys.stdout, f"{_describe_memory(options.file, header)}: intact{fits}")
 
 
@@ -279,7 +279,7 @@ def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> No
         settings["model"], tokenizer = load(options, measures_costs=False)
     else:
         tokenizer = _load_tokenizer(options.model)
-    from lookahead.decoding.successor_building import build_memory
+    from lookahead.decoding.memory_building import build_memory
     from lookahead.proposers.pool_files import TokenSource, build_pool, describe_pool
 
     build: Any = build_memory if is_memory else build_pool
@@ -304,7 +304,7 @@ def _check_name(output: Path) -> None:
         raise ConfigError(f"output must be a file *.lkm, got {str(output)!r}")
 
 
-def _describe_memory(path: str, header: SuccessorHeader) -> str:
+def _describe_memory(path: str, header: MemoryHeader) -> str:
     return f"{path}: {count(header.contexts, 'context')}"
 
 

@@ -223,13 +223,13 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     location, _ = loading.locate_model(name)
     if (memory := getattr(options, "memory", None)) is not None:
         # Refuse a file that is no memory, or that could not be written at the end.
-        from lookahead.ngram.successor_file import read_memory_header
+        from lookahead.ngram.memory_file import MemoryHeader
         from lookahead.proposers.pool_files import check_folder, pool_errors
 
         check_folder(memory)
         if os.path.lexists(memory):
             with pool_errors(memory):
-                read_memory_header(memory)
+                MemoryHeader.read(memory)
     with _without_collection(), console(sys.stderr).status("loading the model") as shown:
         prepare(options, location, shown.update)
     with _without_collection(), status_line("loading the model") as update:
@@ -309,7 +309,7 @@ def prepare(options: DeviceOptions, location: str, update: Callable[[str], None]
 def memory_file_saved_at_exit(options: DraftingOptions, model: Any) -> Iterator[None]:
     """Open the memory file of a command, if it has one, and save it at the end, an early end included."""
     if options.memory is not None:
-        from lookahead.decoding.successor_building import open_memory
+        from lookahead.decoding.memory_building import open_memory
 
         open_memory(model, options.memory)
     try:

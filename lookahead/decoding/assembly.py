@@ -32,7 +32,7 @@ from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of, most_nodes
 from lookahead.model.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.proposers import ProposerState, make_proposers
-from lookahead.proposers.ngram import OutputStore
+from lookahead.proposers.ngram import Memory
 from lookahead.proposers.pool_files import pool_of
 from lookahead.verification.stopping import StoppingRule
 
@@ -53,7 +53,7 @@ def assemble(
     warp: Callable[[Tensor], Tensor] | None = None,
     encoded: Encoded | None = None,
     reading: PromptReading | None = None,
-    memory: OutputStore | None = None,
+    memory: Memory | None = None,
     keep_cache: bool = False,
     predicts: bool = False,
     is_constrained: bool = False,
@@ -158,7 +158,7 @@ def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> Look
 
 
 def _drafting(
-    config: LookaheadConfig, call: Call, memory: OutputStore | None, *, runs_to_limit: bool, shows_hidden: bool
+    config: LookaheadConfig, call: Call, memory: Memory | None, *, runs_to_limit: bool, shows_hidden: bool
 ) -> tuple[Sequence[Proposer], Controller | None]:
     """The proposers of a call and their controller, with the learned state of the model."""
     model, has_encoder, learned = call.model, call.model.config.is_encoder_decoder, state_of(call.model).learned

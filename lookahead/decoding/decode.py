@@ -22,7 +22,7 @@ from lookahead.engine.engine import Engine
 from lookahead.errors import warn
 from lookahead.model.call_caches import cache_in
 from lookahead.model.calls import GenerateOutput, ResolvedCall, generate_output, own_loop
-from lookahead.proposers.ngram import OutputStore
+from lookahead.proposers.ngram import Memory
 
 
 def decode(
@@ -34,7 +34,7 @@ def decode(
     lookahead_config: LookaheadConfig | None = None,
     lookahead_streamer: BaseStreamer | None = None,
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
-    lookahead_memory: OutputStore | None = None,
+    lookahead_memory: Memory | None = None,
     lookahead_prediction: Predictions = None,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,

@@ -18,7 +18,7 @@ from lookahead.decoding.validation import check_config, resolved, serve_stop_str
 from lookahead.errors import UnsupportedModelError, warn
 from lookahead.model.calls import own_loop
 from lookahead.model.facts import uncompiled, validate_model
-from lookahead.proposers.ngram import OutputStore
+from lookahead.proposers.ngram import Memory
 
 _guard = RLock()  # held while a switch is turned on or off
 
@@ -128,7 +128,7 @@ class Generate:
             ours = {"lookahead_config": config, "lookahead_tokenizer": tokenizer}
             ours["lookahead_prediction"] = prediction
             if config is not None and config.memory == "request":
-                ours["lookahead_memory"] = OutputStore()
+                ours["lookahead_memory"] = Memory()
             method = partial(_decode_or_hand_over, ours=ours, streamer=streamer)
             return self.original(*args[:1], **served, generation_config=generation_config, custom_generate=method)
         except UnsupportedModelError as error:

@@ -44,7 +44,7 @@ from lookahead.model.model_state import checkpointed, outside_passes, recognise,
 from lookahead.model.private_names import missing_names
 from lookahead.model.state_layers import takes_states
 from lookahead.model.state_scope import mixers_of
-from lookahead.proposers.ngram import OutputStore
+from lookahead.proposers.ngram import Memory
 from lookahead.utils.seams import plugin_for
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule, stateful_name, stateful_reason, stopping_rule
@@ -77,7 +77,7 @@ class RequestPlan:
     config: LookaheadConfig
     tokenizer: PreTrainedTokenizerBase | None = None
     context: int | None = None
-    memory: OutputStore | None = None
+    memory: Memory | None = None
     lengths: NDArray[np.int64]
     stopping: StoppingRule
     shape: Shape | Literal["none"] = "none"
@@ -214,7 +214,7 @@ def plan_request(
     config: LookaheadConfig | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     context: int | None = None,
-    memory: OutputStore | None = None,
+    memory: Memory | None = None,
 ) -> RequestPlan:
     """Check a call of `model.generate` and decide how to decode it.
 

@@ -16,7 +16,7 @@ from lookahead.errors import PoolError
 from lookahead.model.facts import vocabulary_size
 from lookahead.model.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR, ChainIndex, IntArray
-from lookahead.ngram.corpus_file import Corpus, read_header, write_corpus
+from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.proposers import ProposerState
 from lookahead.proposers.ngram import OUTPUT_TOKENS
 from lookahead.proposers.pool_files import changing, join_documents, open_pool, pool_errors
@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 def is_memory(path: str | os.PathLike[str]) -> bool:
     """Whether a pool file is a memory of outputs, or does not exist yet; otherwise it is a corpus."""
     with pool_errors(os.fspath(path)):
-        return not os.path.lexists(path) or read_header(path).learned == 1
+        return not os.path.lexists(path) or PoolHeader.read(path).learned == 1
 
 
 class OutputFile:
@@ -76,11 +76,11 @@ class OutputFile:
             if new:
                 tokens = join_documents(stored + new)
                 newest = tokens if tokens.size < OUTPUT_TOKENS else tokens[-OUTPUT_TOKENS // 2 :]
-                write_corpus(self.path, newest, self._fingerprint, is_learned=True)
+                write_pool(self.path, newest, self._fingerprint, is_learned=True)
         self._saved = Counter(map(_key, outputs))
 
     def _read(self) -> IntArray:
-        pool = Corpus.open(self.path, self._fingerprint)
+        pool = Pool.open(self.path, self._fingerprint)
         if not pool.header.learned:
             raise ValueError(f"{self.path}: replaced by a corpus while the job ran; its outputs are not added")
         return pool.tokens

@@ -14,11 +14,11 @@ from lookahead.drafting.budget import Budget
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
-from lookahead.ngram.corpus_file import Corpus
+from lookahead.ngram.pool_file import Pool
 from lookahead.proposers.forced import ForcedTokens
 from lookahead.proposers.jacobi import JacobiProposer
-from lookahead.proposers.ngram import PREDICTION, SOURCES, NgramProposer, OutputStore
-from lookahead.proposers.store_files import StoreFile, open_store_file
+from lookahead.proposers.memory_files import MemoryFile, open_memory_file
+from lookahead.proposers.ngram import PREDICTION, SOURCES, Memory, NgramProposer
 from lookahead.proposers.validated import ValidatedProposer
 
 _MAX_SOURCES = 31  # bits of a node for its sources
@@ -31,18 +31,18 @@ class ProposerState:
     ngram: HitRates = field(default_factory=HitRates)
     predicted: HitRates = field(default_factory=HitRates)  # for calls with predictions
     jacobi: HitRates = field(default_factory=HitRates)  # of the lookahead branch
-    memory: OutputStore = field(default_factory=OutputStore)
-    files: dict[str, StoreFile] = field(default_factory=dict)  # by the path of the memory file
+    memory: Memory = field(default_factory=Memory)
+    files: dict[str, MemoryFile] = field(default_factory=dict)  # by the path of the memory file
     budgets: WeakKeyDictionary[Any, Budget] = field(default_factory=WeakKeyDictionary)  # by users' factories
 
 
 def make_proposers(
     config: LookaheadConfig,
     learned: ProposerState,
-    pool: Corpus | None,
+    pool: Pool | None,
     call: Call,
     branch: LookaheadBranch,
-    request: OutputStore | None = None,
+    request: Memory | None = None,
 ) -> list[Proposer]:
     """The proposers of a configuration: first the named ones, then those of its factories.
 
@@ -63,9 +63,9 @@ def make_proposers(
     predicts = call.predicts and bool(config.proposers) and not call.by_rejection
     if mixed or predicts:
         bounds = {"min_ngram": config.min_ngram, "max_ngram": config.max_ngram}
-        memory = learned.memory if config.memory == "shared" else request or OutputStore()
+        memory = learned.memory if config.memory == "shared" else request or Memory()
         if config.memory not in ("shared", "request"):
-            memory = open_store_file(os.fspath(config.memory), call.model, learned.files)
+            memory = open_memory_file(os.fspath(config.memory), call.model, learned.files)
         least = config.min_probability
         # A match that contradicts a good prediction is less likely than a match without a prediction.
         rates = learned.predicted if predicts else learned.ngram

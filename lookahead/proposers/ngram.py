@@ -9,8 +9,8 @@ from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import warn
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex, Chains
-from lookahead.ngram.corpus_file import Corpus
 from lookahead.ngram.live_outputs import LiveOutputs
+from lookahead.ngram.pool_file import Pool
 from lookahead.ngram.search import NO_CANDIDATES, NOT_VERIFIED, Search, Trie
 from lookahead.ngram.successors import SuccessorTable
 
@@ -21,7 +21,7 @@ OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is dropped when t
 
 
 @dataclass(slots=True)
-class OutputStore:
+class Memory:
     """Texts of finished requests, and the target's most likely tokens after 262,144 contexts (16 MiB) by default."""
 
     recycled: SuccessorTable = field(default_factory=SuccessorTable)
@@ -62,9 +62,9 @@ class NgramProposer(Proposer):
     def __init__(
         self,
         sources: Sequence[str] = ("prompt", "outputs", "recycled"),
-        memory: OutputStore | None = None,
+        memory: Memory | None = None,
         rates: HitRates | None = None,
-        pool: Corpus | None = None,
+        pool: Pool | None = None,
         *,
         min_ngram: int = 1,
         max_ngram: int = 16,
@@ -77,7 +77,7 @@ class NgramProposer(Proposer):
         self.max_ngram = max_ngram
         self.min_probability = min_probability
         self._pool = pool if "corpus" in sources else None
-        self._memory = memory if memory is not None else OutputStore()
+        self._memory = memory if memory is not None else Memory()
         self._recycled = self._memory.recycled if self.needs_top else None
         self._rates = rates if rates is not None else HitRates()
         self._rows: dict[int, _NgramRow] = {}

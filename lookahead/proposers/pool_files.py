@@ -18,7 +18,7 @@ from lookahead.documents.inputs import Input
 from lookahead.documents.readers import read_documents
 from lookahead.errors import PoolError, count, one_line
 from lookahead.ngram.chains import SEPARATOR, IntArray
-from lookahead.ngram.corpus_file import Corpus, CorpusHeader, write_corpus
+from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.utils.locks import locked
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Corpus:
+def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool:
     """Open a pool to draft from. An open pool is reused unless its file was replaced.
 
     It is checked against the tokenizer's `fingerprint` and the size of the model's `vocabulary`, if given.
@@ -49,14 +49,14 @@ def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | No
     return pool
 
 
-def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Corpus | None:
+def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool | None:
     """The pool of a configuration, opened as by `open_pool`; `None` without one."""
     if config.pool is None:
         return None
     return open_pool(os.fspath(config.pool), fingerprint=fingerprint, vocabulary=vocabulary)
 
 
-def describe_pool(path: str, header: CorpusHeader) -> str:
+def describe_pool(path: str, header: PoolHeader) -> str:
     """The size of a pool in one line."""
     return f"{path}: {header.tokens:,} tokens in {count(header.documents, 'document')}"
 
@@ -147,7 +147,7 @@ class TokenSource:
         self.observer(totals, None)
 
 
-def build_pool(path: str, source: TokenSource, *, add: bool = False) -> CorpusHeader:
+def build_pool(path: str, source: TokenSource, *, add: bool = False) -> PoolHeader:
     """Build a pool from documents. An existing file is replaced when the new one is complete.
 
     With `add` its documents are kept, including those other processes added meanwhile. PoolError if no document could
@@ -156,14 +156,14 @@ def build_pool(path: str, source: TokenSource, *, add: bool = False) -> CorpusHe
     fingerprint = tokenizer_fingerprint(source.tokenizer)
     with pool_errors(path):
         if add:  # refuse a file that cannot be used before the documents are read
-            Corpus.open(path, fingerprint)
+            Pool.open(path, fingerprint)
     documents = list(source)
     if not documents:
         what = f"no document to {'add' if add else 'make it of'}"
         raise PoolError(f"{path}: {what}, {source.totals.rejected} could not be used")
     with changing(path):
         before, is_learned = _read_pool(path, fingerprint) if add else ([], False)
-        return write_corpus(path, join_documents(before + documents), fingerprint, is_learned=is_learned)
+        return write_pool(path, join_documents(before + documents), fingerprint, is_learned=is_learned)
 
 
 def _read_pool(path: str, fingerprint: int) -> tuple[list[IntArray], bool]:
@@ -171,7 +171,7 @@ def _read_pool(path: str, fingerprint: int) -> tuple[list[IntArray], bool]:
 
     The file is closed again: Windows cannot replace an open file.
     """
-    pool = Corpus.open(path, fingerprint)
+    pool = Pool.open(path, fingerprint)
     return [np.array(pool.tokens[1:])], pool.header.learned == 1
 
 
@@ -193,5 +193,5 @@ def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArr
 
 
 @lru_cache(maxsize=8)
-def _open(path: str, version: tuple[int, ...]) -> Corpus:
-    return Corpus.open(path)  # the cache distinguishes versions of the file
+def _open(path: str, version: tuple[int, ...]) -> Pool:
+    return Pool.open(path)  # the cache distinguishes versions of the file

@@ -58,7 +58,7 @@ EXTENDED = {
     "tests/test_draft_cost.py": ("lookahead/drafting/*", "lookahead/*/draft_model.py"),
     "tests/test_draft_model.py": ("lookahead/drafting/*", "lookahead/plugins/draft_models/*"),
     "tests/test_heads_drafting.py": ("lookahead/plugins/heads/*", "lookahead/proposers/*"),
-    "tests/test_memory_file.py": ("ngram/*", "lookahead/*/store_files.py"),
+    "tests/test_memory_file.py": ("ngram/*", "lookahead/*/memory_files.py"),
     "tests/test_mtp.py": ("lookahead/plugins/heads/*", "lookahead/model/*"),
     "tests/test_rejection.py": ("lookahead/verification/*", "lookahead/engine/*"),
     "tests/test_summary_options.py": ("lookahead/cli/*", "lookahead/summarization/*"),
@@ -72,7 +72,7 @@ EXTENDED = {
     "tests/test_packaging.py": ("MANIFEST.in", "kernels/*", "lookahead/*/__init__.py", "lookahead/__*.py", "ngram/*"),
     "tests/test_platforms.py": ("kernels/*", "lookahead/documents/*", "lookahead/utils/*", "lookahead/*/pool_files.py"),
     "tests/test_ray*.py": ("lookahead/jobs/*", "lookahead/summarization/*"),
-    "tests/test_shared_files.py": ("lookahead/jobs/*", "lookahead/utils/*", "lookahead/proposers/store_files.py"),
+    "tests/test_shared_files.py": ("lookahead/jobs/*", "lookahead/utils/*", "lookahead/proposers/memory_files.py"),
     # Libraries that `make test-all` installs
     "tests/test_foreign_quantizers.py": ("lookahead/*/layer_probes.py", "lookahead/*/foreign_layers.py"),
     "tests/test_tensor_parallel.py": ("lookahead/*/tensor_parallel.py", "lookahead/*/linears.py"),

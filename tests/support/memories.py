@@ -7,12 +7,12 @@ import struct
 import numpy as np
 import xxhash
 
-from lookahead.ngram.successor_file import Records, SuccessorHeader, records_of, table_of
+from lookahead.ngram.memory_file import MemoryHeader, Records, records_of, table_of
 from lookahead.ngram.successors import SuccessorTable
-from lookahead.proposers.store_files import EMPTY
+from lookahead.proposers.memory_files import EMPTY
 
 HEADER = 128
-MODEL = SuccessorHeader(fingerprint=77, vocabulary=101, contexts=0, max_contexts=64)
+MODEL = MemoryHeader(fingerprint=77, vocabulary=101, contexts=0, max_contexts=64)
 
 
 def taught(*contexts: list[int], first: int = 10) -> SuccessorTable:

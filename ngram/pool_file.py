@@ -24,7 +24,7 @@ _READ_AT_ONCE = 1 << 20  # numbers
 
 
 @dataclass(frozen=True, slots=True)
-class CorpusHeader(FileHeader):
+class PoolHeader(FileHeader):
     """The header of a pool file."""
 
     kind, magic, version = "pool", b"LKPOOL\r\n", VERSION
@@ -45,13 +45,10 @@ class CorpusHeader(FileHeader):
         return size, is_possible and self.largest_token < 1 << 31 and self.learned <= 1
 
 
-read_header = CorpusHeader.read
-
-
-class Corpus(Chains):
+class Pool(Chains):
     """The memory-mapped chains of a pool file; searched like a `ChainIndex`, never grown.
 
-    Processes share the pages of the file. `write_corpus` replaces a file and never changes one, so a mapping stays
+    Processes share the pages of the file. `write_pool` replaces a file and never changes one, so a mapping stays
     valid. A file changed by another program could crash this process (reading a page beyond its end is a bus error) or
     lead a search out of bounds: `is_intact` is checked before each use. A copy is the same object, and unpickling opens
     the file again.
@@ -59,7 +56,7 @@ class Corpus(Chains):
 
     __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
 
-    def __init__(self, path: Path, header: CorpusHeader, file: BinaryIO, version: tuple[int, int]) -> None:
+    def __init__(self, path: Path, header: PoolHeader, file: BinaryIO, version: tuple[int, int]) -> None:
         # A private mapping is writable, so its arrays have the same type as an index's, and one compiled function
         # serves both. Unwritten pages stay shared.
         numbers: IntArray = np.asarray(np.memmap(file, np.int32, "c", HEADER_BYTES))
@@ -71,7 +68,7 @@ class Corpus(Chains):
         self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
 
-    def __deepcopy__(self, memo: object) -> Corpus:
+    def __deepcopy__(self, memo: object) -> Pool:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -86,14 +83,14 @@ class Corpus(Chains):
         return self._is_intact
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Corpus:
+    def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Pool:
         """Open a pool file after checking every byte; ValueError if it is damaged, or made with another tokenizer.
 
         The checksum finds accidental damage. Since a forged file can have a valid checksum, every position and token is
         checked too: no file can lead a search out of bounds, or to a token above the header's largest.
         """
         path = Path(path)
-        with CorpusHeader.opened(path) as (header, file):
+        with PoolHeader.opened(path) as (header, file):
             version, checksum, are_good = _version_of(file.fileno()), xxhash.xxh3_64(), True
             # Read, not mapped: the file may be truncated meanwhile.
             for count, least, most in (
@@ -127,17 +124,17 @@ class Corpus(Chains):
             )
 
 
-def _reopen(path: Path, header: CorpusHeader) -> Corpus:
+def _reopen(path: Path, header: PoolHeader) -> Pool:
     """Open the file of a pickled pool; ValueError if it was replaced since pickling."""
-    pool = Corpus.open(path)
+    pool = Pool.open(path)
     if pool.header != header:
         raise ValueError(f"{path}: replaced since the pool was pickled")
     return pool
 
 
-def write_corpus(
+def write_pool(
     path: str | os.PathLike[str], tokens: IntArray, fingerprint: int, *, is_learned: bool = False
-) -> CorpusHeader:
+) -> PoolHeader:
     """Index documents, int32 `[n]` with `SEPARATOR` between them, and write them to a pool file; returns its header.
 
     A file at `path` is replaced once the new one is completely on disk; a crash before leaves it unchanged. With
@@ -154,7 +151,7 @@ def write_corpus(
     arena, heads, links, length = index.state
     arena, links = arena[:length], links[:length]
     is_token = arena >= 0
-    header = CorpusHeader(
+    header = PoolHeader(
         fingerprint=fingerprint,
         length=length,
         slots=heads.shape[1],

@@ -32,7 +32,7 @@ Records = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class SuccessorHeader(FileHeader):
+class MemoryHeader(FileHeader):
     """The header of a memory file."""
 
     kind, magic, version = "memory", b"LKMEM\r\n\x1a", VERSION
@@ -49,19 +49,14 @@ class SuccessorHeader(FileHeader):
         return HEADER_BYTES + 8 * _WORDS * self.contexts, is_possible
 
 
-read_memory_header = SuccessorHeader.read
-
-
-def read_successors(
-    path: str | os.PathLike[str], fits: SuccessorHeader | None = None
-) -> tuple[SuccessorHeader, Records]:
+def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) -> tuple[MemoryHeader, Records]:
     """Read the header and the records, uint64 `[contexts, 5]`, of a memory file after checking every byte.
 
     The checksum finds accidental damage; token ids are checked too, since a forged file may have a valid checksum.
     Raises ValueError if the file is damaged, or does not fit the header of the model in use.
     """
     path = Path(path)
-    with SuccessorHeader.opened(path) as (header, file):
+    with MemoryHeader.opened(path) as (header, file):
         for name, form in _BINDING if fits is not None else ():
             expected, found = getattr(fits, name), getattr(header, name)
             if found != expected:
@@ -76,7 +71,7 @@ def read_successors(
     return header, records
 
 
-def write_successors(path: str | os.PathLike[str], header: SuccessorHeader, records: Records) -> SuccessorHeader:
+def write_memory(path: str | os.PathLike[str], header: MemoryHeader, records: Records) -> MemoryHeader:
     """Write records to a memory file, atomically; returns its header, with the number of records and the checksum."""
     if not 1 <= header.vocabulary <= MAX_VOCABULARY:
         raise ValueError(f"{path}: the vocabulary must be from 1 to {MAX_VOCABULARY}, got {header.vocabulary}")

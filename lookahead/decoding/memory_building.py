@@ -16,18 +16,18 @@ from lookahead.errors import PoolError
 from lookahead.model.facts import cache_input, input_device, validate_causal_lm
 from lookahead.model.model_state import state_of
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.successor_file import (
-    SuccessorHeader,
+from lookahead.ngram.memory_file import (
+    MemoryHeader,
     merge_records,
-    read_successors,
+    read_memory,
     records_of,
     table_of,
-    write_successors,
+    write_memory,
 )
 from lookahead.ngram.successors import ORDERS, SuccessorTable
 from lookahead.proposers import ProposerState
+from lookahead.proposers.memory_files import EMPTY, header_of, merge_into, open_memory_file
 from lookahead.proposers.pool_files import TokenSource, changing, pool_errors
-from lookahead.proposers.store_files import EMPTY, header_of, merge_into, open_store_file
 from lookahead.verification.exact import read_scores
 
 _PASS_TOKENS = 512  # tokens of a pass over a text, without earlier context
@@ -39,7 +39,7 @@ def open_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> None:
     """Open a memory file ahead of the first call with `LookaheadConfig(memory=path)`; a missing file is empty."""
     learned = state_of(model).learned
     with learned.lock:
-        open_store_file(os.fspath(path), model, learned.of(ProposerState, ProposerState).files)
+        open_memory_file(os.fspath(path), model, learned.of(ProposerState, ProposerState).files)
 
 
 def save_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> bool:
@@ -108,7 +108,7 @@ def learn_vocabulary(
 
 def build_memory(
     path: str, source: TokenSource, model: PreTrainedModel, *, max_contexts: int | None = None
-) -> SuccessorHeader:
+) -> MemoryHeader:
     """Build a memory from documents, or add them to one. The model reads them and generates nothing.
 
     Without inputs it reads its vocabulary, token by token. With `max_contexts=None` contexts are added to an existing
@@ -124,7 +124,7 @@ def build_memory(
     header = header_of(model) if max_contexts is None else header_of(model, max_contexts)
     if adds:
         with pool_errors(path):
-            header, _ = read_successors(path, header)
+            header, _ = read_memory(path, header)
     table = table_of(EMPTY, header.max_contexts)
     totals = source.totals
     if source.inputs:
@@ -142,4 +142,4 @@ def build_memory(
     if adds:
         return merge_into(path, header, new)
     with changing(path):
-        return write_successors(path, header, merge_records([new], header.max_contexts))
+        return write_memory(path, header, merge_records([new], header.max_contexts))

@@ -11,27 +11,27 @@ import numpy as np
 
 from lookahead.errors import PoolError
 from lookahead.model.facts import decoder_vocabulary
-from lookahead.ngram import successor_file
-from lookahead.ngram.successor_file import (
+from lookahead.ngram import memory_file
+from lookahead.ngram.memory_file import (
     MAX_VOCABULARY,
+    MemoryHeader,
     Records,
-    SuccessorHeader,
     merge_records,
-    read_successors,
-    write_successors,
+    read_memory,
+    write_memory,
 )
 from lookahead.plugins.heads.layers import body_of
-from lookahead.proposers.ngram import OutputStore
+from lookahead.proposers.ngram import Memory
 from lookahead.proposers.pool_files import changing, pool_errors
 from lookahead.utils.fingerprints import model_fingerprint
 
 EMPTY: Records = np.zeros((0, 5), np.uint64)
 
-StoreFile = tuple[OutputStore, SuccessorHeader]
+MemoryFile = tuple[Memory, MemoryHeader]
 """A memory that started from a file, and the header that binds it to its model."""
 
 
-def header_of(model: Any, max_contexts: int = successor_file.DEFAULT_CONTEXTS) -> SuccessorHeader:
+def header_of(model: Any, max_contexts: int = memory_file.DEFAULT_CONTEXTS) -> MemoryHeader:
     """The header of an empty memory of a model."""
     vocabulary = decoder_vocabulary(model)
     if vocabulary > MAX_VOCABULARY:
@@ -40,10 +40,10 @@ def header_of(model: Any, max_contexts: int = successor_file.DEFAULT_CONTEXTS) -
         fingerprint = int(model_fingerprint(model, body_of(model)), 16)
     except (NotImplementedError, RuntimeError) as error:  # weights on the meta device
         raise PoolError("a memory file needs a model whose weights are not offloaded") from error
-    return SuccessorHeader(fingerprint, vocabulary, 0, max_contexts)
+    return MemoryHeader(fingerprint, vocabulary, 0, max_contexts)
 
 
-def open_store_file(path: str, model: Any, opened: dict[str, StoreFile]) -> OutputStore:
+def open_memory_file(path: str, model: Any, opened: dict[str, MemoryFile]) -> Memory:
     """The memory of a model that starts from a file, empty if there is no file.
 
     The file is read once: later calls find the memory in `opened` by its path, with everything learned since.
@@ -53,12 +53,12 @@ def open_store_file(path: str, model: Any, opened: dict[str, StoreFile]) -> Outp
         header, records = header_of(model), EMPTY
         with pool_errors(path):
             if os.path.lexists(path):
-                header, records = read_successors(path, header)
-        opened[place] = OutputStore(successor_file.table_of(records)), header
+                header, records = read_memory(path, header)
+        opened[place] = Memory(memory_file.table_of(records)), header
     return opened[place][0]
 
 
-def merge_into(path: str, header: SuccessorHeader, new: Records, old: Records = EMPTY) -> SuccessorHeader:
+def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMPTY) -> MemoryHeader:
     """Merge records into a file, created if missing, under a lock and atomically.
 
     The limit of the header applies to a new file. New records replace those of the file, which replace old ones.
@@ -66,25 +66,25 @@ def merge_into(path: str, header: SuccessorHeader, new: Records, old: Records = 
     with changing(path):
         known = EMPTY
         if os.path.lexists(path):
-            header, known = read_successors(path, header)
-        parts = new, successor_file.aged(known), successor_file.aged(old)
-        return write_successors(path, header, merge_records(parts, header.max_contexts))
+            header, known = read_memory(path, header)
+        parts = new, memory_file.aged(known), memory_file.aged(old)
+        return write_memory(path, header, merge_records(parts, header.max_contexts))
 
 
-def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> SuccessorHeader:
+def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> MemoryHeader:
     """Merge several memory files of one model. For a context in several files, the last learned one stays.
 
     At equal age, the first file wins. The default limit is the highest of the files'.
     """
-    headers: list[SuccessorHeader] = []
+    headers: list[MemoryHeader] = []
     parts = []
     for source in sources:
         with pool_errors(source):
-            header, records = read_successors(source, headers[0] if headers else None)
+            header, records = read_memory(source, headers[0] if headers else None)
         headers.append(header)
         parts.append(records)
     everything = np.concatenate(parts)
-    youngest = everything[np.argsort(everything[:, 0] & np.uint64(successor_file.OLDEST), kind="stable")]
+    youngest = everything[np.argsort(everything[:, 0] & np.uint64(memory_file.OLDEST), kind="stable")]
     most = max(header.max_contexts for header in headers) if max_contexts is None else max_contexts
     with changing(path):
-        return write_successors(path, replace(headers[0], max_contexts=most), merge_records([youngest], most))
+        return write_memory(path, replace(headers[0], max_contexts=most), merge_records([youngest], most))
