@@ -157,17 +157,18 @@ _found: dict[frozenset[type], Code] = {}
 
 def code_of(classes: frozenset[type]) -> Code:
     """The code of modules of some classes: their methods, inherited ones included, and the globals of their files."""
-    bases = list(dict.fromkeys(base for kind in classes for base in kind.__mro__ if base is not object))
-    shared = _SHARED if any(issubclass(kind, nn.Module) for kind in classes) else ()
+    kinds = sorted(classes, key=id)  # equal sets may have other orders
+    bases = list(dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base is not object))
+    shared = _SHARED if any(issubclass(kind, nn.Module) for kind in kinds) else ()
     own: list[Mapping[str, Any]] = [*map(vars, bases), *map(vars, shared)]
-    files = _files_of(classes)
+    files = _files_of(kinds)
     spaces = own + [vars(file) if _is_shipped(file) else _called((kind,), file) for kind, file in files]
     values = [value for space in spaces for value in list(space.values()) if type(value) not in _DATA]
     held = values + [value.__code__ for value in values if type(value) is FunctionType]
     number = hash(tuple(map(id, held)))
     code = _found.get(classes)
     if code is None or code.number != number:
-        called = [*own, *(_called(classes, file) for file in {file.__name__: file for _, file in files}.values())]
+        called = [*own, *(_called(kinds, file) for file in {file.__name__: file for _, file in files}.values())]
         found = [function for space in called for value in list(space.values()) for function in callables_in(value)]
         foreign = tuple(function for function in found if not is_known(function))
         code = _found[classes] = Code(number, foreign, held)

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _FOLDERS = tuple(str(ROOT / name) + "/" for name in ("lookahead", "ngram", "kernels"))
 PROMPTS = "one fine day a cat saw one fine day", "the sea, the sea", "a dog sat by the door. the dog sat"
 ENGINE = "lookahead/engine/engine.py"
+_NEW = 64  # tokens of an output
 _STEPS = range(3, 20)  # of the last call; the first steps lay out the table of a pass
 _SIZE, _TOKENS = 256, 320  # the smallest layers that are packed
 
@@ -170,13 +171,13 @@ def trace_paths(dtype: torch.dtype) -> tuple[Trace, Trace]:
     Args:
         dtype: Of the weights.
     """
-    model, tokenizer, options = model_of(dtype), tokenizer_of_characters(), {"max_new_tokens": 64}
+    model, tokenizer = model_of(dtype), tokenizer_of_characters()
     for prompt in PROMPTS[:-1]:
-        lookahead.generate(model, tokenizer, [prompt], **options)
-    beginning = _Tracer()
-    with _traced(Engine, "admit", {1: beginning}), _traced(Engine, "step", steps := dict.fromkeys(_STEPS)):
+        lookahead.generate(model, tokenizer, [prompt], max_new_tokens=_NEW)
+    beginning, steps = _Tracer(), dict[int, _Tracer | None].fromkeys(_STEPS)
+    with _traced(Engine, "admit", {1: beginning}), _traced(Engine, "step", steps):
         beginning.start()
-        lookahead.generate(model, tokenizer, [PROMPTS[-1]], **options)
+        lookahead.generate(model, tokenizer, [PROMPTS[-1]], max_new_tokens=_NEW)
     traces = [tracer.trace for tracer in steps.values() if tracer is not None]
     traces = [trace for trace in traces if (ENGINE, "Engine._remove") not in trace.functions]
     return beginning.trace, max(traces, key=lambda trace: len(trace.functions))
