@@ -112,8 +112,8 @@ def config_of(name: str, nodes: int, memory: Any, store: Datastore | None = None
     if name in RULES:
         options["proposers"] = (Rule(name, nodes, memory, store),)
     for window in windows:
-        sizes = dict(zip(("window", "ngram_size", "guesses"), map(int, window.split()[1:]), strict=True))
-        options = {"proposers": (*options["proposers"], "jacobi"), **sizes}
+        sizes = tuple(map(int, window.split()[1:]))
+        options = {"proposers": (*options["proposers"], "jacobi"), "window": sizes}
     if memory not in ("request", "shared") and "recycled" not in sources:
         memory = "shared"
     return LookaheadConfig(draft="fixed", max_nodes=nodes, min_probability=0.0, memory=memory, **options)

@@ -7,9 +7,9 @@
 With `--families`, tiny models of many architectures search with 2, 4 and 8 beams, for one prompt and for three ragged
 prompts, with the options of beam search. The command fails if sequences or beam indices differ, or scores differ by
 more than 1e-5. Otherwise one model searches on one core, with transformers and lookahead in turn on every prompt, in
-rotating order. A difference ends the run in fp32, and in bf16 if rows keep their bits. `fast` is lookahead with
-`exactness="fast"`. KV memory is the peak size of the caches of a search. `--encoder-decoder` uses a model of
-BART-base's shape with random weights, and inputs of 700 tokens.
+rotating order. A difference ends the run in fp32, and in bf16 if rows keep their bits. KV memory is the peak size of
+the caches of a search. `--encoder-decoder` uses a model of BART-base's shape with random weights, and inputs of 700
+tokens.
 """
 
 from __future__ import annotations
@@ -225,11 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompts += [as_chat(text, loaded.tokenizer) for text in chosen]
     shared = {"num_beams": arguments.num_beams, "max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     ways: dict[str, dict[str, Any]] = {"transformers": shared}
-    configs: dict[str, LookaheadConfig | None] = {"lookahead": None}
-    if not arguments.encoder_decoder and arguments.dtype != "fp32":
-        configs["fast"] = LookaheadConfig(exactness="fast")
-    for way, config in configs.items():
-        ways[way] = {**shared, "custom_generate": lookahead.decode, "lookahead_config": config}
+    ways["lookahead"] = {**shared, "custom_generate": lookahead.decode}
     for way in ways.values():  # probes and packed weights come first
         search(model, prompts[0][:, :40], {**way, "max_new_tokens": 16})
     is_exact = arguments.dtype == "fp32" or has_bits_of_beams(model, arguments.num_beams)

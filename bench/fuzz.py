@@ -115,14 +115,13 @@ def used(model: PreTrainedModel, number: int, call: dict[str, Any], config: Look
 def draw_config(rng: np.random.Generator) -> LookaheadConfig:
     choices = ["prompt", "jacobi", "prompt jacobi", "", "prompt outputs recycled", "recycled jacobi"]
     proposers = choices[int(rng.integers(len(choices)))].split()
+    window = int(rng.integers(1, 6)), int(rng.integers(2, 6)), int(rng.integers(0, 6))
     return LookaheadConfig(
         proposers=proposers,
         memory="request" if rng.random() < 0.5 else "shared",
         draft="fixed" if rng.random() < 0.5 else "auto",
         min_probability=float(rng.choice([0.0, 0.02, 0.3])),
-        window=(int(rng.integers(0, 6)) or None) if "jacobi" in proposers else None,
-        ngram_size=int(rng.integers(2, 6)),
-        guesses=int(rng.integers(0, 6)),
+        window=window if "jacobi" in proposers and rng.random() < 0.8 else None,
         max_nodes=int(rng.integers(32, 65)),
     )
 

@@ -20,7 +20,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "outputs alone": {"proposers": ("outputs",)},
     "window": {"window": "auto"},
     "no drafts": {"proposers": ()},
-    "fast": {"exactness": "fast"},
 }
 LOOKUPS = {f"prompt lookup {length}": length for length in (3, 10, 20)}
 CLOCKS = ("cpu", "wall")

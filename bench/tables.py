@@ -298,8 +298,6 @@ def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
     some = {name: name for name in methods if name.startswith(("vLLM", "llama.cpp"))}
     if "no drafts" in methods:
         some["lookahead without drafts"] = "no drafts"
-    if "fast" in methods:
-        some['lookahead, `exactness="fast"`'] = "fast"
     rows |= {what: f"{{methods[{name}][speedup][cpu]:.2f}}x" for what, name in some.items()}
     lines = [f"| | {' | '.join(result['dtype'] for result in results)} |", "|---|" + "---|" * len(results)]
     for what, form in rows.items():

@@ -23,27 +23,35 @@ ACCEPTANCES = ("exact", "rejection", "typical")
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "draft": ("auto", "fixed"),
     "acceptance": ACCEPTANCES,
-    "exactness": ("auto", "fast"),
-    "pack": ("auto", False),
-    **dict.fromkeys(("pool_from_prompt", "cuda_graphs", "trust_user_code"), (True, False)),
+    "trust_user_code": (True, False),
 }
 
 REMOVED = {
     "compile": "packed passes are faster on every CPU measured",
     "continuous_batching": "a server always decodes requests together",
+    "cuda_graphs": "passes on a GPU are recorded wherever that works",
     "enable_cors": "--cors-origin names the origins that may call a server",
+    "exactness": "the bits of decoding alone are kept wherever a comparison shows that this works",
+    "guesses": "window=(W, N, G) or --window W,N,G sets it",
+    "max_ngram": "contexts of up to 16 tokens are looked up",
+    "min_ngram": "contexts from 1 token on are looked up",
     "model_timeout": "the models that a server is started with stay loaded",
+    "ngram_size": "window=(W, N) or --window W,N sets it",
+    "pack": "weights are packed where that is faster and takes at most a quarter of the memory",
+    "pool_from_prompt": "n-grams of the prompt are always among the guesses of the window",
 }
 """Options removed since the last release, with the reason; each is refused by name for one release."""
-_DEFAULT_SIZE = BranchSize(7, 5, 7)
+_WINDOW_SIZES = (("W", 1, 64), ("N", 2, 16), ("G", 0, 64))  # what a tuple of `window` holds, with its range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadConfig:
     """Options of drafting and verification.
 
-    Only `acceptance` changes the distribution; `exactness` and `pack` may change rounding where two tokens are nearly
-    tied.
+    Only `acceptance` changes the distribution. In half precision on a CPU passes are bitwise equal to decoding the
+    prompt alone, token by token, if a comparison on the model's first use shows that this works;
+    `DecodingStats.exactness` reports it. Elsewhere, and in the padded batch of one call, passes score drafts under one
+    mask and may round differently, which can change a token where two are about equally likely.
 
     Attributes:
         proposers: Names of the proposers: `"prompt"` (n-grams of the prompt and the output so far), `"outputs"`
@@ -60,37 +68,26 @@ class LookaheadConfig:
             requires proposers that draw (`lookahead.DraftModel`) and allows none of the names. `"typical"` is lossy:
             with sampling it accepts drafts that the target finds likely enough, which changes the distribution;
             `DecodingStats.divergence` measures by how much.
-        exactness: `"auto"` makes passes in half precision on a CPU bitwise equal to decoding the prompt alone, token by
-            token, if a comparison on the model's first use shows that this works; `DecodingStats.exactness` reports it.
-            In all other cases, in the padded batch of one call, and with `"fast"`, passes may score drafts under one
-            mask and round differently. In half precision this can change a token where two are about equally likely.
         max_nodes: Maximum draft nodes of one row's tree, the root excluded, 1 to 512. `None` means 64, plus the window
-            and the guesses while the lookahead branch runs; with `cuda_graphs` one less, since trees with their root
-            are padded to powers of two.
+            and the guesses while the lookahead branch runs; one less where passes are recorded as CUDA graphs, since
+            trees with their root are then padded to powers of two.
         min_probability: Minimum probability that a draft node is reached, 0 to 1. With `draft="auto"` the measured cost
             of a step decides how many of these nodes are verified.
-        max_ngram: Longest context of an n-gram lookup in tokens, 1 to 64.
-        min_ngram: Shortest context of an n-gram lookup in tokens, 1 to `max_ngram`.
         memory: `"shared"` keeps the data of `"outputs"` and `"recycled"` for all later calls on the same model in this
             process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). The text of one request then changes the
             speed of another, never its tokens: a timing side channel. `"request"` starts every call with an empty
             memory, which its rows share; only hit rates and costs are kept. Under `lookahead.enable` the segments of an
             audio are one call. The path of a memory file, `*.lkm`, keeps the data as `"shared"` does, separate from
             other calls, and starts from the contexts in the file if it exists; `lookahead.save_memory` writes it back.
-        window: Columns W of the Jacobi window, 1 to 64: the lookahead branch always runs. `"auto"`: 7 columns, and the
-            branch runs only while it pays at the measured costs (always with `draft="fixed"`, which measures none). A
-            window adds `"jacobi"` to the proposers. If they include `"jacobi"`, `None` means `"auto"`.
-        ngram_size: N, the length of the n-grams that the window produces, 2 to 16. `None` means 5.
-        guesses: G, the maximum number of n-grams of the pool verified in a step, 0 to 64. `None` means 7.
-        pool_from_prompt: Whether the n-gram pool of the lookahead branch is filled from the prompt too.
-        pack: `"auto"` keeps a second copy of the linear weights, packed for passes of few tokens on a CPU, if it is
-            faster and takes at most a quarter of the machine's memory. `False` keeps none.
+        window: Columns W of the Jacobi window, 1 to 64: the lookahead branch always runs. A tuple `(W, N)` or
+            `(W, N, G)` also sets N, the length of the n-grams that it produces, 2 to 16 and by default 5, and G, the
+            maximum number of n-grams verified in a step, 0 to 64 and by default 7. `"auto"`: 7 columns, and the branch
+            runs only while it pays at the measured costs (always with `draft="fixed"`, which measures none). A window
+            adds `"jacobi"` to the proposers. If they include `"jacobi"`, `None` means `"auto"`.
         trust_user_code: States that your own code on the way of a pass (hooks, modules of your classes, replaced
             functions) treats every token by itself and keeps no state. It is then served like known code, after a
             comparison with the model's own passes at the first use. Without it transformers' own loop decodes such a
             model, with one warning, so that your code sees the calls that `generate` makes.
-        cuda_graphs: Whether passes over drafts are recorded as CUDA graphs on first use; on a GPU only. The graphs and
-            their KV cache are kept with the model for later calls.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -106,18 +103,10 @@ class LookaheadConfig:
     pool: str | os.PathLike[str] | None = None
     draft: Literal["auto", "fixed"] = "auto"
     acceptance: Literal["exact", "rejection", "typical"] = "exact"
-    exactness: Literal["auto", "fast"] = "auto"
     max_nodes: int | None = None
     min_probability: float = 0.002
-    max_ngram: int = 16
-    min_ngram: int = 1
     memory: str | os.PathLike[str] = "shared"
-    window: int | Literal["auto"] | None = None
-    ngram_size: int | None = None
-    guesses: int | None = None
-    pool_from_prompt: bool = True
-    pack: Literal["auto", False] = "auto"
-    cuda_graphs: bool = False
+    window: int | tuple[int, int] | tuple[int, int, int] | Literal["auto"] | None = None
     trust_user_code: bool = False
 
     def __post_init__(self) -> None:
@@ -157,21 +146,23 @@ class LookaheadConfig:
             if "recycled" not in proposers:
                 raise ConfigError(f"the memory file {path} needs the proposer 'recycled', got {proposers!r}")
             object.__setattr__(self, "memory", path)
-        for name, low, high in (("max_nodes", 1, MAX_NODES_LIMIT), ("ngram_size", 2, 16), ("guesses", 0, 64)):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), low, high)
-        check_whole("max_ngram", self.max_ngram, 1, 64)
-        check_whole("min_ngram", self.min_ngram, 1, self.max_ngram)
+        if self.max_nodes is not None:
+            check_whole("max_nodes", self.max_nodes, 1, MAX_NODES_LIMIT)
         least: Any = self.min_probability
         if not isinstance(least, Real) or not 0.0 <= float(least) <= 1.0:
             raise ConfigError(f"min_probability must be from 0 to 1, got {least!r}")
-        if self.window not in (None, "auto"):
-            check_whole("window", self.window, 1, 64, instead="auto or ")
+        if isinstance(self.window, tuple):
+            if len(self.window) not in (2, 3):
+                raise ConfigError(f"window must be auto, W, (W, N) or (W, N, G), got {self.window!r}")
+            for value, (name, low, high) in zip(self.window, _WINDOW_SIZES, strict=False):
+                check_whole(f"{name} of window", value, low, high)
+        elif self.window not in (None, "auto"):
+            check_whole("window", self.window, 1, 64, instead="auto, a tuple (W, N) or (W, N, G), or ")
         size, most = self.branch_size, self.max_nodes or MAX_NODES_LIMIT
         if size is not None and size.window_nodes > most:
             raise ConfigError(
-                f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
-                f"{size.window_nodes}, got {self.max_nodes}"
+                f"max_nodes must hold the Jacobi window, at least W * (N - 1) - 1 = {size.window_nodes}, "
+                f"got {self.max_nodes}"
             )
 
     @property
@@ -190,23 +181,21 @@ class LookaheadConfig:
     @property
     def branch_size(self) -> BranchSize | None:
         """The size of the lookahead branch; None without it."""
-        given = {name: getattr(self, name) for name in BranchSize._fields if getattr(self, name) not in (None, "auto")}
-        return _DEFAULT_SIZE._replace(**given) if "jacobi" in self.proposers else None
+        if "jacobi" not in self.proposers:
+            return None
+        if isinstance(self.window, str | None):
+            return BranchSize()
+        return BranchSize(*(self.window if isinstance(self.window, tuple) else (self.window,)))
 
     @property
     def node_budget(self) -> int:
         """Maximum draft nodes of one row's tree, `max_nodes=None` resolved; excludes a branch that runs by costs."""
         if self.max_nodes is not None:
             return self.max_nodes
-        budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else DEFAULT_NODES - self.cuda_graphs
+        budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else DEFAULT_NODES
         if self.branch_size is not None and not self.decides_branch:
             budget += self.branch_size.nodes
         return min(budget, MAX_NODES_LIMIT)
-
-    @property
-    def passes(self) -> str:
-        """How the model is run: plain, graphs or fast. Step costs are kept for each separately."""
-        return "graphs" if self.cuda_graphs else "fast" if self.exactness == "fast" else "plain"
 
 
 def refuse_removed(options: Iterable[str], where: str = "") -> None:

@@ -23,7 +23,7 @@ CONFIGS = st.sampled_from(
     [
         None,
         LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=20),
-        LookaheadConfig(proposers=("prompt", "jacobi"), window=3, ngram_size=3, guesses=3),
+        LookaheadConfig(proposers=("prompt", "jacobi"), window=(3, 3, 3)),
         LookaheadConfig(proposers=()),
     ]
 )

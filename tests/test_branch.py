@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -251,11 +252,9 @@ def test_where_it_is_the_only_source_a_step_without_it_is_plain() -> None:
 
 
 @pytest.mark.parametrize("steps_off", [1, 3])
-@pytest.mark.parametrize("from_prompt", [False, True])
-def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool, steps_off: int) -> None:
+def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(steps_off: int) -> None:
     branch = LookaheadBranch(SIZE)
-    auto = JacobiProposer(SIZE, branch, pool_from_prompt=from_prompt)
-    fixed = JacobiProposer(SIZE, pool_from_prompt=from_prompt)
+    auto, fixed = JacobiProposer(SIZE, branch), JacobiProposer(SIZE)
 
     def step(emitted: np.ndarray) -> None:
         proposals = [each.propose(0, SIZE.nodes) for each in (auto, fixed)]
@@ -288,12 +287,11 @@ def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool, s
     ("given", "size"),
     [
         ({"window": "auto"}, (7, 5, 7)),
-        ({"window": "auto", "ngram_size": 4, "guesses": 0}, (7, 4, 0)),
+        ({"window": (7, 4, 0)}, (7, 4, 0)),
         ({"proposers": ("jacobi",)}, (7, 5, 7)),
-        ({"proposers": ("prompt", "jacobi"), "guesses": 3}, (7, 5, 3)),
+        ({"proposers": ("prompt", "jacobi"), "window": (9, 3)}, (9, 3, 7)),
         ({"window": 15}, (15, 5, 7)),
-        ({"window": 20, "ngram_size": 7, "guesses": 20}, (20, 7, 20)),
-        ({"ngram_size": 3}, None),
+        ({"window": (20, 7, 20)}, (20, 7, 20)),
         ({}, None),
     ],
     ids=str,
@@ -308,22 +306,41 @@ def test_a_window_adds_the_branch_and_the_branch_alone_is_left_to_costs() -> Non
     assert AUTO.decides_branch and alone.decides_branch
     assert AUTO.node_budget == LookaheadConfig().node_budget == 64
     assert not LookaheadConfig(window=3).decides_branch
-    assert not replace(alone, draft="fixed").decides_branch and not LookaheadConfig(ngram_size=3).decides_branch
+    assert not replace(alone, draft="fixed").decides_branch and not LookaheadConfig(window=(7, 5)).decides_branch
 
 
-@pytest.mark.parametrize("window", ["wide", "", 0, 65, True, 2.0])
+@pytest.mark.parametrize("window", ["wide", "7,5", "", 0, 65, True, 2.0, [7, 5]])
 def test_a_window_that_is_neither_auto_nor_a_number_in_range_is_refused(window) -> None:
-    with pytest.raises(ConfigError, match="window must be auto or a whole number from 1 to 64"):
+    message = f"window must be auto, a tuple (W, N) or (W, N, G), or a whole number from 1 to 64, got {window!r}"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LookaheadConfig(window=window)
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        ((7,), "window must be auto, W, (W, N) or (W, N, G), got (7,)"),
+        ((7, 5, 7, 1), "window must be auto, W, (W, N) or (W, N, G), got (7, 5, 7, 1)"),
+        ((65, 5), "W of window must be a whole number from 1 to 64, got 65"),
+        ((7, 1), "N of window must be a whole number from 2 to 16, got 1"),
+        ((7, 5, -1), "G of window must be a whole number from 0 to 64, got -1"),
+        ((7, 5, 2.5), "G of window must be a whole number from 0 to 64, got 2.5"),
+        (("auto", 5), "W of window must be a whole number from 1 to 64, got 'auto'"),
+    ],
+    ids=str,
+)
+def test_a_tuple_with_a_size_out_of_range_is_refused_by_the_name_of_the_size(window, message) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         LookaheadConfig(window=window)
 
 
 def test_a_window_that_does_not_fit_is_refused() -> None:
     for window in ("auto", 7):
-        with pytest.raises(ConfigError, match=r"at least window \* \(ngram_size - 1\) - 1 = 27, got 26"):
+        with pytest.raises(ConfigError, match=r"at least W \* \(N - 1\) - 1 = 27, got 26"):
             replace(AUTO, window=window, max_nodes=26)
         assert replace(AUTO, window=window, max_nodes=27).branch_size == SIZE
     with pytest.raises(ConfigError, match="= 9, got 8"):
-        replace(AUTO, window=5, ngram_size=3, max_nodes=8)
+        replace(AUTO, window=(5, 3), max_nodes=8)
 
 
 # The engine

@@ -27,7 +27,7 @@ from tests.support.families import FAMILIES, build
 def read_costs(model, cost: StepCost, folder: Path) -> bool:
     """Load a file into these costs."""
     state = LearnedState()
-    state.costs["plain"] = cost
+    state.cost = cost
     with use_learned(model, state):
         return lookahead.load_costs(model, folder)
 
@@ -35,7 +35,7 @@ def read_costs(model, cost: StepCost, folder: Path) -> bool:
 def write_costs(model, cost: StepCost, folder: Path) -> Path:
     """Save these costs."""
     state = LearnedState()
-    state.costs["plain"] = cost
+    state.cost = cost
     with use_learned(model, state):
         return lookahead.save_costs(model, folder)
 

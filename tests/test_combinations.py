@@ -29,8 +29,8 @@ CALLS = ((ROWS[:1], {"do_sample": False}), (ROWS, {"do_sample": False}), (ROWS, 
 # A window of one column fits into one node.
 SIZES: tuple[dict[str, Any], ...] = (
     {"max_nodes": None},
-    {"max_nodes": 1, "window": 1, "ngram_size": 2, "guesses": 1},
-    {"max_nodes": 512, "window": 20, "ngram_size": 7, "guesses": 20},
+    {"max_nodes": 1, "window": (1, 2, 1)},
+    {"max_nodes": 512, "window": (20, 7, 20)},
 )
 
 

@@ -61,7 +61,7 @@ def test_on_a_gpu_the_first_call_believes_in_what_a_node_costs_there(on_a_gpu, t
     curve = StepCost()
     curve.assume(node_cost(model))
     assert 1.2 < curve.curve(1, 64)[64] < 1.6, "what the data sheets of an H100 and of an RTX 5090 say"
-    learned = state_of(model).learned.costs["plain"].curve(1, 65)
+    learned = state_of(model).learned.cost.curve(1, 65)
     assert (learned[64] - learned[1]) / learned[1] < 0.5, "3.5 times a plain step by the guess of a CPU"
 
 

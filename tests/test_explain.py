@@ -204,7 +204,10 @@ def test_the_command_takes_a_window(explain, plain) -> None:
     assert shown(plain) in result.stdout
     assert "from: prompt, outputs, recycled, jacobi, plain" in result.stdout
     assert explain("prompt.txt", "--window", "auto").exit_code == 0
-    assert "window must be auto or a whole number" in explain("prompt.txt", "--window", "x").stderr
+    assert (
+        "window must be auto, a tuple (W, N) or (W, N, G), or a whole number"
+        in explain("prompt.txt", "--window", "x").stderr
+    )
 
 
 def test_the_command_takes_the_options_of_drafting(explain, plain) -> None:

@@ -33,9 +33,7 @@ FIXED = LookaheadConfig(draft="fixed", min_probability=0.0, trust_user_code=True
 BRANCHING = LookaheadConfig(
     trust_user_code=True,
     proposers=("prompt", "outputs", "recycled", "jacobi"),
-    window=3,
-    ngram_size=4,
-    guesses=3,
+    window=(3, 4, 3),
     draft="fixed",
     min_probability=0.0,
 )
@@ -114,7 +112,7 @@ def test_a_family_that_cannot_take_a_draft_back_is_decoded_plainly_and_says_so(f
     for inputs in (ONE, RAGGED):
         with pytest.warns(UserWarning, match="decoded plainly"):
             compare(model, inputs, do_sample=True, max_new_tokens=6)
-    with pytest.raises(UnsupportedModelError, match=r"cannot be decoded speculatively.*leave out window=3"):
+    with pytest.raises(UnsupportedModelError, match=r"cannot be decoded speculatively.*leave out window=\(3, 4, 3\)"):
         generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=BRANCHING)
 
 

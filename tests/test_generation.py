@@ -27,10 +27,8 @@ CONFIGS = {
     "prompt": LookaheadConfig(proposers=("prompt",)),
     "recycled": LookaheadConfig(proposers=("recycled",), draft="fixed", min_probability=0.0, memory="request"),
     "outputs": LookaheadConfig(proposers=("outputs",), draft="fixed", min_probability=0.0),
-    "jacobi": LookaheadConfig(proposers=("jacobi",), window=4, ngram_size=4, guesses=4),
-    "all": LookaheadConfig(
-        proposers=("prompt", "outputs", "recycled", "jacobi"), draft="fixed", window=5, ngram_size=3, guesses=3
-    ),
+    "jacobi": LookaheadConfig(proposers=("jacobi",), window=(4, 4, 4)),
+    "all": LookaheadConfig(proposers=("prompt", "outputs", "recycled", "jacobi"), draft="fixed", window=(5, 3, 3)),
 }
 
 
@@ -245,18 +243,12 @@ def test_padding_that_is_not_on_the_left_is_decoded_as_generate_does(tiny_llama:
     ("options", "name"),
     [
         ({"window": 0}, "window"),
-        ({"ngram_size": 1}, "ngram_size"),
-        ({"guesses": -1}, "guesses"),
-        ({"guesses": 2.5}, "guesses"),
         ({"max_nodes": 0}, "max_nodes"),
         ({"max_nodes": True}, "max_nodes"),
-        ({"max_ngram": 65}, "max_ngram"),
-        ({"min_ngram": 17}, "min_ngram"),
         ({"draft": "none"}, "draft"),
         ({"min_probability": 1.5}, "min_probability"),
         ({"min_probability": "0.5"}, "min_probability"),
-        ({"pool_from_prompt": "no"}, "pool_from_prompt"),
-        ({"cuda_graphs": "yes"}, "cuda_graphs must be True or False, got 'yes'"),
+        ({"trust_user_code": "yes"}, "trust_user_code must be True or False, got 'yes'"),
         ({"proposers": ("oracle",)}, "oracle"),
         ({"proposers": "prompt"}, "sequence"),
         ({"proposers": ("prompt", "prompt")}, "repeat"),
@@ -266,17 +258,6 @@ def test_padding_that_is_not_on_the_left_is_decoded_as_generate_does(tiny_llama:
 def test_an_option_out_of_its_range_is_refused_by_name(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         LookaheadConfig(**options)
-
-
-def test_a_configuration_says_how_the_model_is_run() -> None:
-    for options, passes, nodes in [
-        ({}, "plain", 64),
-        ({"cuda_graphs": True}, "graphs", 63),
-        ({"exactness": "fast"}, "fast", 64),
-        ({"exactness": "fast", "cuda_graphs": True}, "graphs", 63),
-    ]:
-        config = LookaheadConfig(**options)
-        assert (config.passes, config.node_budget) == (passes, nodes)
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -32,7 +32,7 @@ from tests.support.pass_recorder import Recording
 from tests.support.random_trees import ancestor_mask
 
 CPU = torch.device("cpu")
-CONFIG = LookaheadConfig(cuda_graphs=True, draft="fixed", max_nodes=7, min_probability=0.0, memory="request")
+CONFIG = LookaheadConfig(draft="fixed", max_nodes=7, min_probability=0.0, memory="request")
 EXPERTS = pytest.mark.skipif(not HAS_GROUPED_PRODUCTS, reason="experts are recorded from torch 2.10 on")
 
 
@@ -92,7 +92,7 @@ def test_a_later_call_replays_what_an_earlier_one_recorded(
     tiny_llama: PreTrainedModel, recordings: list[Recording]
 ) -> None:
     options, made = {"max_new_tokens": 12, "do_sample": False}, []
-    config = LookaheadConfig(cuda_graphs=True, proposers=())  # passes of one size
+    config = LookaheadConfig(proposers=())  # passes of one size
     for seed, length in enumerate((20, 35, 7)):
         ids = ragged(seed, length)["input_ids"]
         assert torch.equal(decode(tiny_llama, config, input_ids=ids, **options), tiny_llama.generate(ids, **options))
@@ -126,7 +126,7 @@ def test_the_first_replay_of_every_call_is_checked(
 ) -> None:
     monkeypatch.setattr(ModelState, "stamp_number", 0)  # as if no change were noticed
     model, options = build(FAMILIES["Llama"]), {"max_new_tokens": 12, "do_sample": False}
-    config, ids = LookaheadConfig(cuda_graphs=True, proposers=()), ragged(1, 20)["input_ids"]
+    config, ids = LookaheadConfig(proposers=()), ragged(1, 20)["input_ids"]
     decode(model, config, input_ids=ids, **options)
     assert len(recordings) == 1
     rope = model.model.rotary_emb
@@ -266,13 +266,29 @@ def test_where_recording_fails_the_log_says_so_once_and_the_tokens_are_the_same(
     ]
 
 
-def test_on_a_cpu_there_are_no_graphs_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_default_draft_and_its_root_fill_a_recorded_pass(
+    tiny_llama: PreTrainedModel, recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = ragged(1, 20)["input_ids"]
+    for config, nodes in [
+        (LookaheadConfig(), 63),
+        (LookaheadConfig(window=7), 63 + 55),
+        (LookaheadConfig(max_nodes=64), 64),
+        (LookaheadConfig(proposers=("jacobi",), window=(7, 5, 0)), 27),
+        (LookaheadConfig(proposers=()), 0),
+    ]:
+        assert engine_of(tiny_llama, ids, max_new_tokens=9, lookahead_config=config)._call.max_nodes == nodes
+    monkeypatch.undo()
+    assert engine_of(tiny_llama, ids, max_new_tokens=9)._call.max_nodes == 64
+
+
+def test_on_a_cpu_no_pass_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     model = build(FAMILIES["Llama"])
     ids = ragged(4, 20)["input_ids"]
     expected = model.generate(ids, max_new_tokens=10, do_sample=False)
     with caplog.at_level(logging.WARNING, "lookahead"):
         assert torch.equal(decode(model, input_ids=ids, max_new_tokens=10, do_sample=False), expected)
-    assert "without CUDA graphs: it is on cpu" in caplog.text
+    assert not caplog.text and state_of(model).graphs is None
 
 
 def test_hidden_states_are_recorded_too(recordings: list[Recording]) -> None:

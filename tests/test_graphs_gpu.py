@@ -90,7 +90,7 @@ def test_a_ragged_batch_gives_the_tokens_of_generate(
     options = {"attention_mask": mask, "max_new_tokens": 300, "do_sample": False, "eos_token_id": [7, 8]}
     expected = model.generate(ids, **options)
     foretell(expected, mask)
-    config = LookaheadConfig(cuda_graphs=True, draft="fixed", max_nodes=7)
+    config = LookaheadConfig(draft="fixed", max_nodes=7)
     with caplog.at_level(logging.WARNING, "lookahead"):
         got = model.generate(ids, **options, custom_generate=lookahead.decode, lookahead_config=config)
     assert torch.equal(got, expected)
@@ -134,7 +134,7 @@ class _ByHand:
 def test_graphs_of_two_models_and_of_several_sizes_share_no_memory_they_need(captured: list[Any]) -> None:
     models = [build("Llama"), build("Mistral")]
     ids = torch.randint(10, 101, (1, 100), device="cuda")
-    config = LookaheadConfig(cuda_graphs=True, draft="fixed", max_nodes=15, min_probability=0.0)
+    config = LookaheadConfig(draft="fixed", max_nodes=15, min_probability=0.0)
     options = {"max_new_tokens": 80, "do_sample": False}
     expected = [model.generate(ids, **options)[0, 100:].tolist() for model in models]
     engines = [engine_of(model, ids, **options, lookahead_config=config).run() for model in models]
@@ -160,7 +160,7 @@ def test_a_pass_that_waits_for_the_device_is_not_recorded_and_decoded_all_the_sa
     monkeypatch.setattr(cuda_graphs, "CAPTURE_AT", 1)
     hook = model.model.layers[1].register_forward_hook(wait)
     try:
-        config = LookaheadConfig(cuda_graphs=True)
+        config = LookaheadConfig()
         options = {"max_new_tokens": 40, "do_sample": False, "custom_generate": lookahead.decode}
         with caplog.at_level(logging.WARNING, "lookahead"):
             got = model.generate(ids, **options, lookahead_config=config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -163,9 +162,6 @@ def test_prompts_that_are_decoded_together_have_the_tokens_that_each_has_alone(n
         assert [each.token_ids for each in sorted(done, key=lambda each: each.index)] == expected
         assert {each.stats.exactness for each in done if each.stats.target_forwards} == {"bitwise"}
         assert sum(each.stats.drafted_tokens for each in done) > 0
-    fast = replace(DRAFTED, exactness="fast")
-    done = list(lookahead.stream_many(model, tiny_tokenizer, asked, rows=3, config=fast, **options))
-    assert {each.stats.exactness for each in done} == {"rounding"}
 
 
 def stats_of(model: Any, prompts: torch.Tensor, cache: str | None = None, **options: Any) -> list[DecodingStats]:
@@ -185,7 +181,6 @@ def test_stats_tell_whether_the_bits_are_those_of_generate() -> None:
     (stats,) = stats_of(half, prompts(1))
     assert stats.exactness == "bitwise" and stats.to_dict()["exactness"] == "bitwise"
     assert stats.bitwise_forwards == stats.target_forwards
-    assert [each.exactness for each in stats_of(half, prompts(1), exactness="fast")] == ["rounding"]
     assert [each.exactness for each in stats_of(half, prompts(1, rows=2))] == ["rounding"] * 2
     assert [each.exactness for each in stats_of(single, prompts(1))] == ["rounding"]
     static = stats_of(half, prompts(1), cache="static")
@@ -208,11 +203,6 @@ def test_a_model_with_products_that_are_no_linear_layers_is_said_to_round() -> N
     model.model.layers[1].mlp.down_proj.__class__ = type("Other", (torch.nn.Linear,), {"__module__": "torch.other"})
     assert not keeps_solo_bits(model), "its rows are multiplied all at once"
     assert [each.exactness for each in stats_of(model, prompts(1))] == ["rounding"]
-
-
-def test_the_option_takes_auto_or_fast() -> None:
-    with pytest.raises(lookahead.ConfigError, match=r"exactness must be auto or fast, got 'exact'"):
-        LookaheadConfig(exactness="exact")  # type: ignore[arg-type]
 
 
 def test_a_batch_of_prompts_of_one_length_is_that_of_generate_as_well() -> None:

@@ -184,15 +184,12 @@ def decode(proposer, prompt, target, count, room=1000, budget=1000):
 @settings(max_examples=examples(40))
 @given(
     st.tuples(st.integers(1, 6), st.integers(2, 6), st.integers(0, 5)),
-    st.booleans(),
     st.sampled_from([cycle, wandering, stubborn, unheard_of]),
     st.lists(st.integers(0, 12), min_size=1, max_size=20),
     st.one_of(st.just(1000), st.integers(0, 40)),
 )
-def test_every_offer_fits_its_room_starts_with_the_window_and_leaves_the_output_alone(
-    size, from_prompt, target, prompt, room
-):
-    proposer = JacobiProposer(BranchSize(*size), pool_from_prompt=from_prompt)
+def test_every_offer_fits_its_room_starts_with_the_window_and_leaves_the_output_alone(size, target, prompt, room):
+    proposer = JacobiProposer(BranchSize(*size))
     output, proposals, _ = decode(proposer, np.array(prompt, np.int32), target, 30, room=room, budget=room)
     text = list(prompt)
     for token in output:
@@ -207,20 +204,19 @@ def test_every_offer_fits_its_room_starts_with_the_window_and_leaves_the_output_
         assert len(tokens) - required <= guesses * (ngram_size - 1)
 
 
-@pytest.mark.parametrize("from_prompt", [False, True])
-def test_a_text_that_repeats_is_foreseen_from_the_window_alone(from_prompt):
-    output, _, emitted = decode(JacobiProposer(BranchSize(7, 5, 7), pool_from_prompt=from_prompt), ids(0), cycle, 110)
+def test_a_text_that_repeats_is_foreseen_from_the_window_alone():
+    output, _, emitted = decode(JacobiProposer(BranchSize(7, 5, 7)), ids(0), cycle, 110)
     assert output == [(i + 1) % 11 for i in range(len(output))]
     assert len(output) / len(emitted) > 3
 
 
 def test_the_first_step_already_verifies_what_the_prompt_knows():
     prompt = ids(1, 2, 3, 4, 5, 9, 1, 2)
-    for from_prompt, expected in [(True, True), (False, False)]:
-        proposer = JacobiProposer(BranchSize(1, 5, 3), pool_from_prompt=from_prompt)
+    for guesses in (3, 0):
+        proposer = JacobiProposer(BranchSize(1, 5, guesses))
         proposer.start(0, prompt)
         proposal = proposer.propose(0, 100)
-        assert (3 in proposal.tokens[1:][proposal.parents[1:] == 0]) == expected
+        assert (3 in proposal.tokens[1:][proposal.parents[1:] == 0]) == (guesses > 0)
         assert proposal.required == 1
 
 
@@ -231,7 +227,7 @@ def test_a_part_of_a_prompt_shorter_than_an_ngram_is_known_too():
 
 
 def test_an_ngram_closed_by_the_window_is_guessed_when_its_first_token_comes():
-    proposer = JacobiProposer(BranchSize(2, 3, 4), pool_from_prompt=False)
+    proposer = JacobiProposer(BranchSize(2, 3, 4))
     proposer.start(0, ids(5, 5))
     first = proposer.propose(0, 50)  # the root 5, and 5 behind it
     assert first.tokens.tolist() == [5, 5]
@@ -269,7 +265,7 @@ def emit(proposer, *tokens, argmax=None):
 
 
 def test_the_output_is_remembered_by_more_than_its_last_token():
-    proposer = JacobiProposer(BranchSize(1, 4, 6), pool_from_prompt=False)
+    proposer = JacobiProposer(BranchSize(1, 4, 6))
     proposer.start(0, ids(9))
     for token in (1, 2, 3, 5, 4, 2, 6, 4, 2, 6, 7, 1, 2):
         emit(proposer, token)
@@ -279,7 +275,7 @@ def test_the_output_is_remembered_by_more_than_its_last_token():
 
 
 def test_what_the_target_favoured_is_remembered_even_where_another_token_was_drawn():
-    proposer = JacobiProposer(BranchSize(1, 2, 4), pool_from_prompt=False)
+    proposer = JacobiProposer(BranchSize(1, 2, 4))
     proposer.start(0, ids(5))
     emit(proposer, 8, argmax=6)
     emit(proposer, 5)
@@ -307,7 +303,7 @@ def test_the_window_slides_by_all_that_was_emitted_bonus_included():
 
 
 def test_without_guesses_the_pool_stays_empty():
-    proposer = JacobiProposer(BranchSize(3, 4, 0), pool_from_prompt=False)
+    proposer = JacobiProposer(BranchSize(3, 4, 0))
     _, proposals, _ = decode(proposer, ids(1), cycle, 20)
     assert all(len(tokens) == required for tokens, _, required in proposals)
 
@@ -341,7 +337,7 @@ def test_sizes_out_of_range_are_refused(size):
 
 
 def test_tokens_emitted_before_the_first_offer_are_known_and_the_window_follows():
-    proposer = JacobiProposer(BranchSize(3, 4, 6), pool_from_prompt=False)
+    proposer = JacobiProposer(BranchSize(3, 4, 6))
     proposer.start(0, ids(9))
     proposer.observe(0, Feedback(ids(4), ids(0), ids(4)), NOTHING)  # the prefill gives a token with no draft
     proposer.observe(0, Feedback(ids(7, 4), ids(0), NOTHING), NOTHING)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import lookahead
-from lookahead import ConfigError, LookaheadConfig
+from lookahead import LookaheadConfig
 from lookahead.backend.cpu import cpu_pass, linears, product_bits, product_choice
 from lookahead.backend.cpu.linears import LinearScope, keeps_bits
 from lookahead.backend.cpu.product_bits import Kind, Layout, Packed, Rows, best_layout, by_torch, rows_of
@@ -321,19 +321,11 @@ def test_a_model_decodes_by_packed_weights_to_the_tokens_of_generate(tiny_llama,
     options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 24, "do_sample": False}
     expected = model.generate(ids, **options)
     assert not multiplied
-    for pack in ("auto", False):
-        config = LookaheadConfig(draft="fixed", pack=pack)
-        got = model.generate(ids, **options, custom_generate=lookahead.decode, lookahead_config=config)
-        assert torch.equal(got, expected)
-        assert any(rows < 32 for rows in multiplied) is (pack == "auto")
-        multiplied.clear()
+    config = LookaheadConfig(draft="fixed")
+    got = model.generate(ids, **options, custom_generate=lookahead.decode, lookahead_config=config)
+    assert torch.equal(got, expected)
+    assert any(rows < 32 for rows in multiplied)
     assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-@pytest.mark.parametrize("wrong", [True, "never", None])
-def test_the_option_takes_auto_or_false(wrong):
-    with pytest.raises(ConfigError, match=r"pack must be auto or False, got"):
-        LookaheadConfig(pack=wrong)
 
 
 def test_activations_and_a_bias_that_are_not_contiguous_are_read_as_they_stand(packs_by_both):

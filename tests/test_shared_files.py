@@ -194,7 +194,7 @@ NETWORK = torch.nn.Linear(1, 1)
 def add_costs(i: int) -> None:
     """Save the costs of steps of one size, as a process does that measured no others."""
     learned = LearnedState()
-    learned.costs["plain"].observe(1, 0.1, rows=1 << i % 8, context=300 << 2 * (i // 8))
+    learned.cost.observe(1, 0.1, rows=1 << i % 8, context=300 << 2 * (i // 8))
     with use_learned(NETWORK, learned):
         step_costs.save_costs(cast(Any, NETWORK), ".")
 

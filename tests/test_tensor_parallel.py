@@ -47,7 +47,7 @@ def compare(model: Any, tokenizer: Any, rank: int) -> None:
             torch.manual_seed(1)
             expected = model.generate(**arguments)
             for trial in range(2):
-                state_of(model).learned.costs["plain"].calibrate(
+                state_of(model).learned.cost.calibrate(
                     [1, 8, 32], [1.0, 1.0 + (rank + trial) % 2 * 5, 9.0], rows=len(expected), context=10
                 )
                 torch.manual_seed(1)

@@ -11,7 +11,6 @@ from lookahead.backend.gpu import cuda_graphs
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.model.facts import input_device
-from lookahead.model.model_state import state_of
 
 _KINDS: dict[str, type[TorchBackend]] = {"cpu": CpuBackend, "cuda": GpuBackend}
 _OPTIONS = {"packs": CpuBackend, "has_kernels": CpuBackend, "captures": GpuBackend, "most_nodes": GpuBackend}
@@ -25,11 +24,13 @@ def backend_for(model: PreTrainedModel, **options: Any) -> TorchBackend:
         **options: Options of `TorchBackend`; `packs` and `has_kernels` of `CpuBackend`; `captures` and `most_nodes` of
             `GpuBackend`.
     """
-    device = input_device(model)
-    kind = _KINDS.get(device.type, TorchBackend)
-    if options.get("captures"):
-        if problem := cuda_graphs.graphs_unsupported_reason(model, device):
-            state_of(model).note_problem(f"{type(model).__name__} is decoded without CUDA graphs", problem)
-        else:
-            kind = GpuBackend
+    kind = _KINDS.get(input_device(model).type, TorchBackend)
+    if options.get("captures") and records_graphs(model):
+        kind = GpuBackend
     return kind(model, **{name: each for name, each in options.items() if issubclass(kind, _OPTIONS.get(name, kind))})
+
+
+def records_graphs(model: PreTrainedModel) -> bool:
+    """Whether passes over drafts of a model are recorded as CUDA graphs: on one GPU, until a recording fails."""
+    is_decoder = not model.config.is_encoder_decoder
+    return is_decoder and cuda_graphs.graphs_unsupported_reason(model, input_device(model)) is None

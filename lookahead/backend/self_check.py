@@ -40,22 +40,22 @@ _LONGEST = 5  # depth of those trees
 _ROOT = np.zeros(1, np.int32)  # the path of the root alone, the last token of a prompt
 
 
-def kernels_agree(model: PreTrainedModel, shape: Shape, *, packs: bool) -> bool:
+def kernels_agree(model: PreTrainedModel, shape: Shape) -> bool:
     """Whether the kernels for passes of one prompt agree with the model's own code up to rounding.
 
     The first call for a model compares them: packed weights, fused layers, and all layers in one call. A mismatch is
     logged, and the caller should run the model's own code.
     """
-    name = f"kernels for {shape}, packed: {packs}, {torch.get_num_threads()} threads"
-    return state_of(model).probed(name, model, partial(_kernels_agree, model, shape, packs), truth)
+    name = f"kernels for {shape}, {torch.get_num_threads()} threads"
+    return state_of(model).probed(name, model, partial(_kernels_agree, model, shape), truth)
 
 
 @torch.inference_mode()
-def _kernels_agree(model: PreTrainedModel, shape: Shape, packs: bool) -> bool:
+def _kernels_agree(model: PreTrainedModel, shape: Shape) -> bool:
     vocabulary = decoder_vocabulary(model)
     first, *drafted = (token * vocabulary // 9 for token in PROBES[0])
     tree = TokenTree.from_parents(drafted, TREE if shape == "trees" else CHAIN)
-    backend = backend_for(model, rows=1, capacity=64, shape=shape, packs=packs)
+    backend = backend_for(model, rows=1, capacity=64, shape=shape)
     problem = "other logits than by the model's own code"
     try:
         with backend.serving():

@@ -65,8 +65,8 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
 
     The first step scales them to the current speed of the machine, and later steps refine them.
 
-    Costs are for one model shape, dtype, device, number of threads and version of PyTorch. Costs of recorded passes and
-    of `exactness="fast"` are not saved. An unreadable file is ignored with a warning.
+    Costs are for one model shape, dtype, device, number of threads and version of PyTorch. An unreadable file is
+    ignored with a warning.
 
     Args:
         model: The model.
@@ -77,7 +77,7 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     """
     path = cost_path(model, folder)
     try:
-        state_of(model).learned.costs["plain"].update(_read_costs(path, identity(model)))
+        state_of(model).learned.cost.update(_read_costs(path, identity(model)))
     except FileNotFoundError:
         return False
     except _UNREADABLE as error:
@@ -103,7 +103,7 @@ def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> b
     """
     if load_costs(model, folder):
         return True
-    if not calibration.calibrate_quickly(model, state_of(model).learned.costs["plain"]):
+    if not calibration.calibrate_quickly(model, state_of(model).learned.cost):
         return False
     save_costs(model, folder)
     return True
@@ -122,7 +122,7 @@ def save_costs(model: PreTrainedModel, folder: Path | str | None = None) -> Path
     Raises:
         OSError: The file cannot be written; an older file is left intact.
     """
-    path, costs = cost_path(model, folder), state_of(model).learned.costs["plain"].to_dict()
+    path, costs = cost_path(model, folder), state_of(model).learned.cost.to_dict()
     path.parent.mkdir(parents=True, exist_ok=True)
     known = identity(model)
     with locked(path):
@@ -158,7 +158,7 @@ def calibrate_costs(model: PreTrainedModel, contexts: Sequence[int] = calibratio
         UnsupportedModelError: The model cannot verify drafts.
     """
     validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
-    cost = state_of(model).learned.costs["plain"]
+    cost = state_of(model).learned.cost
     nodes, limit = calibration.NODES, context_limit(model)
     most, span = math.inf, "at least 1 token"
     if limit is not None:

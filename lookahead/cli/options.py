@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN, opened
@@ -107,12 +107,11 @@ class DraftingOptions:
     heads: str | None = option(None, "Draft with heads too: a folder of 'lookahead train', or native.", metavar="DIR")
     max_nodes: int | None = option(None, "Most draft tokens a step verifies. (default: by the proposers)")
     window: str | None = option(
-        None, "Draft from a Jacobi window of W columns too; auto: 7 columns, only while they pay."
+        None,
+        "Draft from a Jacobi window of W columns too, with up to G n-grams of N tokens a step, by default 7 of 5; "
+        "auto: 7 columns, only while they pay.",
+        metavar="W[,N[,G]]|auto",
     )
-    ngram_size: int | None = option(None, "N, length of the window's n-grams. (default: 5)")
-    guesses: int | None = option(None, "G, most n-grams of the window that a step verifies. (default: 7)")
-    exactness: str = option("auto", "auto; fast: quicker passes in bf16, whose rounding may change a token.")
-    cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
     trust_user_code: bool = option(
         False, "Your own code in the model treats every token by itself and keeps no state: draft beside it too."
     )
@@ -126,14 +125,24 @@ class DraftingOptions:
             from lookahead.proposers.heads import Heads
 
             sources.append(Heads(self.heads))
-        columns: Any = int(self.window) if self.window is not None and self.window.isdecimal() else self.window
         config = LookaheadConfig(
-            proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
-            guesses=self.guesses, exactness=cast(Any, self.exactness),
-            cuda_graphs=self.cuda_graphs, trust_user_code=self.trust_user_code,
+            proposers=sources,
+            pool=self.pool,
+            max_nodes=self.max_nodes,
+            window=_window_of(self.window),
+            trust_user_code=self.trust_user_code,
             memory="shared" if self.memory is None else self.memory,
-        )  # fmt: skip
+        )
         return None if config == LookaheadConfig() else config
+
+
+def _window_of(text: str | None) -> Any:
+    """The sizes in a text such as `7` or `7,5,7`; a text of another kind as it is, which the configuration refuses."""
+    sizes = [] if text is None else text.split(",")
+    if not sizes or not all(size.strip().isdecimal() for size in sizes):
+        return text
+    numbers = tuple(map(int, sizes))
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend import self_check
 from lookahead.backend.chain_backend import ChainBackend
-from lookahead.backend.choice import backend_for
+from lookahead.backend.choice import backend_for, records_graphs
 from lookahead.backend.protocol import Backend, BitPolicy, Shape
 from lookahead.backend.torch_backend import MakeInputs
 from lookahead.config import LookaheadConfig
@@ -57,6 +57,7 @@ def assemble(
     keep_cache: bool = False,
     predicts: bool = False,
     is_constrained: bool = False,
+    is_rounded: bool = False,
 ) -> Engine:
     """Build an engine: a backend with its cache, the proposers, and the controller with its learned state.
 
@@ -76,9 +77,12 @@ def assemble(
         keep_cache: As for `Engine`.
         predicts: Whether rows may have predictions.
         is_constrained: Whether rows that join later may follow a grammar.
+        is_rounded: As in `RequestPlan`.
     """
     config = _bounded(config, model, len(batch) or slots)
     rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
+    has_encoder = model.config.is_encoder_decoder
+    captures = records_graphs(model) and reading is None and not (may_keep_states(model) and mixers_of(model))
     by_rejection = config.acceptance == "rejection" and warp is not None
     call = Call(
         model=model,
@@ -86,7 +90,7 @@ def assemble(
         rows=rows,
         vocab_size=decoder_vocabulary(model),
         max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
-        max_nodes=config.node_budget,
+        max_nodes=_node_budget(config, captures),
         is_chain=shape == "chains",
         is_timed=config.draft == "auto",
         by_rejection=by_rejection,
@@ -97,18 +101,18 @@ def assemble(
         # Drawn tokens can be neither cut nor extended.
         is_constrained=not by_rejection and (is_constrained or any(row.forcing is not None for row in batch)),
     )
-    has_encoder, packs = model.config.is_encoder_decoder, config.pack == "auto"
     proposers, controller = _drafting(
         config,
         call,
         memory,
+        is_padded=captures,
         runs_to_limit=not (stopping.custom or stopping.eos_tokens),
         shows_hidden=not has_encoder and reading is None,
     )
     # `generate` masks padding.
     is_separate = isolates or (rows == 1 and not batch[0].padding)
     policy = BitPolicy.ROUNDED
-    if is_separate and shape == "trees" and config.exactness == "auto" and self_check.keeps_solo_bits(model):
+    if is_separate and shape == "trees" and not is_rounded and self_check.keeps_solo_bits(model):
         policy = BitPolicy.SOLO
     make_inputs: MakeInputs = ModelInputs
     if has_encoder:
@@ -118,35 +122,35 @@ def assemble(
     backend: Backend
     if has_encoder and shape == "chains":
         assert encoded is not None
-        backend, keep_cache = ChainBackend(model, encoded, rows, packs=packs), False
+        backend, keep_cache = ChainBackend(model, encoded, rows), False
     else:
         backend = backend_for(
             model,
             rows=rows,
             # Enough for short outputs; the cache grows for longer ones.
-            capacity=min(stopping.max_length, longest + 256) + config.node_budget + 1,
+            capacity=min(stopping.max_length, longest + 256) + call.max_nodes + 1,
             shape=shape,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
-            captures=config.cuda_graphs and not has_encoder,
-            most_nodes=config.node_budget + 1,
-            **backend_options(model, config, policy, shape),
+            captures=captures,
+            most_nodes=call.max_nodes + 1,
+            has_kernels=has_kernels(model, policy, shape),
             make_inputs=make_inputs,
         )
     given = (backend, proposers, controller, config, call, batch)
     return Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
 
 
-def backend_options(
-    model: PreTrainedModel, config: LookaheadConfig, policy: BitPolicy | None = None, shape: Shape = "trees"
-) -> dict[str, bool]:
-    """Options of `backend_for`: the allowed replacements of modules, by default for rows decoded alone."""
-    packs = config.pack == "auto"
-    if policy is None:
-        is_solo = config.exactness == "auto" and self_check.keeps_solo_bits(model)
-        policy = BitPolicy.SOLO if is_solo else BitPolicy.ROUNDED
+def has_kernels(model: PreTrainedModel, policy: BitPolicy | None = None, shape: Shape = "trees") -> bool:
+    """Whether kernels may replace modules of a model, by default for rows decoded alone."""
+    is_solo = self_check.keeps_solo_bits(model) if policy is None else policy is BitPolicy.SOLO
     # The bits were compared with all kernels.
-    is_compared = policy is BitPolicy.SOLO or model.config.is_encoder_decoder
-    return {"packs": packs, "has_kernels": is_compared or self_check.kernels_agree(model, shape, packs=packs)}
+    return is_solo or model.config.is_encoder_decoder or self_check.kernels_agree(model, shape)
+
+
+def _node_budget(config: LookaheadConfig, captures: bool) -> int:
+    """Maximum nodes of a draft; trees with their root are padded to powers of two where passes are recorded."""
+    has_default = config.max_nodes is None and any(name != "jacobi" for name in config.proposers)
+    return config.node_budget - (captures and has_default)
 
 
 def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> LookaheadConfig:
@@ -158,10 +162,16 @@ def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> Look
 
 
 def _drafting(
-    config: LookaheadConfig, call: Call, memory: Memory | None, *, runs_to_limit: bool, shows_hidden: bool
+    config: LookaheadConfig,
+    call: Call,
+    memory: Memory | None,
+    *,
+    is_padded: bool,
+    runs_to_limit: bool,
+    shows_hidden: bool,
 ) -> tuple[Sequence[Proposer], Controller | None]:
     """The proposers of a call and their controller, with the learned state of the model."""
-    model, has_encoder, learned = call.model, call.model.config.is_encoder_decoder, state_of(call.model).learned
+    model, learned = call.model, state_of(call.model).learned
     pool = pool_of(config, vocabulary=call.vocab_size) if config.pool is not None else None
     with learned.lock:
         size = config.branch_size if config.decides_branch and not call.is_chain else None  # the branch is a tree
@@ -172,8 +182,7 @@ def _drafting(
             teaches="recycled" in config.proposers,
         )
         proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch, memory)
-        cost, budget = learned.costs[config.passes], learned.budgets[config.passes]
-        cost.assume(node_cost(model))
+        learned.cost.assume(node_cost(model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
     if reads_hidden and not shows_hidden:
         raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
@@ -183,9 +192,9 @@ def _drafting(
         proposers = proposers if tp_group.leads else []
     if not proposers or config.draft != "auto":
         return proposers, None
-    is_padded = config.cuda_graphs and not has_encoder
     limits = {"is_padded": is_padded, "runs_to_limit": runs_to_limit, "by_rejection": call.by_rejection}
-    return proposers, Controller(cost, budget, branch, proposers, node_budget=config.node_budget, **limits)
+    controller = Controller(learned.cost, learned.budget, branch, proposers, node_budget=call.max_nodes, **limits)
+    return proposers, controller
 
 
 def node_cost(model: PreTrainedModel) -> float:

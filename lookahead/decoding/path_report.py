@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from lookahead.backend import self_check, support
-from lookahead.backend.choice import backend_for
+from lookahead.backend.choice import backend_for, records_graphs
 from lookahead.backend.protocol import BackendReport, PathReport
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import validation
@@ -41,10 +41,8 @@ def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None
         paths = (PathReport("drafts", shape != "none", reason or f"its decoder verifies {shape}"),)
         name = "transformers' own loop" if shape == "none" else "a backend behind its encoder"
         return BackendReport(name, type(model).__name__, paths)
-    packs = config.pack == "auto"
-    has_kernels = self_check.kernels_agree(model, shape, packs=packs)
-    captures = config.cuda_graphs
-    options = {"rows": 1, "capacity": 1, "packs": packs, "has_kernels": has_kernels, "captures": captures}
+    has_kernels = self_check.kernels_agree(model, shape)
+    options = {"rows": 1, "capacity": 1, "has_kernels": has_kernels, "captures": records_graphs(model)}
     backend = backend_for(model, shape=shape, **options)
     with backend.serving():
         return backend.report()

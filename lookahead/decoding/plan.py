@@ -68,6 +68,7 @@ class RequestPlan:
         reading: Reads prompts that are more than tokens; None for token ids.
         reason: Why transformers decodes the call, for a warning; empty if there is nothing to report.
         is_refused: Whether `reason` is an error, since the given configuration names proposers.
+        is_rounded: Whether transformers' own passes differ in their bits from decoding one token at a time.
         predictions: The expected output of every prompt; empty for none.
         generator: Draws the tokens of sampled rows; None for torch's global generator, whose draws depend on the order
             of calls, so these rows are decoded alone.
@@ -84,6 +85,7 @@ class RequestPlan:
     reading: PromptReading | None = None
     reason: str = ""
     is_refused: bool = False
+    is_rounded: bool = False
     predictions: Sequence[Sequence[IntArray]] = ()
     generator: torch.Generator | None = None
 
@@ -189,6 +191,7 @@ class RequestPlan:
                 memory=self.memory,
                 keep_cache=self.keeps_cache or is_continued,
                 predicts=any(self.predictions),
+                is_rounded=self.is_rounded,
             )
         if is_continued and self.reading is None:
             longest = call.input_ids.shape[1]
@@ -248,8 +251,7 @@ def plan_request(
     held = getattr(past, "self_attention_cache", past)
     # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
     # have other row counts. Either way the bits differ from decoding one token at a time.
-    if isinstance(held, StaticCache) or validation.reads_otherwise(generation_config):
-        config = replace(config, exactness="fast")
+    is_rounded = isinstance(held, StaticCache) or validation.reads_otherwise(generation_config)
     lengths = validation.prompt_lengths(model, call.input_ids, options)
     others = validation.other_inputs(model, options)
     if not validation.has_usual_positions(options.get("position_ids"), lengths, call.input_ids.shape[1]):
@@ -262,6 +264,7 @@ def plan_request(
         memory=memory,
         lengths=lengths,
         stopping=stopping,
+        is_rounded=is_rounded,
     )
     batch_size, longest = call.input_ids.shape
     if reason := unserved_reason(call):
@@ -278,7 +281,7 @@ def plan_request(
         return replace(plan, reason=f"{name} may edit a text that is read again for every token; it is decoded plainly")
     found = _found(call, config, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
     is_padded = bool(lengths.min() < longest)
-    shape, reason = shape_of(model, found, config, rows=batch_size, is_padded=is_padded)
+    shape, reason = shape_of(model, found, config, rows=batch_size, is_padded=is_padded, is_rounded=is_rounded)
     if reason and config.demands:
         return replace(plan, reason=reason, is_refused=True)
     if (others or found.behind_own) and generation_config.use_cache is False:
@@ -338,6 +341,7 @@ def shape_of(
     *,
     rows: int = 1,
     is_padded: bool = False,
+    is_rounded: bool = False,
 ) -> tuple[Shape | Literal["none"], str]:
     """The shape of drafts in one pass, and why the model cannot verify the configured drafts, or an empty string.
 
@@ -347,18 +351,18 @@ def shape_of(
         config: How to draft.
         rows: Prompts that are decoded together.
         is_padded: Whether their lengths differ.
+        is_rounded: As in `RequestPlan`.
     """
     shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
     if found.behind_own:
         shape = "trees"
-    is_auto = config.exactness == "auto"
     if has_encoder and shape == "trees":
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
         if (is_padded and not probes.heeds_padding(model)) or (rows > 1 and not calls_registered_attention(model)):
             shape, why = "chains", "the rows of such a batch keep one length"
         # The nodes of a chain attend to the same slots as alone: fewer outputs differ by rounding.
-        elif is_half and is_auto and (rows > 1 or is_padded or not self_check.keeps_solo_bits(model)):
-            shape, why = "chains", "in half precision on a CPU it verifies chains, and trees with exactness='fast'"
+        elif is_half and not is_rounded and (rows > 1 or is_padded or not self_check.keeps_solo_bits(model)):
+            shape, why = "chains", "in half precision on a CPU it verifies chains"
     acceptance = config.acceptance
     obstacles = {
         f"be decoded speculatively: {why}": shape == "none",

@@ -16,7 +16,7 @@ from lookahead.backend.protocol import OnPrefill
 from lookahead.backend.read_prompt import PrefixStore, ReadingAhead, prefixes_of, reads_apart
 from lookahead.backend.support import support_of
 from lookahead.config import LookaheadConfig, check_whole
-from lookahead.decoding.assembly import assemble, backend_options
+from lookahead.decoding.assembly import assemble, has_kernels
 from lookahead.decoding.cache_room import MAX_ROWS, cache_tokens_of, fits, make_room, rows_of
 from lookahead.decoding.loops import loops
 from lookahead.decoding.plan import RequestPlan, generator_for, joins_alone
@@ -223,7 +223,7 @@ class Scheduler:
             return engine.admit(rows)
         (row,), store = rows, prefixes_of(self._model, self._prefix_bytes)
         if store is not self._prefixes:
-            options = backend_options(self._model, self._config)
+            options = {"has_kernels": has_kernels(self._model)}
             self._prefixes, self._reader_ahead = store, ReadingAhead(self._model, store, options)
         if self._reader_ahead is None or not reads_apart(self._model):
             return engine.admit(rows, prefixes=[store.longest(row.text)])

@@ -11,9 +11,9 @@ DEFAULT_NODES = 64  # of a draft, without the root
 class BranchSize(NamedTuple):
     """Sizes of the lookahead branch: W columns, n-grams of N tokens, at most G guesses per step."""
 
-    window: int
-    ngram_size: int
-    guesses: int
+    window: int = 7
+    ngram_size: int = 5
+    guesses: int = 7
 
     @property
     def window_nodes(self) -> int:

@@ -72,9 +72,9 @@ class Engine:
         # without the lock, so threads that share a model decode in parallel.
         self._state = state_of(call.model)
         self._learning = self._state.learned.lock
-        self._plan_without_controller = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
+        self._plan_without_controller = StepPlan(0, drafts=bool(proposers), max_nodes=call.max_nodes)
         self._questions = [batch_propose_fn(proposer) for proposer in proposers]
-        self._max_proposed = config.node_budget // (len(proposers) or 1) if call.by_rejection else config.node_budget
+        self._max_proposed = call.max_nodes // (len(proposers) or 1) if call.by_rejection else call.max_nodes
         self._source_counts = [len(proposer.sources) for proposer in proposers]
         self.sources = [name for proposer in proposers for name in proposer.sources]  # in the order of their bits
         self._readers = [each for each in proposers if isinstance(each, ValidatedProposer) and each.hidden_layers]

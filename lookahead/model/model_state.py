@@ -34,9 +34,8 @@ class LearnedState:
 
     def __init__(self) -> None:
         self.lock = RLock()  # held while anything is read or changed
-        # Step costs and savings of drafting, by how the model is run (`LookaheadConfig.passes`).
-        self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
-        self.budgets: defaultdict[str, DraftingBudget] = defaultdict(DraftingBudget)
+        self.cost = StepCost()
+        self.budget = DraftingBudget()  # the savings of drafting
         # Savings of the lookahead branch, by its size and the other proposers.
         self.branch: defaultdict[Hashable, dict[int, BranchState]] = defaultdict(dict)
         self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -62,7 +62,6 @@ def make_proposers(
     mixed = [name for name in config.proposers if name in SOURCES]
     predicts = call.predicts and bool(config.proposers) and not call.by_rejection
     if mixed or predicts:
-        bounds = {"min_ngram": config.min_ngram, "max_ngram": config.max_ngram}
         memory = learned.memory if config.memory == "shared" else request or Memory()
         if config.memory not in ("shared", "request"):
             memory = open_memory_file(os.fspath(config.memory), call.model, learned.files)
@@ -70,10 +69,10 @@ def make_proposers(
         # A match that contradicts a good prediction is less likely than a match without a prediction.
         rates = learned.predicted if predicts else learned.ngram
         sources = [*mixed, PREDICTION] if predicts else mixed
-        made.append(NgramProposer(sources, memory, rates, pool, min_probability=least, **bounds))
+        made.append(NgramProposer(sources, memory, rates, pool, min_probability=least))
     if config.branch_size is not None:
         decided, rates = branch if config.decides_branch else None, learned.jacobi
-        made.append(JacobiProposer(config.branch_size, decided, pool_from_prompt=config.pool_from_prompt, rates=rates))
+        made.append(JacobiProposer(config.branch_size, decided, rates=rates))
     for factory in config.proposers:
         if not isinstance(factory, str):
             budget = Budget()

@@ -35,7 +35,6 @@ class _JacobiRow:
     pool: ChainIndex = field(init=False)
     search: Search = field(init=False)
     tail: IntArray = field(init=False)
-    poolable: int = 0  # number of tokens at the end of `tail` that may enter the pool
     tree: WindowTree | None = None
     guesses: Trie | None = None
 
@@ -63,12 +62,10 @@ class JacobiProposer(Proposer):
         size: BranchSize,
         branch: LookaheadBranch | None = None,  # always on when None
         *,
-        pool_from_prompt: bool = True,  # whether the prompt enters the pool too
         rates: HitRates | None = None,  # hit rates of guesses; the priors when None
     ) -> None:
         self._size, self._branch = size, branch
         self.needs_argmax = self._branch is None  # else the engine reads it while the branch is on
-        self._pool_from_prompt = pool_from_prompt
         self._rates = rates if rates is not None else HitRates()
         self._rows: dict[int, _JacobiRow] = {}
 
@@ -110,16 +107,13 @@ class JacobiProposer(Proposer):
         state.has_window, state.observed, state.tail = True, 0, state.prompt[-_TAIL:]
         state.window = JacobiWindow(self._size.window, self._size.ngram_size, state.tail)
         state.pool = ChainIndex(max_tokens=_POOL_TOKENS)
-        if self._pool_from_prompt:
-            state.pool.append(state.prompt)
-        state.poolable = state.tail.size if self._pool_from_prompt else 1
+        state.pool.append(state.prompt)
         state.search = Search([state.pool], self._rates, None, (1, _LONGEST_KEY, _LINKS))
 
     def _learn(self, state: _JacobiRow, feedback: Feedback, placed: IntArray) -> None:
         """Count the hits of guesses, add the n-grams of the step to the pool, and slide the window."""
-        emitted, before, size = feedback.tokens, state.tail[-state.poolable :], self._size
+        emitted, before, size = feedback.tokens, state.tail, self._size
         state.tail = np.concatenate((state.tail, emitted))[-_TAIL:]
-        state.poolable = min(state.poolable + emitted.size, state.tail.size)
         tree = state.tree if state.tree is not None else state.window.tree(0)
         argmax = np.full(tree.tokens.size, UNKNOWN, dtype=np.int32)
         if feedback.argmax.size > 0:

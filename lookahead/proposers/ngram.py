@@ -16,6 +16,7 @@ from lookahead.ngram.successors import SuccessorTable
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
 PREDICTION = "prediction"
+_LONGEST_KEY = 16  # tokens of the longest context compared
 _MAX_LINKS = 32  # links walked in each text
 OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is dropped when they are full
 
@@ -54,8 +55,6 @@ class NgramProposer(Proposer):
         memory: Texts of earlier requests and recycled tokens; empty when None.
         rates: Hit rates of candidates; the priors when None.
         pool: The corpus, in token ids of the target.
-        min_ngram: Tokens of the shortest context looked up, at least 1.
-        max_ngram: Tokens of the longest context compared, at most 64.
         min_probability: Minimum probability of reaching an offered candidate.
     """
 
@@ -66,15 +65,11 @@ class NgramProposer(Proposer):
         rates: HitRates | None = None,
         pool: Pool | None = None,
         *,
-        min_ngram: int = 1,
-        max_ngram: int = 16,
         min_probability: float = 0.0,
     ) -> None:
         self.sources = tuple(name for name in (*SOURCES, PREDICTION) if name in sources)
         self.needs_top = "recycled" in sources
         self._from_prompt = "prompt" in sources
-        self.min_ngram = min_ngram
-        self.max_ngram = max_ngram
         self.min_probability = min_probability
         self._pool = pool if "corpus" in sources else None
         self._memory = memory if memory is not None else Memory()
@@ -93,8 +88,8 @@ class NgramProposer(Proposer):
             texts.append(self._memory.outputs)
         if self._pool is not None:
             texts.append(self._pool)
-        bounds = (self.min_ngram, self.max_ngram, _MAX_LINKS)
-        shared = max(1, len(text) - self.max_ngram)  # finds continuations of the end of the prompt
+        bounds = (1, _LONGEST_KEY, _MAX_LINKS)
+        shared = max(1, len(text) - _LONGEST_KEY)  # finds continuations of the end of the prompt
         self._is_shared |= bool(self._rows)
         self._rows[row] = _NgramRow(text, Search(texts, self._rates, self._recycled, bounds, live), shared)
 
@@ -111,7 +106,7 @@ class NgramProposer(Proposer):
             warn(f"{self._pool.path}: changed while it was in use; no more is drafted from it")
             self._pool = None
         state = self._rows[row]
-        context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
+        context = None if self._from_prompt else state.text.tokens[1:][-_LONGEST_KEY:]
         if self._is_shared:
             state.search.leave_out(*self._live.span_of(row))
         state.offered = trie = state.search.grow(max_nodes, self.min_probability, context)

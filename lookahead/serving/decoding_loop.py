@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.backend.read_prompt import Prefix, ReadingAhead, ReadPrompt, prefixes_of, reads_apart
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.decoding.api import with_row_processors
-from lookahead.decoding.assembly import assemble, backend_options
+from lookahead.decoding.assembly import assemble, has_kernels
 from lookahead.decoding.cache_room import MAX_ROWS, bytes_of_token, cache_tokens_of, fits, make_room, rows_of
 from lookahead.decoding.plan import RequestPlan, generator_for
 from lookahead.decoding.prompts import PromptReader
@@ -244,7 +244,7 @@ class DecodingLoop:
         try:
             assert output.row is not None
             if self._reader is None:
-                self._reader = ReadingAhead(self.model, self.store, backend_options(self.model, self.config))
+                self._reader = ReadingAhead(self.model, self.store, {"has_kernels": has_kernels(self.model)})
             began = time.perf_counter()
             with self._share_of_threads():
                 read = self._reader.read(output.row.text)

@@ -146,9 +146,9 @@ class CpuBackend(TorchBackend):
 
 
 @contextmanager
-def packed_products(model: PreTrainedModel, *, packs: bool) -> Iterator[None]:
+def packed_products(model: PreTrainedModel) -> Iterator[None]:
     """Let a model's linear layers use packed weights on this thread, with the bits of torch's products."""
-    linears = LinearScope(model, packs=packs)
+    linears = LinearScope(model)
     mode = CpuPass(BitPolicy.BATCH, False, linears.packs, linears.fewest)
     with patched_attribute("forward", linears.forwards()), running(mode, fuses=False):
         yield

@@ -57,9 +57,11 @@ class Graph:
 
 
 def graphs_unsupported_reason(model: torch.nn.Module, device: torch.device) -> str | None:
-    """Why passes of a model with inputs on `device` cannot be recorded, or None if they can."""
+    """Why passes of a model with inputs on `device` are not recorded, or None if they are."""
     if device.type != "cuda":
         return f"it is on {device}"
+    if state_of(model).has_failed_capture:
+        return "recording failed before"
     devices = {str(each.device) for each in model.parameters()}
     if devices != {str(device)}:
         return f"its weights are on {', '.join(sorted(devices))}, and a recording is of one GPU"
@@ -211,11 +213,9 @@ class GraphRunner:
         self._cache, self._most_nodes, self._hidden_layers = kept.cache, most_nodes, hidden_layers
         self.is_cold = False  # the newest pass was not a plain replay; its time does not count as a cost
         self._capture: CudaGraphs | None = CudaGraphs(device)
-        if state_of(model).has_failed_capture:
-            self._capture, self.problem = None, "recording failed before"
-        if self._capture is not None and (problem := graphs_unsupported_reason(model, device)):
+        if problem := graphs_unsupported_reason(model, device):
             self._stop(problem)
-        elif self._capture is not None:
+        else:
             finalize(self, kept.give_back, ref(state_of(model))).atexit = False
 
     def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lookahead.backend.gpu import cuda_graphs
 from lookahead.backend.gpu.cuda_graphs import GraphRunner, KeptGraphs
 from lookahead.backend.gpu.kernel_trial import try_kernels
 from lookahead.backend.protocol import BitPolicy, PathReport
@@ -67,7 +68,8 @@ class GpuBackend(TorchBackend):
         problems = [
             f"{kernel.name}: {verdict.problem}" for kernel, verdict in dispatch.verdicts.items() if verdict.problem
         ]
-        graphs = "the options ask for none" if self._graphs is None else self._graphs.problem
+        unsupported = cuda_graphs.graphs_unsupported_reason(self._model, self._device)
+        graphs = self._graphs.problem if self._graphs is not None else unsupported or "its passes read more than tokens"
         return [
             *super()._paths(),
             PathReport("kernels for trees", not problems, "; ".join(problems)),

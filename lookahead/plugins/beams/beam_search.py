@@ -192,7 +192,7 @@ class BeamLoop(PlainLoop):
             if model.dtype != torch.float32:
                 self._policy = BitPolicy.BATCH  # transformers runs all passes
             inputs = self._with_shared_input()
-            with packed_products(model, packs=self._config.pack == "auto"):
+            with packed_products(model):
                 output = search(model, **inputs)
             past = cache_in(inputs)
             return _with_cache(output, past.own()) if self._returns_cache and isinstance(past, _SharedInput) else output
@@ -223,12 +223,11 @@ class BeamLoop(PlainLoop):
         is_one = len(self._lengths) == 1 and self._lengths[0] == width
         is_one = is_one and not validation.reads_otherwise(self._generation)
         policy = BitPolicy.ROUNDED
-        if is_one and self._config.exactness == "auto" and has_bits_of_beams(model, self._beams):
+        if is_one and has_bits_of_beams(model, self._beams):
             policy = BitPolicy.BATCH
         rows, capacity = len(self._lengths), min(self._generation.max_length, width + 256) + DEAD_NODES
-        packs = self._config.pack == "auto"
-        has_kernels = policy is BitPolicy.BATCH or kernels_agree(model, "trees", packs=packs)
-        backend = backend_for(model, rows=rows, capacity=capacity, packs=packs, has_kernels=has_kernels)
+        has_kernels = policy is BitPolicy.BATCH or kernels_agree(model, "trees")
+        backend = backend_for(model, rows=rows, capacity=capacity, has_kernels=has_kernels)
         prompts = self._ids[:: self._beams].cpu().numpy()
         texts = [ids[width - length :] for ids, length in zip(prompts, self._lengths.tolist(), strict=True)]
 
