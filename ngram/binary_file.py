@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, ClassVar, TypeVar
 
 import numpy as np
 import xxhash
@@ -27,6 +27,8 @@ class FileHeader:
 
     __slots__ = ()
     kind, magic, version = "", b"", 0  # a line break in the magic bytes detects a transfer in text mode
+    owner = ""  # what the fingerprint is of
+    shown: ClassVar[tuple[str, ...]] = ()  # the fields that tell a user what the file holds
     checksum: int  # XXH3 of all bytes after the header
 
     def sizes(self) -> tuple[int, bool]:

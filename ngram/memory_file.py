@@ -35,7 +35,8 @@ Records = NDArray[np.uint64]
 class MemoryHeader(FileHeader):
     """The header of a memory file."""
 
-    kind, magic, version = "memory", b"LKMEM\r\n\x1a", VERSION
+    kind, magic, version, owner = "memory", b"LKMEM\r\n\x1a", VERSION, "model"
+    shown = ("contexts", "max_contexts", "vocabulary")
 
     fingerprint: int  # of the model
     vocabulary: int  # token ids of the model; those in the file are below

@@ -27,7 +27,8 @@ _READ_AT_ONCE = 1 << 20  # numbers
 class PoolHeader(FileHeader):
     """The header of a pool file."""
 
-    kind, magic, version = "pool", b"LKPOOL\r\n", VERSION
+    kind, magic, version, owner = "pool", b"LKPOOL\r\n", VERSION, "tokenizer"
+    shown = ("documents", "tokens", "largest_token")
 
     fingerprint: int  # of the tokenizer
     length: int  # entries of the arena: the tokens, and a separator before each document

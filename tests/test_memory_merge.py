@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lookahead.cli.app import app
 from lookahead.ngram.memory_file import aged, read_memory, table_of, write_memory
-from lookahead.proposers.memory_files import merge_files
+from lookahead.proposers.memory_files import merge_memories
 from tests.support.index_queries import find_recycled
 from tests.support.memories import HEADER, MODEL, forged, learned
 
@@ -20,12 +20,12 @@ def test_memories_of_one_model_are_merged_into_one(tmp_path):
     old, new = learned([1, 2, 3], [4], first=20), learned([1, 2, 3], [5], first=30)
     for path, records, most in zip(paths, (aged(old), new, learned([5], first=40)), (64, 128, 64), strict=True):
         write_memory(path, replace(MODEL, max_contexts=most), records)
-    header = merge_files(str(tmp_path / "all.lkm"), paths)
+    header = merge_memories(str(tmp_path / "all.lkm"), paths)
     table = table_of(read_memory(tmp_path / "all.lkm", MODEL)[1])
     first = {context: find_recycled(table, context)[1][0] for context in ((1, 2, 3), (4,), (5,))}
     assert first == {(1, 2, 3): 30, (4,): 20, (5,): 30}  # the youngest, and of equal age that of the first file
     assert (header.contexts, header.max_contexts) == (5, 128)
-    few = merge_files(str(tmp_path / "few.lkm"), paths, 4)
+    few = merge_memories(str(tmp_path / "few.lkm"), paths, 4)
     assert (few.contexts, few.max_contexts) == (4, 4)
     kept = table_of(read_memory(tmp_path / "few.lkm", MODEL)[1])
     assert find_recycled(kept, [4])[0] == 0  # the oldest goes
@@ -37,8 +37,7 @@ def test_the_command_tells_what_it_wrote(tmp_path, monkeypatch):
     write_memory("b.lkm", MODEL, learned([4]))
     result = CliRunner().invoke(app, ["memory", "merge", "a.lkm", "b.lkm", "-o", "all.lkm"])
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "all.lkm: 4 contexts\n")
-    assert CliRunner().invoke(app, ["memory", "verify", "all.lkm"]).stdout == "all.lkm: 4 contexts: intact\n"
-    assert "lookahead memory merge " in CliRunner().invoke(app, ["memory", "merge", "--help"]).stdout
+    assert CliRunner().invoke(app, ["memory", "info", "all.lkm"]).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,21 @@ def contents(folder):
 # Help
 
 
-@pytest.mark.parametrize("command", ["build", "add", "info", "verify"])
-def test_every_help_shows_an_example(command):
-    result = CliRunner().invoke(app, ["pool", command, "--help"])
+@pytest.mark.parametrize("command", ["build", "add", "info", "merge"])
+@pytest.mark.parametrize("kind", ["pool", "memory"])
+def test_every_help_shows_an_example(kind, command):
+    result = CliRunner().invoke(app, [kind, command, "--help"])
     assert result.exit_code == 0
-    assert f"lookahead pool {command} " in result.stdout.split("For example")[1]
+    assert f"lookahead {kind} {command} " in result.stdout.split("For example")[1]
+    assert "{kind}" not in result.stdout and "{file}" not in result.stdout
+
+
+@pytest.mark.parametrize("kind", ["pool", "memory"])
+def test_the_command_that_info_replaces_is_refused_by_name(kind):
+    result = CliRunner().invoke(app, [kind, "verify", "pool.lkp"])
+    assert only_error(result) == (
+        f"error: {kind} verify was removed: 'info' checks every byte, and with --model that the file fits"
+    )
 
 
 # Build
@@ -225,7 +235,7 @@ def test_what_cannot_be_added_to_is_refused_and_stays_as_it_was(pool, folder, su
     assert contents(folder) == before
 
 
-# Info and verify
+# Info
 
 
 def test_info_shows_what_the_header_says(pool, tiny_tokenizer):
@@ -238,26 +248,46 @@ def test_info_shows_what_the_header_says(pool, tiny_tokenizer):
     assert figures["tokenizer"] == f"{tokenizer_fingerprint(tiny_tokenizer):016x}"
 
 
-def test_verify_tells_a_intact_pool_and_whose_it_is(pool, model_folder, summarizer_path):
+def test_info_refuses_a_pool_of_another_model(pool, model_folder, summarizer_path):
     assert pool("build", "a.txt", "-o", "pool.lkp").exit_code == 0
-    result = pool("verify", "pool.lkp")
-    assert (result.exit_code, result.stdout) == (0, "pool.lkp: 12 tokens in 1 document: intact\n")
-    result = pool("verify", "pool.lkp", "--model", str(model_folder))
-    assert (result.exit_code, result.stdout.endswith(f"intact, made for {model_folder}\n")) == (0, True)
-    assert "made with another tokenizer" in only_error(pool("verify", "pool.lkp", "--model", str(summarizer_path)))
+    assert pool("info", "pool.lkp", "--model", str(model_folder)).exit_code == 0
+    assert "made with another tokenizer" in only_error(pool("info", "pool.lkp", "--model", str(summarizer_path)))
 
 
-@pytest.mark.parametrize("command", ["info", "verify"])
-def test_what_is_no_pool_is_one_clear_line(pool, folder, command):
+def test_what_is_no_pool_is_one_clear_line(pool, folder):
     assert pool("build", "a.txt", "-o", "pool.lkp").exit_code == 0
-    (folder / "short.lkp").write_bytes(Path("pool.lkp").read_bytes()[:-5])
+    data = Path("pool.lkp").read_bytes()
+    (folder / "short.lkp").write_bytes(data[:-5])
+    (folder / "harmed.lkp").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     for name, message in [
         ("gone.lkp", "gone.lkp: No such file or directory"),
         ("a.txt", "a.txt: not a pool file"),
         (".", ".: not a file"),
         ("short.lkp", "short.lkp: cut short: "),
+        ("harmed.lkp", "harmed.lkp: damaged: "),
     ]:
-        assert message in only_error(pool(command, name))
+        assert message in only_error(pool("info", name))
+
+
+# Merge
+
+
+def test_merge_makes_the_pool_that_is_built_of_all_documents(pool):
+    for name in ("a", "b"):
+        assert pool("build", f"{name}.txt", "-o", f"{name}.lkp").exit_code == 0
+    assert pool("build", "a.txt", "b.txt", "-o", "at_once.lkp").exit_code == 0
+    result = pool("merge", "a.lkp", "b.lkp", "-o", "both.lkp")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "both.lkp: 22 tokens in 2 documents\n")
+    assert Path("both.lkp").read_bytes() == Path("at_once.lkp").read_bytes()
+
+
+def test_pools_of_two_tokenizers_are_not_merged(pool, folder, summarizer_path):
+    assert pool("build", "a.txt", "-o", "a.lkp").exit_code == 0
+    assert pool("build", "b.txt", "-o", "b.lkp", "--model", str(summarizer_path)).exit_code == 0
+    before = contents(folder)
+    assert "b.lkp: made with another tokenizer" in only_error(pool("merge", "a.lkp", "b.lkp", "-o", "both.lkp"))
+    assert "output a.lkp is an input as well" in only_error(pool("merge", "a.lkp", "-o", "a.lkp", "--overwrite"))
+    assert contents(folder) == before
 
 
 # Drafting

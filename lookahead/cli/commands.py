@@ -20,6 +20,7 @@ from lookahead.config import refuse_removed
 from lookahead.errors import ConfigError
 
 REMOVED_COMMANDS = {
+    **dict.fromkeys(("pool verify", "memory verify"), "'info' checks every byte, and with --model that the file fits"),
     "pick-draft": "'lookahead bench' measures heads and 'lookahead generate --stats' a draft model; "
     "run them with and without --heads DIR or --draft-model MODEL",
 }
@@ -126,9 +127,12 @@ class App(typer.Typer):
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, no_args_is_help=True, **settings)
 
-    def add(self, function: Callable[[Any], None], name: str | None = None) -> None:
-        """Add a command: a function whose only parameter is its options dataclass."""
-        (options,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+    def add(self, function: Callable[[Any], None], options: type | None = None, **words: str) -> None:
+        """Add a command: a function whose only parameter is its options dataclass, by default that of its annotation.
+
+        The words replace their names in braces in its docstring.
+        """
+        options = options or next(hint for name, hint in get_type_hints(function).items() if name != "return")
         arguments = {each.name for each in fields(options) if each.metadata.get("argument")}
 
         def run(ctx: typer.Context, **values: Any) -> None:
@@ -141,5 +145,5 @@ class App(typer.Typer):
         context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         run.__signature__ = inspect.Signature([context, *_parameters_of(options)])  # type: ignore[attr-defined]
         run.__annotations__ = {}
-        run.__doc__ = _unwrapped(function.__doc__ or "")
-        self.command(name or function.__name__.replace("_", "-"), cls=_Command)(run)
+        run.__doc__ = _unwrapped((function.__doc__ or "").format(**words) if words else function.__doc__ or "")
+        self.command(function.__name__.replace("_", "-"), cls=_Command)(run)

@@ -1,11 +1,13 @@
-"""The commands that make and check pools and memories: files to draft from."""
+"""The commands that make and check files to draft from: build, add, info and merge, for pools and for memories."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -20,10 +22,11 @@ from lookahead.errors import ConfigError, count
 from lookahead.loading.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_files, prepare_process
 
 if TYPE_CHECKING:
-    from lookahead.ngram.memory_file import MemoryHeader
     from lookahead.proposers.pool_files import PoolTotals
 
+Kind = Literal["pool", "memory"]
 _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
+_CONTEXTS: dict[str, Any] = {"min": 1024, "max": 1 << 26}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +35,8 @@ class FileOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(FileOptions):
-    model: str | None = model_option(None, "Check that it belongs to this model.")
+class InfoOptions(FileOptions):
+    model: str | None = model_option(None, "Check that the file was made for this model.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,11 @@ class SourceOptions(DocumentOptions):
 class OutputOptions:
     output: Path = option(MISSING, "The file to write.", "--output", "-o", metavar="FILE")
     overwrite: bool = option(False, "Replace the file if it exists.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(OutputOptions):
+    files: list[str] = option(help="The files to merge.", argument=True, metavar="FILES")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +71,7 @@ class MemoryBuildOptions(SourceOptions, OutputOptions, ModelOptions):
     inputs: list[str] = option(
         (), f"{INPUTS} (default: the vocabulary)", argument=True, metavar="INPUTS", show_default=False
     )
-    max_contexts: int = option(1 << 18, "Most contexts in the file, 40 bytes each.", min=1024, max=1 << 26)
+    max_contexts: int = option(1 << 18, "Most contexts in the file, 40 bytes each.", **_CONTEXTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,188 +80,87 @@ class MemoryAddOptions(FileOptions, SourceOptions, ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryMergeOptions(OutputOptions):
-    files: list[str] = option(help="Memories of one model.", argument=True, metavar="FILES")
+class MemoryMergeOptions(MergeOptions):
     max_contexts: int | None = option(
-        None, "Most contexts in the file. (default: the largest limit of the merged files)", min=1024, max=1 << 26
+        None, "Most contexts in the file. (default: the largest limit of the merged files)", **_CONTEXTS
     )
 
 
-def pool_build(options: PoolBuildOptions) -> None:
-    """Make a pool of documents.
+def build(kind: Kind, options: Any) -> None:
+    """Make a {kind} of documents.
 
-    A document that cannot be read is reported and left out. The file appears when it is complete.
-
-    For example:
-
-      lookahead pool build corpus.jsonl --model ./my-model -o pool.lkp
-      lookahead pool build 'notes/*.md' -m ./my-model -o pool.lkp
-      lookahead pool build docs.jsonl --field body -m ./my-model -o pool.lkp
-      lookahead summarize article.txt --model ./my-model --pool pool.lkp
-
-    Exit status: 0 the pool holds all documents; 1 some were left out; 2 an argument is wrong, or nothing could be
-    written; 130 interrupted, and nothing was written.
-    """
-    _fill(options, options.output, overwrite=options.overwrite)
-
-
-def pool_add(options: PoolAddOptions) -> None:
-    """Add documents to a pool.
-
-    The new file replaces the old one when it is complete. Processes that have the old one open continue to read it.
+    {about} A document that cannot be read is reported and left out. The file appears when it is complete.
 
     For example:
 
-      lookahead pool add pool.lkp more.jsonl --model ./my-model
-      cat notes.txt | lookahead pool add pool.lkp - --model ./my-model
-
-    Exit status: 0 all documents were added; 1 some were left out; 2 an argument is
-    wrong, or nothing could be written; 130 interrupted, and the pool is as it was.
-    """
-    _fill(options, Path(options.file), overwrite=True, add=True)
-
-
-def pool_info(options: FileOptions) -> None:
-    """Show the header of a pool file; its contents are not read.
-
-    For example: lookahead pool info pool.lkp
-    """
-    from lookahead.ngram.pool_file import VERSION, PoolHeader
-    from lookahead.proposers.pool_files import pool_errors
-
-    with pool_errors(options.file):
-        header = PoolHeader.read(options.file)
-    rows = [
-        ("pool", options.file),
-        ("documents", f"{header.documents:,}"),
-        ("tokens", f"{header.tokens:,}"),
-        ("largest token id", str(header.largest_token)),
-        ("bytes", f"{header.file_bytes:,}"),
-        ("bytes per token", f"{header.file_bytes / header.tokens:.1f}"),
-        ("tokenizer", f"{header.fingerprint:016x}"),
-        ("checksum", f"{header.checksum:016x}"),
-        ("format", f"version {VERSION}"),
-    ]
-    console(sys.stdout).print(table(rows))
-
-
-def pool_verify(options: VerifyOptions) -> None:
-    """Check every byte of a pool, and with --model that it was made for that model.
-
-    For example:
-
-      lookahead pool verify pool.lkp
-      lookahead pool verify pool.lkp --model ./my-model
-
-    Exit status: 0 it can be used; 2 it cannot, and a line says why.
-    """
-    from lookahead.proposers.pool_files import describe_pool, open_pool
-
-    fingerprint, fits = None, ""
-    if options.model is not None:
-        tokenizer = _load_tokenizer(options.model)
-        from lookahead.utils.fingerprints import tokenizer_fingerprint
-
-        fingerprint, fits = tokenizer_fingerprint(tokenizer), f", made for {options.model}"
-    header = open_pool(options.file, fingerprint=fingerprint).header
-    show_line(sys.stdout, f"{describe_pool(options.file, header)}: intact{fits}")
-
-
-def memory_build(options: MemoryBuildOptions) -> None:
-    """Make a memory: the tokens that a model expects after each context of a text.
-
-    The model reads the texts and generates nothing. Without texts it reads every token of its vocabulary once, which
-    takes minutes on a CPU. If there are more contexts than fit, the last ones are kept. Decoding with --memory drafts
-    from the file and adds to it.
-
-    For example:
-
-      lookahead memory build --model ./my-model -o my-model.lkm
-      lookahead memory build corpus.jsonl --model ./my-model -o my-model.lkm
-      lookahead memory build 'notes/*.md' --max-tokens 100000 -o smollm2.lkm
-      lookahead generate - --model ./my-model --memory my-model.lkm < prompt.txt
+      lookahead {kind} build corpus.jsonl --model ./my-model -o {file}
+      lookahead {kind} build docs.jsonl --field body -m ./my-model -o {file}
+      lookahead {kind} build 'notes/*.md' --max-tokens 100000 -m ./my-model -o {file}
+      lookahead generate - --model ./my-model --{kind} {file} < prompt.txt
 
     Exit status: 0 all documents were read; 1 some were left out; 2 an argument is wrong, or nothing could be written;
     130 interrupted, and nothing was written.
     """
-    _check_name(options.output)
-    _fill(options, options.output, overwrite=options.overwrite, max_contexts=options.max_contexts)
+    _check_name(kind, options.output)
+    _fill(kind, options, options.output, overwrite=options.overwrite)
 
 
-def memory_add(options: MemoryAddOptions) -> None:
-    """Add more texts to a memory.
+def add(kind: Kind, options: Any) -> None:
+    """Add documents to a {kind}.
 
-    For example: lookahead memory add my-model.lkm more.jsonl --model ./my-model
-
-    Exit status: 0 all documents were read; 1 some were left out; 2 an argument is
-    wrong, or nothing could be written; 130 interrupted, and the memory is as it was.
-    """
-    _fill(options, Path(options.file), overwrite=True)
-
-
-def memory_merge(options: MemoryMergeOptions) -> None:
-    """Merge memories of one model into one.
-
-    If several files hold the same context, the newest entry stays. Every byte is checked, and a memory of another model
-    is refused.
-
-    For example: lookahead memory merge monday.lkm tuesday.lkm -o week.lkm
-
-    Exit status: 0 it is written; 2 a file cannot be used, and nothing was written.
-    """
-    from lookahead.proposers.memory_files import merge_files
-
-    _check_name(options.output)
-    check_output(options.output, [Input(file, None, "text") for file in options.files], overwrite=options.overwrite)
-    header = merge_files(str(options.output), options.files, options.max_contexts)
-    show_line(sys.stderr, _describe_memory(str(options.output), header))
-
-
-def memory_info(options: FileOptions) -> None:
-    """Show the header of a memory file; its contents are not read.
-
-    For example: lookahead memory info my-model.lkm
-    """
-    from lookahead.ngram.memory_file import VERSION, MemoryHeader
-    from lookahead.proposers.pool_files import pool_errors
-
-    with pool_errors(options.file):
-        header = MemoryHeader.read(options.file)
-    rows = [
-        ("memory", options.file),
-        ("contexts", f"{header.contexts:,}"),
-        ("most contexts", f"{header.max_contexts:,}"),
-        ("vocabulary", f"{header.vocabulary:,}"),
-        ("bytes", f"{header.file_bytes:,}"),
-        ("model", f"{header.fingerprint:016x}"),
-        ("checksum", f"{header.checksum:016x}"),
-        ("format", f"version {VERSION}"),
-    ]
-    console(sys.stdout).print(table(rows))
-
-
-def memory_verify(options: VerifyOptions) -> None:
-    """Check every byte of a memory, and with --model that it was learned from that model.
+    The new file replaces the old one when it is complete. Processes that have the old one open continue to use it.
 
     For example:
 
-      lookahead memory verify my-model.lkm
-      lookahead memory verify my-model.lkm --model ./my-model
+      lookahead {kind} add {file} more.jsonl --model ./my-model
+      cat notes.txt | lookahead {kind} add {file} - --model ./my-model
+
+    Exit status: 0 all documents were read; 1 some were left out; 2 an argument is wrong, or nothing could be written;
+    130 interrupted, and the file is as it was.
+    """
+    _fill(kind, options, Path(options.file), overwrite=True, adds=True)
+
+
+def info(kind: Kind, options: InfoOptions) -> None:
+    """Show what a {kind} holds, after a check of every byte, and with --model that it was made for that model.
+
+    For example:
+
+      lookahead {kind} info {file}
+      lookahead {kind} info {file} --model ./my-model
 
     Exit status: 0 it can be used; 2 it cannot, and a line says why.
     """
-    from lookahead.ngram.memory_file import read_memory
-    from lookahead.proposers.pool_files import pool_errors
+    header = _read_header(kind, options.file, options.model)
+    rows = {
+        kind: options.file,
+        **{name.replace("_", " "): f"{getattr(header, name):,}" for name in header.shown},
+        "bytes": f"{header.file_bytes:,}",
+        header.owner: f"{header.fingerprint:016x}",
+        "checksum": f"{header.checksum:016x}",
+        "format": f"version {header.version}",
+    }
+    console(sys.stdout).print(table([*rows.items()]))
 
-    header, fits = None, ""
-    if options.model is not None:
-        model = load(ModelOptions(model=options.model), measures_costs=False).model
-        from lookahead.proposers.memory_files import header_of
 
-        header, fits = header_of(model), f", learned from {options.model}"
-    with pool_errors(options.file):
-        header = read_memory(options.file, header)[0]
-    show_line(sys.stdout, f"{_describe_memory(options.file, header)}: intact{fits}")
+def merge(kind: Kind, options: Any) -> None:
+    """Merge several files into one {kind}.
+
+    {merging} Every byte is checked, and a file of another {owner} is refused.
+
+    For example: lookahead {kind} merge {file} other-{file} -o both-{file}
+
+    Exit status: 0 it is written; 2 a file cannot be used, and nothing was written.
+    """
+    from lookahead.proposers.memory_files import merge_memories
+    from lookahead.proposers.pool_files import merge_pools
+
+    output = str(options.output)
+    _check_name(kind, options.output)
+    check_output(options.output, [Input(file) for file in options.files], overwrite=options.overwrite)
+    limited = partial(merge_memories, max_contexts=getattr(options, "max_contexts", None))
+    merge_files: Callable[..., Any] = merge_pools if kind == "pool" else limited
+    show_line(sys.stderr, f"{output}: {_describe(merge_files(output, options.files))}")
 
 
 class PoolDisplay(ProgressBar):
@@ -270,25 +177,41 @@ class PoolDisplay(ProgressBar):
         self.update(self._task, completed=totals.documents + totals.rejected, tokens=totals.tokens, stage=stage)
 
 
-def _fill(options: Any, output: Path, *, overwrite: bool, **settings: Any) -> None:
-    """Write what documents give, a memory if a model is loaded, else a pool; inputs and file are checked first."""
+def _fill(kind: Kind, options: Any, output: Path, *, overwrite: bool, adds: bool = False) -> None:
+    """Write what documents give; inputs and file are checked before a model is loaded."""
     inputs = find_sources(options.inputs, options.field)[0] if options.inputs else []
     check_output(output, inputs, overwrite=overwrite)
-    display, is_memory = PoolDisplay(count_documents(inputs)), isinstance(options, ModelOptions)
-    if is_memory:
-        settings["model"], tokenizer = load(options, measures_costs=False)
+    display, settings = PoolDisplay(count_documents(inputs)), dict[str, Any]()
+    if kind == "pool":
+        tokenizer, settings["adds"] = _load_tokenizer(options.model), adds
     else:
-        tokenizer = _load_tokenizer(options.model)
+        settings["model"], tokenizer = load(options, measures_costs=False)
+        settings["max_contexts"] = None if adds else options.max_contexts
     from lookahead.decoding.memory_building import build_memory
-    from lookahead.proposers.pool_files import TokenSource, build_pool, describe_pool
+    from lookahead.proposers.pool_files import TokenSource, build_pool
 
-    build: Any = build_memory if is_memory else build_pool
-    describe: Any = _describe_memory if is_memory else describe_pool
+    build_file: Callable[..., Any] = build_pool if kind == "pool" else build_memory
     source = TokenSource(inputs, tokenizer, display, options.max_tokens, int(options.max_document_mb * MEGABYTE))
     with display:
-        header = build(str(output), source, **settings)
-    show_line(sys.stderr, f"{source.totals}\n{describe(str(output), header)}")
+        header = build_file(str(output), source, **settings)
+    show_line(sys.stderr, f"{source.totals}\n{output}: {_describe(header)}")
     raise typer.Exit(1 if source.totals.rejected else 0)
+
+
+def _read_header(kind: Kind, path: str, model: str | None) -> Any:
+    """The header of a file after a check of every byte, and that it was made for a model."""
+    tokenizer = _load_tokenizer(model) if model is not None and kind == "pool" else None
+    loaded = load(ModelOptions(model=model), measures_costs=False) if model is not None and kind == "memory" else None
+    from lookahead.ngram.memory_file import read_memory
+    from lookahead.proposers.memory_files import header_of
+    from lookahead.proposers.pool_files import open_pool, pool_errors
+    from lookahead.utils.fingerprints import tokenizer_fingerprint
+
+    if kind == "pool":
+        return open_pool(path, fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer)).header
+    fits = None if loaded is None else header_of(loaded.model)
+    with pool_errors(path):
+        return read_memory(path, fits)[0]
 
 
 def _load_tokenizer(model: str) -> Any:
@@ -299,18 +222,44 @@ def _load_tokenizer(model: str) -> Any:
         return load_tokenizer(model)
 
 
-def _check_name(output: Path) -> None:
-    if output.suffix != ".lkm":  # --memory takes no other name
+def _check_name(kind: Kind, output: Path) -> None:
+    if kind == "memory" and output.suffix != ".lkm":  # --memory takes no other name
         raise ConfigError(f"output must be a file *.lkm, got {str(output)!r}")
 
 
-def _describe_memory(path: str, header: MemoryHeader) -> str:
-    return f"{path}: {count(header.contexts, 'context')}"
+def _describe(header: Any) -> str:
+    if header.kind == "memory":
+        return count(header.contexts, "context")
+    return f"{header.tokens:,} tokens in {count(header.documents, 'document')}"
 
 
-pool_app = App(help="Make pools: files of your documents to draft from.")
-memory_app = App(help="Make memories: files of the tokens that a model expects after each context, to draft from.")
-for pool_command in (pool_build, pool_add, pool_info, pool_verify):
-    pool_app.add(pool_command, pool_command.__name__.removeprefix("pool_"))
-for memory_command in (memory_build, memory_add, memory_info, memory_verify, memory_merge):
-    memory_app.add(memory_command, memory_command.__name__.removeprefix("memory_"))
+def _app(kind: Kind, options: tuple[type, ...], purpose: str, **words: str) -> App:
+    app = App(help=purpose)
+    for command, each in zip((build, add, info, merge), options, strict=True):
+        app.add(update_wrapper(partial(command, kind), command), each, kind=kind, **words)
+    return app
+
+
+pool_app = _app(
+    "pool",
+    (PoolBuildOptions, PoolAddOptions, InfoOptions, MergeOptions),
+    "Make pools: files of your documents to draft from.",
+    about="It holds their tokens: only the tokenizer of the model is loaded.",
+    merging="It holds the documents of all, in the order of the files.",
+    owner="tokenizer",
+    file="pool.lkp",
+)
+memory_app = _app(
+    "memory",
+    (MemoryBuildOptions, MemoryAddOptions, InfoOptions, MemoryMergeOptions),
+    "Make memories: files of the tokens that a model expects after each context, to draft from.",
+    about=(
+        "It holds the tokens that the model expects after each context: the model reads the texts and generates "
+        "nothing. Without texts it reads every token of its vocabulary once, which takes minutes on a CPU. If there "
+        "are more contexts than fit, the last ones are kept. Decoding with --memory drafts from the file and adds to "
+        "it."
+    ),
+    merging="If several files hold the same context, the newest entry stays.",
+    owner="model",
+    file="my-model.lkm",
+)

@@ -71,7 +71,7 @@ def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMP
         return write_memory(path, header, merge_records(parts, header.max_contexts))
 
 
-def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> MemoryHeader:
+def merge_memories(path: str, sources: Sequence[str], max_contexts: int | None = None) -> MemoryHeader:
     """Merge several memory files of one model. For a context in several files, the last learned one stays.
 
     At equal age, the first file wins. The default limit is the highest of the files'.

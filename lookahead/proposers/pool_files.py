@@ -56,11 +56,6 @@ def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabula
     return open_pool(os.fspath(config.pool), fingerprint=fingerprint, vocabulary=vocabulary)
 
 
-def describe_pool(path: str, header: PoolHeader) -> str:
-    """The size of a pool in one line."""
-    return f"{path}: {header.tokens:,} tokens in {count(header.documents, 'document')}"
-
-
 def check_folder(path: str) -> None:
     """PoolError if the folder of a file is missing or not writable."""
     folder = os.path.dirname(os.path.realpath(path))
@@ -147,32 +142,48 @@ class TokenSource:
         self.observer(totals, None)
 
 
-def build_pool(path: str, source: TokenSource, *, add: bool = False) -> PoolHeader:
+def build_pool(path: str, source: TokenSource, *, adds: bool = False) -> PoolHeader:
     """Build a pool from documents. An existing file is replaced when the new one is complete.
 
-    With `add` its documents are kept, including those other processes added meanwhile. PoolError if no document could
+    With `adds` its documents are kept, including those other processes added meanwhile. PoolError if no document could
     be used, the file cannot be read or written, or it was made with another tokenizer.
     """
     fingerprint = tokenizer_fingerprint(source.tokenizer)
     with pool_errors(path):
-        if add:  # refuse a file that cannot be used before the documents are read
+        if adds:  # refuse a file that cannot be used before the documents are read
             Pool.open(path, fingerprint)
     documents = list(source)
     if not documents:
-        what = f"no document to {'add' if add else 'make it of'}"
+        what = f"no document to {'add' if adds else 'make it of'}"
         raise PoolError(f"{path}: {what}, {source.totals.rejected} could not be used")
     with changing(path):
-        before, is_learned = _read_pool(path, fingerprint) if add else ([], False)
-        return write_pool(path, join_documents(before + documents), fingerprint, is_learned=is_learned)
+        before = [_read_pool(path, fingerprint)] if adds else []
+        return _write_parts(path, before, documents, fingerprint)
 
 
-def _read_pool(path: str, fingerprint: int) -> tuple[list[IntArray], bool]:
-    """A copy of the documents of a pool, and whether it is a memory, to which jobs add.
+def merge_pools(path: str, sources: Sequence[str]) -> PoolHeader:
+    """Write the documents of several pools of one tokenizer to one, in this order."""
+    parts: list[tuple[IntArray, PoolHeader]] = []
+    for source in sources:
+        with pool_errors(source):
+            parts.append(_read_pool(source, parts[0][1].fingerprint if parts else None))
+    with changing(path):
+        return _write_parts(path, parts, [], parts[0][1].fingerprint)
 
-    The file is closed again: Windows cannot replace an open file.
-    """
+
+def _read_pool(path: str, fingerprint: int | None) -> tuple[IntArray, PoolHeader]:
+    """A copy of the documents of a pool. The file is closed again: Windows cannot replace an open file."""
     pool = Pool.open(path, fingerprint)
-    return [np.array(pool.tokens[1:])], pool.header.learned == 1
+    return np.array(pool.tokens[1:]), pool.header
+
+
+def _write_parts(
+    path: str, parts: Sequence[tuple[IntArray, PoolHeader]], documents: Sequence[IntArray], fingerprint: int
+) -> PoolHeader:
+    """Write the documents of pools, and more of them. To a pool of outputs alone jobs still add theirs."""
+    is_learned = bool(parts) and all(header.learned for _, header in parts)
+    tokens = join_documents([*(part for part, _ in parts), *documents])
+    return write_pool(path, tokens, fingerprint, is_learned=is_learned)
 
 
 def join_documents(documents: Sequence[IntArray]) -> IntArray:
