@@ -2,29 +2,16 @@
 
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --nodes 31
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --memory shared --sources "prompt,prompt+recycled"
-    python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "token recycling,suffix tree"
-    python -m bench.ablation --prompts spec_bench.jsonl --sources "sam + token recycling,racer,logitspec"
-    python -m bench.ablation --prompts traces.jsonl --field prompt --memory shared --sources "prompt,suffix tree"
-    python -m bench.ablation --prompts spec_bench.jsonl --sources retrieval --datastore novels.jsonl
+    python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "sam + token recycling,racer"
 
 Every prompt is decoded with at most `--nodes` draft nodes per step and without a cost model, so that the figures do not
-depend on the machine. `window W N G` is the lookahead branch with these sizes. `heads DIR` are trained heads. The
-drafting rules of other projects run alone:
-
-- `prompt lookup` (transformers), `longest suffix` (vLLM) and `first occurrence` (SAM decoding) draft chains of at most
-  `--nodes` tokens.
-- `token recycling` drafts a static tree of `--nodes` nodes (80 in the paper).
-- `suffix tree` (SuffixDecoding, by the package `arctic-inference`) and `retrieval` (REST, from `--datastore`) draft
-  their likeliest nodes.
-- `sam + token recycling` (SAM decoding, with a static automaton from `--datastore` if given), `racer` and `logitspec`
-  draft from both text and logits. Their docstrings say what is scaled to `--nodes`.
+depend on the machine. `window W N G` is the lookahead branch with these sizes. `heads DIR` are trained heads. The best
+three rules of other projects that were measured run alone: `racer`, `sam + token recycling` (SAM decoding) and `logitspec`.
+They draft from both text and logits. Their docstrings say what is scaled to `--nodes`.
 
 With `--memory shared` each combination remembers the previous prompts; with `request` it remembers none, and with a
 memory file the content of the file. "Before loops" counts the tokens up to the place where 16 tokens of an output
 repeat, since loops flatter n-grams. In fp32 a token that differs from `model.generate` ends the run.
-
-"Calibration" shows the expected and the accepted tokens of sources with probabilities, by source and depth, after the
-first 2,000 tokens (see `bench.calibration`).
 """
 
 from __future__ import annotations
@@ -32,23 +19,17 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain, product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from bench import baselines
-from bench.baselines import ChainRule
-from bench.calibration import Calibration
 from bench.command import make_engine, parser_of, publish, setting_of, use_one_thread
-from bench.datastores import Datastore, Retrieval, SuffixTrees
 from bench.llm import add_prompt_options, read_prompts, sampling
 from bench.llm_figures import Prompt
-from bench.prompts import loop_start, read_tokens
+from bench.prompts import loop_start
 from bench.racer import Racer
-from bench.recycling import LogitSpec, SamRecycling, TokenRecycling
+from bench.rules import LogitSpec, SamRecycling
 from lookahead import Heads, LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.loading.loading import DEFAULT_MODEL, load
@@ -56,31 +37,24 @@ from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.proposers import ProposerState
 
 SOURCES = "prompt,recycled,prompt+outputs+recycled,prompt+outputs+recycled+window 5 3 5,window 7 5 7,window 15 5 15"
-RULES: dict[str, Callable[[Call, int, Datastore | None], Proposer]] = {
-    "prompt lookup": lambda call, nodes, store: ChainRule(baselines.prompt_lookup(nodes)),
-    "longest suffix": lambda call, nodes, store: ChainRule(baselines.longest_suffix(length=nodes)),
-    "first occurrence": lambda call, nodes, store: ChainRule(baselines.first_occurrence(nodes)),
-    "token recycling": lambda call, nodes, store: TokenRecycling(call.vocab_size, nodes),
-    "sam + token recycling": lambda call, nodes, store: SamRecycling(call.vocab_size, nodes, store, call.model),
-    "racer": lambda call, nodes, store: Racer(call.vocab_size, call.model),
-    "logitspec": lambda call, nodes, store: LogitSpec(nodes, call.model),
-    "suffix tree": lambda call, nodes, store: SuffixTrees(),
-    "retrieval": lambda call, nodes, store: Retrieval(store),
+RULES: dict[str, Callable[[Call, int], Proposer]] = {
+    "sam + token recycling": lambda call, nodes: SamRecycling(call.vocab_size, nodes, call.model),
+    "racer": lambda call, nodes: Racer(call.vocab_size, call.model),
+    "logitspec": lambda call, nodes: LogitSpec(nodes, call.model),
 }
 
 
 class Rule:
     """Makes the proposer of another project's rule: one per call, or one for all calls with a shared memory."""
 
-    def __init__(self, name: str, nodes: int, memory: str, store: Datastore | None) -> None:
-        self._make = partial(RULES[name], nodes=nodes, store=store)
-        self._memory = memory
-        self._known: Proposer | None = None
+    def __init__(self, name: str, nodes: int, memory: str) -> None:
+        self._make, self._nodes, self._memory = RULES[name], nodes, memory
+        self._shared: Proposer | None = None
 
     def __call__(self, call: Call) -> Proposer:
-        if self._known is None or self._memory == "request":
-            self._known = self._make(call)
-        return self._known
+        if self._shared is None or self._memory == "request":
+            self._shared = self._make(call, self._nodes)
+        return self._shared
 
 
 class Decoded(NamedTuple):
@@ -103,52 +77,38 @@ class Decoded(NamedTuple):
         return max(0, min(limit, begin) - self.steps[0]), passes
 
 
-def config_of(name: str, nodes: int, memory: Any, store: Datastore | None = None) -> LookaheadConfig:
+def config_of(name: str, nodes: int, memory: Any) -> LookaheadConfig:
     """The configuration of sources joined by `+`, or of a rule in `RULES`."""
-    sources = name.split("+")
-    windows = [each for each in sources if each.startswith("window")]
-    others = [each for each in sources if each not in windows]
-    options: dict[str, Any] = {"proposers": tuple(Heads(each[6:]) if each[:6] == "heads " else each for each in others)}
+    sources, options = name.split("+"), dict[str, Any]()
     if name in RULES:
-        options["proposers"] = (Rule(name, nodes, memory, store),)
-    for window in windows:
-        sizes = tuple(map(int, window.split()[1:]))
-        options = {"proposers": (*options["proposers"], "jacobi"), "window": sizes}
+        options["proposers"] = (Rule(name, nodes, memory),)
+    else:
+        options["proposers"] = [Heads(each[6:]) if each.startswith("heads ") else each for each in sources]
+    for at, source in enumerate(sources):
+        if source.startswith("window "):
+            options["proposers"][at], options["window"] = "jacobi", tuple(map(int, source.split()[1:]))
     if memory not in ("request", "shared") and "recycled" not in sources:
         memory = "shared"
     return LookaheadConfig(draft="fixed", max_nodes=nodes, min_probability=0.0, memory=memory, **options)
 
 
-def decode(
-    model: PreTrainedModel,
-    prompt: Prompt,
-    options: Namespace,
-    config: LookaheadConfig,
-    calibration: Calibration | None = None,
-) -> Decoded:
+def decode(model: PreTrainedModel, prompt: Prompt, options: Namespace, config: LookaheadConfig) -> Decoded:
     """Decode one prompt, and record the tokens of each pass."""
-    engine, emitted = make_engine(model, prompt.ids, config, **sampling(options)), list[list[int]]()
-    for output in chain.from_iterable(engine.run()):
-        emitted.append(output.tokens.tolist())
-        if calibration is not None:
-            calibration.count(engine.sources, output)
-    flat = [token for each in emitted for token in each]
-    return Decoded(prompt.category, flat, [len(each) for each in emitted], engine.stats[0].drafted_tokens)
+    engine = make_engine(model, prompt.ids, config, **sampling(options))
+    steps = [output.tokens.tolist() for output in chain.from_iterable(engine.run())]
+    tokens = list(chain.from_iterable(steps))
+    return Decoded(prompt.category, tokens, [len(step) for step in steps], engine.stats[0].drafted_tokens)
 
 
 def decode_all(
-    model: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    options: Namespace,
-    config: LookaheadConfig,
-    calibration: Calibration | None = None,
+    model: PreTrainedModel, prompts: Sequence[Prompt], options: Namespace, config: LookaheadConfig
 ) -> list[Decoded]:
     """Decode prompts one after the other, each with a fresh read of the memory file if the configuration has one."""
     learned, outputs = LearnedState(), []
-    for each in prompts:
+    for prompt in prompts:
         learned.of(ProposerState, ProposerState).files.clear()  # the file is read again
         with use_learned(model, learned):
-            outputs.append(decode(model, each, options, config, calibration))
+            outputs.append(decode(model, prompt, options, config))
     return outputs
 
 
@@ -174,24 +134,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", default="31", help="most draft nodes a step, commas between (default 31)")
     parser.add_argument("--memory", default="request", help="request, shared, or a memory file (default request)")
     parser.add_argument("--sources", default=SOURCES, help=f"combinations (default {SOURCES})")
-    parser.add_argument("--datastore", type=Path, help="texts for `retrieval` and SAM: one a line, or JSON lines")
-    parser.add_argument("--datastore-field", default="text", help="field of the JSON lines (default text)")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample, from the same seed for every source")
     options = parser.parse_args(argv)
-    if "retrieval" in options.sources.split(",") and options.datastore is None:
-        parser.error("--sources retrieval needs --datastore")
     use_one_thread()
     model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
-    store = options.datastore and Datastore(read_tokens(options.datastore, options.datastore_field, tokenizer))
     prompts, _ = read_prompts(tokenizer, options)
     plain = LookaheadConfig(proposers=())
     expected = [decode(model, each, options, plain).tokens for each in prompts]
     results: dict[str, Any] = {}
     budgets = list(map(int, options.nodes.split(",")))
     for name, nodes in product(options.sources.split(","), budgets):
-        config = config_of(name, nodes, options.memory, store)
-        calibration = None if name in RULES else Calibration()
-        outputs = decode_all(model, prompts, options, config, calibration)
+        outputs = decode_all(model, prompts, options, config_of(name, nodes, options.memory))
         differing = [i for i, output in enumerate(outputs) if output.tokens != expected[i]]
         if differing and options.dtype == "fp32":
             print(f"outputs of {name} differ from those without drafts: {differing}")
@@ -199,10 +152,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = name if len(budgets) == 1 else f"{name} @ {nodes}"
         results[key] = figures(outputs) | {"identical": len(prompts) - len(differing)}
         print(key, results[key], flush=True)
-        if calibration is not None:
-            results[key]["calibration"] = calibration.report()
-            for line in calibration.lines():
-                print(line, flush=True)
     setting = setting_of(options, "max_new_tokens", "memory", "temperature", "per_category", "offset")
     publish({**setting, "prompts": len(prompts), "nodes": budgets, "sources": results}, options.output)
     return 0

@@ -1,4 +1,4 @@
-"""Common code of the benchmarks: the command line, threads and cores, and the figures as a JSON object."""
+"""What the benchmarks share: the command line, cores and clocks, engines, and the figures as one JSON object."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ import argparse
 import json
 import os
 import platform
+import re
+import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 
 from lookahead import LookaheadConfig
 from lookahead.decoding.plan import plan_request
-from lookahead.drafting.proposal import IntArray
 from lookahead.engine.engine import Engine
+from lookahead.loading.quantized import OWN_BLOCKS, QUANTIZED
 from lookahead.model.calls import resolve_call
 from lookahead.utils.machine import processor
 
+_Name = TypeVar("_Name")
+
 
 def parser_of(
-    page: str | None, *, model: str | None = None, dtype: str | None = None, core: bool = False, threads: bool = False
+    page: str | None,
+    *,
+    model: str | None = None,
+    dtype: str | None = None,
+    core: bool = False,
+    threads: bool = False,
+    quantize: bool = False,
 ) -> argparse.ArgumentParser:
     """A parser whose help is the docstring of a benchmark, with `--output` and other common options.
 
@@ -46,6 +56,8 @@ def parser_of(
         parser.add_argument(
             "--threads", type=int, default=1, help="with several, on as many cores, the wall's seconds count"
         )
+    if quantize:
+        parser.add_argument("--quantize", choices=(*QUANTIZED, OWN_BLOCKS), help="weights of the linear layers")
     return parser
 
 
@@ -80,22 +92,9 @@ def clock_of(threads: int) -> str:
     return "cpu" if threads == 1 else "wall"
 
 
-def make_engine(
-    model: Any,
-    ids: torch.Tensor,
-    config: LookaheadConfig | None,
-    predictions: Sequence[Sequence[IntArray]] = (),
-    **options: Any,
-) -> Engine:
-    """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy by default.
-
-    `predictions` are predictions of the outputs by row.
-    """
-    shared = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
-    plan = plan_request(resolve_call(model, ids, **shared), config)
-    engine = replace(plan, predictions=predictions).begin()
-    assert isinstance(engine, Engine)
-    return engine
+def timer_of(threads: int) -> Callable[[], float]:
+    """Reads the clock of the figures, in seconds."""
+    return time.process_time if clock_of(threads) == "cpu" else time.perf_counter
 
 
 def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
@@ -105,16 +104,31 @@ def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.pro
     return clock() - begin
 
 
+def in_turn(names: Sequence[_Name], number: int) -> Iterator[_Name]:
+    """The names, from another one on for every number, so that no method is always the first."""
+    turn = number % len(names)
+    yield from (*names[turn:], *names[:turn])
+
+
+def make_engine(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **options: Any) -> Engine:
+    """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy by default."""
+    shared = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
+    engine = replace(plan_request(resolve_call(model, ids, **shared), config)).begin()
+    assert isinstance(engine, Engine)
+    return engine
+
+
 def setting_of(arguments: argparse.Namespace, *options: str) -> dict[str, Any]:
     """The setting of a measurement: model, dtype, device, threads, and the values of `options`."""
-    model, device = Path(arguments.model).name, f"cpu, {processor()}"
-    setting = {"model": model, "dtype": arguments.dtype, "device": device, "threads": getattr(arguments, "threads", 1)}
+    setting = {"model": Path(arguments.model).name, "dtype": arguments.dtype, "device": f"cpu, {processor()}"}
+    setting["threads"] = getattr(arguments, "threads", 1)
     return setting | {name: getattr(arguments, name) for name in options}
 
 
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def command_line() -> str:
+    """The command of this process, with the names of files without their folders."""
+    words = (re.sub(r"[^\s:=]*/", "", word) for word in sys.argv[1:])
+    return f"python -m bench.{Path(sys.argv[0]).stem} {shlex.join(words)}".strip()
 
 
 def versions() -> dict[str, str]:
@@ -122,15 +136,15 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-    for package in ("torch", "transformers", "numba", "numpy", "ray"):
+    for package in ("torch", "transformers", "numba", "numpy"):
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
 
 
 def publish(report: Mapping[str, Any], output: Path | None) -> None:
-    """Print the figures and the versions as the last line, and write them to `output`; given versions stay."""
-    report = {**report, "versions": {**versions(), **report.get("versions", {})}}
+    """Print command, figures and versions as the last line, and write them to `output`."""
+    report = {"command": command_line(), **report, "versions": versions()}
     if output:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report))

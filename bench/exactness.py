@@ -9,8 +9,9 @@ In fp32 every output must be the same, seed for seed; the command fails and name
 pass over several tokens rounds differently from a pass over one, unless every node attends alone. Models that pass
 lookahead's own check of bits must give the same outputs too. For the others the command reports the share of prompts
 that diverge from greedy decoding, and the gap of the two likeliest logits there, along with transformers' own prompt
-lookup. With `proposers=()` no prompt may diverge. `--prompts` adds the tests' summarizer on real passages. `--model`
-compares only that model, in bf16.
+lookup. With `proposers=()` no prompt may diverge. `--prompts` adds the tests' summarizer on real passages, in fp32 and
+bf16. `--model` compares only that model, in bf16, on prompts spread over the file. At the end real prompts are also
+decoded together, and each must give the same tokens as alone.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from transformers import PreTrainedModel
 
 import lookahead
 from bench.command import parser_of, publish, use_one_thread
-from bench.llm import as_chat
-from bench.prompts import SUMMARIZER, agreed, read_texts, summary_prompts
+from bench.prompts import SUMMARIZER, agreed, as_chat, cut_documents, read_texts
 from lookahead import LookaheadConfig
 from lookahead.backend.self_check import keeps_solo_bits
-from lookahead.loading.loading import load
+from lookahead.loading.loading import LoadedModel, load
+from lookahead.summarization.prompting import Prompting
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 from tests.support.stateful import DoneTracker, Grammar, calls_of
@@ -148,12 +149,17 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
     return runs, failures
 
 
+def is_exact(model: PreTrainedModel) -> bool:
+    """Whether a model must give the tokens of `model.generate`: in fp32, or where passes keep their bits."""
+    return model.dtype == torch.float32 or (not model.config.is_encoder_decoder and keeps_solo_bits(model))
+
+
 @dataclass(slots=True)
-class Half:
-    """Divergence in half precision: without drafts, with drafts, sampled, and of transformers' prompt lookup."""
+class Divergences:
+    """Divergence without drafts, with drafts, sampled, and of transformers' prompt lookup."""
 
     ways: dict[str, Divergence] = field(default_factory=lambda: {way: Divergence() for way in WAYS})
-    promised: int = 0  # outputs that diverged although the model passed the check of bits
+    promised: int = 0  # outputs that diverged although the model is exact
 
     def compare(self, model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> list[int]:
         """Decode one prompt in every way and record where each diverges; returns the new tokens of greedy decoding."""
@@ -163,7 +169,7 @@ class Half:
         except ValueError:
             return []  # transformers has no prompt lookup for this model: there is nothing to compare with
         begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
-        is_promised = not model.config.is_encoder_decoder and keeps_solo_bits(model)
+        is_promised = is_exact(model)
         greedy: list[int] = []
         for mode in ("greedy", "warm"):
             kwargs |= MODES[mode]
@@ -183,7 +189,7 @@ class Half:
     def failures(self, family: str) -> list[dict[str, str]]:
         """A failure for every output that diverged without drafts or against the check of bits."""
         drafts = ["none"] * len(self.ways["without_drafts"].gaps) + ["real"] * self.promised
-        return [{"family": family, "batch": "one", "mode": "half", "draft": draft} for draft in drafts]
+        return [{"family": family, "batch": "one", "mode": "alone", "draft": draft} for draft in drafts]
 
 
 def stateful_outcome(
@@ -210,75 +216,62 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.model:
         if arguments.prompts is None:
             parser.error("--model needs --prompts")
-        return check_model(arguments)
+        loaded = load(arguments.model, dtype="bf16", device="cpu")
+        texts = list(read_texts(arguments.prompts, arguments.field))
+        chosen = texts[:: max(1, len(texts) // arguments.limit)][: arguments.limit]
+        prompts = [as_chat(text, loaded.tokenizer) for text in chosen]
+        figures, failures = check_prompts(loaded, prompts, arguments.max_new_tokens)
+        publish({"model": Path(arguments.model).name, "bf16": figures, "failures": failures}, arguments.output)
+        return 1 if failures else 0
     table = ENCODER_DECODERS if arguments.encoder_decoders else FAMILIES
     names = arguments.families.split(",") if arguments.families else list(table)
-    runs, failures = 0, []
-    halves = Half()
+    runs, failures, half = 0, list[dict[str, str]](), Divergences()
     for name in names:
         family = table[name]
         family_runs, family_failures = check_family(family)
         runs, failures = runs + family_runs, failures + family_failures
         print(f"{name:24} {family.decoded:7} {family_runs - len(family_failures):3} of {family_runs} identical")
         if family.decoded != "plain":
-            half = build(family).to(torch.bfloat16)
+            model = build(family).to(torch.bfloat16)
             for row in ROWS:
-                halves.compare(half, torch.tensor([row]), max_new_tokens=NEW_TOKENS)
-    failures += halves.failures("tiny")
-    report: dict[str, Any] = {
-        "families": len(names),
-        "fp32": {"runs": runs, "identical": runs - sum(failure["mode"] != "half" for failure in failures)},
-        "bf16": halves.report(),
-    }
+                half.compare(model, torch.tensor([row]), max_new_tokens=NEW_TOKENS)
+    report: dict[str, Any] = {"families": len(names), "fp32": {"runs": runs, "identical": runs - len(failures)}}
+    report["bf16"] = half.report()
+    failures += half.failures("tiny")
     if arguments.prompts:
-        report["summarizer"] = check_summarizer(arguments, failures)
+        loaded = {dtype: load(SUMMARIZER, dtype=dtype, device="cpu") for dtype in ("fp32", "bf16")}
+        prompts = passages(loaded["fp32"].tokenizer, arguments)
+        found = {dtype: check_prompts(model, prompts, 200) for dtype, model in loaded.items()}
+        report["summarizer"] = {dtype: each for dtype, (each, _) in found.items()}
+        failures += [failure for _, differing in found.values() for failure in differing]
     publish(report | {"failures": failures}, arguments.output)
     return 1 if failures else 0
 
 
-def check_summarizer(arguments: argparse.Namespace, failures: list[dict[str, str]]) -> dict[str, Any]:
-    """Summarize real passages: in fp32 the same tokens, greedy and sampled, in bf16 the divergence."""
-    runs, differing = 0, []
-    model, tokenizer = load(SUMMARIZER, dtype="fp32", device="cpu")
-    texts = read_texts(arguments.prompts, arguments.field)
-    prompts = summary_prompts(texts, tokenizer, limit=arguments.limit, shortest=200, longest=800)
-    encode: Any = partial(tokenizer, return_tensors="pt", add_special_tokens=False)
-    passages = [encode(prompt).input_ids for prompt in prompts]
-    for number, ids in enumerate(passages):
-        for mode, options in MODES.items():
-            call = partial(seeded, model, inputs=ids, **options, max_new_tokens=200)
-            runs += 1
-            if not torch.equal(call(**OURS), call()):
-                differing.append({"family": "summarizer", "batch": f"passage {number}", "mode": mode, "draft": "real"})
-    print(f"summarizer, {len(passages)} passages: {runs - len(differing)} of {runs} identical in fp32")
-    half, model = Half(), load(SUMMARIZER, dtype="bf16", device="cpu").model
-    for ids in passages:
-        half.compare(model, ids, max_new_tokens=200)
-    failures += differing + half.failures("summarizer")
-    return {"fp32": {"runs": runs, "identical": runs - len(differing)}, "bf16": half.report()}
+def passages(tokenizer: Any, arguments: argparse.Namespace) -> list[torch.Tensor]:
+    """Prompts for the tests' summarizer: passages of real documents."""
+    prompting, texts = Prompting(tokenizer), list(read_texts(arguments.prompts, arguments.field))
+    documents = cut_documents(texts, tokenizer, limit=arguments.limit, shortest=200, longest=700)
+    rendered = [prompting.render(prompting.clean(document)) for document in documents]
+    return [tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in rendered]
 
 
-def check_model(arguments: argparse.Namespace) -> int:
-    """Continue prompts spread over the file with a model in bf16, with its chat template if it has one.
-
-    At the end they are also decoded together, and each must give the same tokens as alone.
-
-    Returns 1 if an output differs that must not.
-    """
-    loaded = load(arguments.model, dtype="bf16", device="cpu")
-    texts, half = list(read_texts(arguments.prompts, arguments.field)), Half()
-    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
-    chosen = texts[:: max(1, len(texts) // arguments.limit)][: arguments.limit]
-    prompts = [as_chat(text, loaded.tokenizer) for text in chosen]
-    alone = [half.compare(loaded.model, ids, max_new_tokens=arguments.max_new_tokens) for ids in prompts]
-    done = lookahead.stream_many(*loaded, [ids[0].tolist() for ids in prompts], **options)
-    together = sum(each.token_ids == alone[each.index] for each in done)
+def check_prompts(
+    loaded: LoadedModel, prompts: Sequence[torch.Tensor], new: int
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Continue prompts alone and together; returns the figures and what failed."""
+    model, half = loaded.model, Divergences()
+    alone = [half.compare(model, ids, max_new_tokens=new) for ids in prompts]
+    rows = [ids[0].tolist() for ids in prompts]
+    done = lookahead.stream_many(*loaded, rows, max_new_tokens=new, do_sample=False)
+    together = sum(output.token_ids == alone[output.index] for output in done)
     report = {**half.report(), "together": {"runs": len(prompts), "identical": together}}
     for name, counts in report.items():
-        print(f"{name:16} {counts['identical']:3} of {counts['runs']} identical")
-    publish({"model": type(loaded.model).__name__, "bf16": report}, arguments.output)
-    has_parted = keeps_solo_bits(loaded.model) and together < len(prompts)
-    return 1 if has_parted or half.failures("") else 0
+        print(f"{name:16} {counts['identical']:3} of {counts['runs']} identical, {model.dtype}")
+    failures = half.failures(type(model).__name__)
+    if together < len(prompts) and is_exact(model):
+        failures.append({"family": type(model).__name__, "batch": "together", "mode": "greedy", "draft": "real"})
+    return report, failures
 
 
 if __name__ == "__main__":

@@ -12,11 +12,7 @@ the stories in `examples`, each at a random sentence, so that they overlap.
 
 Seconds are CPU time of one thread, which is independent of other processes; wall time is reported too. The same rows
 also summarize the documents with a single token each, which measures reading alone: `speedup_if_decoding_were_free` is
-the upper bound for any decoding. A token that is kept costs as much as a token that is read, so
-`speedup_if_no_draft_were_wrong` counts every summary token as one more document token. It ignores the cost of scores.
-
-Before that, --streamed short documents go through a dry engine, a model of one tiny layer, and the maximum growth of
-the process's resident memory is read from /proc (Linux).
+the upper bound for any decoding.
 """
 
 from __future__ import annotations
@@ -31,17 +27,14 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import lookahead
-from bench.command import parser_of, publish, resident_bytes, use_one_thread
-from bench.prompts import SUMMARIZER, read_texts
+from bench.command import in_turn, parser_of, publish, setting_of, use_one_thread
+from bench.prompts import SUMMARIZER, cut_documents, read_texts
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.loading.loading import load
 from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.summarization.prompting import PromptFitter
-from lookahead.summarization.segmentation import split_sentences
 from lookahead.summarization.summarizer import Summarizer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -49,29 +42,6 @@ HF_SIZES = (4, 8, 16, 32)
 GATE = 32  # documents that warm up and are compared first, at most the number of timed ones
 
 Texts = dict[int, str]
-
-
-def cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> list[str]:
-    """Documents of `shortest` to `longest` tokens, with log-uniform lengths from a fixed seed."""
-    rng = np.random.default_rng(0)
-    stories = [list(split_sentences(text.strip())) for text in texts]
-    sizes = [[len(ids) for ids in tokenizer(story, add_special_tokens=False)["input_ids"]] for story in stories]
-    begins = dict.fromkeys(range(len(stories)), 0)  # of stories that are not used up
-    documents: list[str] = []
-    wanted = arguments.documents + min(GATE, arguments.documents)
-    while begins and len(documents) < wanted:
-        for story in list(begins):
-            if not arguments.text:
-                begins[story] = int(rng.integers(len(stories[story])))
-            goal = np.exp(rng.uniform(np.log(arguments.shortest), np.log(arguments.longest)))
-            ends = np.flatnonzero(np.cumsum(sizes[story][begins[story] :]) >= goal)
-            if ends.size:
-                end = begins[story] + int(ends[0]) + 1
-                documents.append("".join(stories[story][begins[story] : end]).strip())
-                begins[story] = end
-            elif arguments.text:
-                del begins[story]
-    return documents[:wanted]
 
 
 def together(summarizer: Summarizer, rows: int) -> Callable[[Sequence[str]], Texts]:
@@ -122,37 +92,18 @@ def check(ways: dict[str, Texts], dtype: str, what: str) -> int:
     return same["together"]
 
 
-def measure_memory(count: int, rows: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Stream short documents through a tiny model, and measure the maximum growth of resident memory."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, max_position_embeddings=256, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).float().eval()
-    words = ["a", "quiet", "story", "of", "one", "long", "day", "by", "the", "river", "and", "those", "who", "lived"]
-    rng = np.random.default_rng(1)
-    prompts = (" ".join(rng.choice(words, size=rng.integers(4, 16))) for _ in range(count))
-    before, growths = resident_bytes(), [[0, 0.0]]
-    stream = lookahead.stream_many(model, tokenizer, prompts, rows=rows, max_new_tokens=4, do_sample=False)
-    for done, completion in enumerate(stream, start=1):
-        assert completion.error is None
-        if done % max(1, count // 100) == 0:
-            growths.append([done, round((resident_bytes() - before) / 2**20, 1)])
-    some = growths[:: max(1, len(growths) // 10)]
-    return {"rss_growth_mb": max(grown for _, grown in growths), "streamed": count, "rss_growth_by_documents": some}
+def read_documents(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The documents to summarize, after those that warm up."""
+    path, texts = arguments.text, list[str]()
+    for file in [path] if path else sorted(EXAMPLES.glob("*.txt")):
+        texts += [file.read_text("utf-8")] if file.suffix == ".txt" else read_texts(file, arguments.field)
+    lengths = {"shortest": arguments.shortest, "longest": arguments.longest}
+    limit = arguments.documents + min(GATE, arguments.documents)
+    return cut_documents(texts, tokenizer, limit=limit, **lengths, overlap=not path)
 
 
-def texts_of(arguments: argparse.Namespace) -> list[str]:
-    paths = [arguments.text] if arguments.text else sorted(EXAMPLES.glob("*.txt"))
-    return [
-        text
-        for path in paths
-        for text in ([path.read_text(encoding="utf-8")] if path.suffix == ".txt" else read_texts(path, arguments.field))
-    ]
-
-
-def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-    documents = cut(texts_of(arguments), tokenizer, arguments)
+def measure(arguments: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+    documents = read_documents(arguments, tokenizer)
     first = min(GATE, len(documents) // 2)
     gate, documents = documents[:first], documents[first:]
     if not documents:
@@ -174,8 +125,7 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
     ways = {**ours, "hf_batch": sizes[best], "reading": reading}
     rounds: list[dict[str, tuple[Texts, float, float]]] = []
     for number in range(arguments.trials):
-        names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
-        rounds.append({name: timed(ways[name], documents, model) for name in names})
+        rounds.append({name: timed(ways[name], documents, model) for name in in_turn(list(ways), number)})
         print({name: round(run[1], 1) for name, run in rounds[-1].items()}, flush=True)
     whole = {name: rounds[0][name][0] for name in (*ours, "hf_batch")}
     identical = check(whole, arguments.dtype, "timed")
@@ -187,12 +137,10 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
         [len(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
         for texts in (documents, list(whole["together"].values()))
     )
-    free = over("one_by_one", "reading")
     return {
         "speedup_vs_one_by_one": over("one_by_one"),
         "speedup_vs_hf_batch": over("hf_batch"),
-        "speedup_if_decoding_were_free": free,
-        "speedup_if_no_draft_were_wrong": round(free / (1.0 + sum(written) / sum(lengths)), 3),
+        "speedup_if_decoding_were_free": over("one_by_one", "reading"),
         "documents": len(documents),
         "identical": identical,
         "identical_to_one_by_one": sum(text == whole["one_by_one"][i] for i, text in whole["together"].items()),
@@ -200,8 +148,6 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
         "rows": arguments.rows or "decided by lookahead",
         "document_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
         "summary_tokens": {"min": min(written), "median": statistics.median(written), "max": max(written)},
-        "max_new_tokens": new,
-        "trials": arguments.trials,
         "documents_per_cpu_s": {
             name: round(len(documents) / statistics.median(each[name][1] for each in rounds), 2) for name in ways
         },
@@ -219,17 +165,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, help="documents together; left to lookahead where not given")
     parser.add_argument("--trials", type=int, default=1, help="timed rounds")
-    parser.add_argument("--streamed", type=int, default=100_000, help="documents through the dry engine; 0 for none")
     arguments = parser.parse_args(argv)
     use_one_thread()
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
-    report: dict[str, Any] = {}
-    if arguments.streamed:  # first: memory freed by other work would be reused and hide growth
-        report |= measure_memory(arguments.streamed, arguments.rows or 16, tokenizer)
-    if arguments.documents:
-        report = measure_speed(arguments, model, tokenizer) | report
-    report |= {"model": Path(arguments.model).name, "dtype": arguments.dtype, "device": "cpu", "threads": 1}
-    publish(report, arguments.output)
+    report = measure(arguments, model, tokenizer)
+    publish({**report, **setting_of(arguments, "max_new_tokens", "trials")}, arguments.output)
 
 
 if __name__ == "__main__":

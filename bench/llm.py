@@ -33,13 +33,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from bench import llm_figures
-from bench.command import clock_of, make_engine, parser_of, publish, setting_of, stay_on_cores
+from bench.command import clock_of, in_turn, make_engine, parser_of, publish, setting_of, stay_on_cores
 from bench.llm_figures import CLOCKS, CONFIGS, GREEDY, LOOKUPS, OURS, Prompt, Run
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
-from bench.prompts import cut, loops
+from bench.prompts import as_chat, begin_of, loops
 from lookahead import Heads, LookaheadConfig
 from lookahead.loading.loading import DEFAULT_MODEL, load
-from lookahead.loading.quantized import OWN_BLOCKS, QUANTIZED
 from lookahead.model.model_state import LearnedState, use_learned
 from tests.support.pass_recorder import counted_passes
 
@@ -162,7 +161,7 @@ def read_prompts(
     texts = {"chat": [text for text in chain.from_iterable(chats) if text is not None], **by_category}
     if arguments.stories:
         stories = [json.loads(line)["document"] for line in arguments.stories.read_text(encoding="utf-8").splitlines()]
-        texts[STORIES] = [SUMMARIZE + cut(story.strip(), tokenizer, arguments.longest) for story in stories]
+        texts[STORIES] = [SUMMARIZE + begin_of(story.strip(), tokenizer, arguments.longest) for story in stories]
     first, count = arguments.offset, arguments.per_category
     measured, warming = [], []
     for category, each in texts.items():
@@ -177,24 +176,11 @@ def read_prompts(
     return measured, warming[: arguments.warmup]
 
 
-def as_chat(text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The token ids of one turn, `[1, length]`: with the tokenizer's chat template if there is one, or as given."""
-    if not isinstance(text, str):
-        return torch.tensor([text])
-    if tokenizer.chat_template is None:
-        return torch.tensor([tokenizer(text)["input_ids"]])
-    message = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    return torch.tensor([tokenizer(rendered, add_special_tokens=False)["input_ids"]])
-
-
 def run_in_turn(methods: Mapping[str, Method], prompts: Sequence[Prompt]) -> dict[str, list[Run]]:
     """Run every method on every prompt, in rotating order."""
-    names = list(methods)
-    runs: dict[str, list[Run]] = {name: [] for name in names}
+    runs: dict[str, list[Run]] = {name: [] for name in methods}
     for i, prompt in enumerate(prompts):
-        turn = i % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in in_turn(list(methods), i):
             runs[name].append(methods[name](prompt.ids))
         greedy = runs[GREEDY][-1]
         print(f"{i + 1}/{len(prompts)} {prompt.category}: {prompt.ids.shape[1]} tokens of prompt, "
@@ -242,8 +228,7 @@ def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argpars
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True, threads=True)
-    parser.add_argument("--quantize", choices=(*QUANTIZED, OWN_BLOCKS), help="weights of the linear layers")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True, threads=True, quantize=True)
     parser.add_argument("--label", help="what the result calls the model; its last part when left out")
     add_prompt_options(parser, per_category=2)
     parser.add_argument("--warmup", type=int, default=2, help="prompts beside those measured, to warm up with")

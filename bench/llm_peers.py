@@ -62,15 +62,14 @@ def run_peer(peer: Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]
     `temperature`.
     """
     job = {**job, "peer": peer.name, "model": peer.model or job["model"]}
-    environment = {**os.environ, **ENVIRONMENT}
-    environment.pop("PYTHONPATH", None)
+    environment = {name: value for name, value in {**os.environ, **ENVIRONMENT}.items() if name != "PYTHONPATH"}
     openmp = peer.python.parent.parent / "lib" / "libiomp5.so"  # vLLM needs it to draft
     if peer.name == "vllm" and openmp.exists():
         environment["LD_PRELOAD"] = str(openmp)
     if hasattr(os, "sched_getaffinity"):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
     runs: dict[str, list[dict[str, Any]]] = {}
-    for kind in job.get("kinds") or KINDS.get(peer.name, ("",)):  # a process each: engines do not release all resources
+    for kind in KINDS.get(peer.name, ("",)):  # a process each: engines do not release all resources
         done = subprocess.run(
             [str(peer.python), str(Path(__file__).resolve())],
             input=json.dumps(job | {"kind": kind}),
@@ -158,7 +157,7 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """vLLM on the CPU, plain or with a kind of drafts, with `batch` requests at a time (default 1)."""
+    """vLLM on the CPU, plain or with a kind of drafts, one request at a time."""
     from vllm import LLM, SamplingParams
 
     drafts: dict[str, Any] = {
@@ -193,39 +192,12 @@ def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
                     length = len(tokens)
 
     llm = LLM(
-        model=job["model"], dtype=dtype, max_model_len=longest, max_num_seqs=job.get("batch", 1),
+        model=job["model"], dtype=dtype, max_model_len=longest, max_num_seqs=1,
         enable_prefix_caching=False, speculative_config=drafts[job["kind"]], disable_log_stats=True, seed=0,
     )  # fmt: skip
     engine = llm.llm_engine
     list(decode(engine, job["prompts"][0][:16], -1))
-    if job.get("batch", 1) > 1:
-        runs = together(engine, job["prompts"], sampling)
-    else:
-        runs = [timed(decode(engine, ids, i)) for i, ids in enumerate(job["prompts"])]
-    return {f"vLLM {job['kind']}": runs}
-
-
-def together(engine: Any, prompts: Sequence[list[int]], sampling: Any) -> list[dict[str, Any]]:
-    """Runs of prompts that vLLM decodes in one batch. The total seconds, including prefills, are divided evenly."""
-    begin = read_clocks()
-    for i, ids in enumerate(prompts):
-        engine.add_request(str(i), {"prompt_token_ids": ids}, sampling)
-    tokens: dict[str, list[int]] = {}
-    passes, first = dict.fromkeys(map(str, range(len(prompts))), -1), {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            now = list(output.outputs[0].token_ids)
-            if len(now) > len(tokens.get(output.request_id, ())):
-                passes[output.request_id] += 1
-                first.setdefault(output.request_id, len(now))
-            tokens[output.request_id] = now
-    end = read_clocks()
-    share = {clock: (end[clock] - begin[clock]) / len(prompts) for clock in begin}
-    nothing = dict.fromkeys(begin, 0.0)
-    return [
-        {"tokens": tokens[i], "first": first[i], "passes": passes[i], "prefill": nothing, "total": share}
-        for i in passes
-    ]
+    return {f"vLLM {job['kind']}": [timed(decode(engine, ids, i)) for i, ids in enumerate(job["prompts"])]}
 
 
 def run_stub(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

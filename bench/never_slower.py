@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +29,9 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.command import make_engine, parser_of, publish, use_one_thread
-from bench.prompts import SUMMARIZER, read_tokens
+from bench.llm_figures import CLOCKS
+from bench.llm_peers import read_clocks
+from bench.prompts import SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.loading.loading import load
 from lookahead.stats import DecodingStats, total
@@ -53,6 +54,13 @@ class Case(NamedTuple):
     @property
     def new(self) -> int:
         return self.script.shape[1] - self.prompt
+
+
+class Decoded(NamedTuple):
+    """The seconds of an engine by clock, and its stats."""
+
+    seconds: dict[str, float]
+    stats: DecodingStats
 
 
 def make_cases(texts: list[list[int]], kind: str, batch_size: int, count: int, prompt: int, new: int) -> Iterator[Case]:
@@ -87,54 +95,50 @@ def dictating(model: PreTrainedModel, case: Case, rows: Callable[[], list[int]])
         handle.remove()
 
 
-def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | None) -> list[tuple[float, float, Any]]:
-    """Step engines in turn to their ends; returns wall seconds, CPU seconds and stats of each."""
+def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | None) -> list[Decoded]:
+    """Step engines in turn to their ends."""
     options = {"max_new_tokens": case.new, **ENDLESS}
     engines = [make_engine(model, case.prompts, config, **options) for config in configs]
-    loops = [engine.run() for engine in engines]
-    outputs = [[[] for _ in case.script] for _ in engines]
-    seconds, cpu_seconds = [0.0] * len(engines), [0.0] * len(engines)
-    running = list(range(len(engines)))
+    loops = {i: engine.run() for i, engine in enumerate(engines)}
+    outputs = [[list[int]() for _ in case.script] for _ in engines]
+    spent = [dict.fromkeys(CLOCKS, 0.0) for _ in engines]
     now = [0]
     with engines[0].serving(), dictating(model, case, lambda: [row.index for row in engines[now[0]]._rows]):
-        while running:
-            for i in list(running):
-                now[0] = i
-                start, cpu_start = time.perf_counter(), time.process_time()
-                step_outputs = next(loops[i], None)
-                cpu_seconds[i] += time.process_time() - cpu_start
-                seconds[i] += time.perf_counter() - start
-                if step_outputs is None:
-                    running.remove(i)
-                for step_output in step_outputs or ():
-                    outputs[i][step_output.row].extend(step_output.tokens.tolist())
-    written = case.script[:, case.prompt :].tolist()
-    if any(output != written for output in outputs):
+        while loops:
+            for i in list(loops):
+                now[0], begin = i, read_clocks()
+                steps = next(loops[i], None)
+                for clock, at in read_clocks().items():
+                    spent[i][clock] += at - begin[clock]
+                if steps is None:
+                    del loops[i]
+                for step in steps or ():
+                    outputs[i][step.row].extend(step.tokens.tolist())
+    if any(output != case.script[:, case.prompt :].tolist() for output in outputs):
         sys.exit("not lossless: the given text was not written; nothing is reported")
-    return list(zip(seconds, cpu_seconds, [engine.stats for engine in engines], strict=True))
+    return [Decoded(seconds, total(engine.stats)) for seconds, engine in zip(spent, engines, strict=True)]
 
 
 def measure(model: PreTrainedModel, cases: list[Case], config: LookaheadConfig | None) -> dict[str, Any]:
     """Seconds of plain decoding over seconds of lookahead, for all batches but the first, which warms up."""
     plain = LookaheadConfig(proposers=())
-    ratios, cpu_ratios, plain_total, all_stats = [], [], 0.0, list[DecodingStats]()
-    for i, case in enumerate(cases):
-        order = (plain, config) if i % 2 == 0 else (config, plain)
-        runs = run_in_turn(model, case, *order)
-        if i == 0:
-            continue
-        (plain_s, plain_cpu, _), (ours_s, ours_cpu, stats) = runs if i % 2 == 0 else reversed(runs)
-        ratios.append(plain_s / ours_s)
-        cpu_ratios.append(plain_cpu / ours_cpu)
-        plain_total += plain_s
-        all_stats += stats
-    pairs, stats = pair_means(ratios), total(all_stats)
-    found = {"speedup": statistics.median(pairs), "cpu_speedup": statistics.median(pair_means(cpu_ratios))}
-    found |= {"lowest": min(pairs), "highest": max(pairs)}
-    found["drafted_per_pass"] = stats.drafted_tokens / stats.target_forwards
-    found["accepted_per_pass"] = stats.accepted_tokens / stats.target_forwards
-    found["plain_ms_per_token"] = 1e3 * plain_total / sum(case.new for case in cases[1:])
-    return {name: round(each, 4) for name, each in found.items()}
+    run_in_turn(model, cases[0], plain, config)
+    runs = list[tuple[Decoded, Decoded]]()
+    for i, case in enumerate(cases[1:]):
+        order = (plain, config) if i % 2 else (config, plain)
+        first, second = run_in_turn(model, case, *order)
+        runs.append((first, second) if i % 2 else (second, first))
+    pairs = {
+        clock: pair_means([theirs.seconds[clock] / ours.seconds[clock] for theirs, ours in runs]) for clock in CLOCKS
+    }
+    stats = total([ours.stats for _, ours in runs])
+    figures = {"speedup": statistics.median(pairs["wall"]), "cpu_speedup": statistics.median(pairs["cpu"])}
+    figures |= {"lowest": min(pairs["wall"]), "highest": max(pairs["wall"])}
+    figures["drafted_per_pass"] = stats.drafted_tokens / stats.target_forwards
+    figures["accepted_per_pass"] = stats.accepted_tokens / stats.target_forwards
+    plain_s = sum(theirs.seconds["wall"] for theirs, _ in runs)
+    figures["plain_ms_per_token"] = 1e3 * plain_s / sum(case.new for case in cases[1:])
+    return {name: round(figure, 4) for name, figure in figures.items()}
 
 
 def pair_means(ratios: list[float]) -> list[float]:
@@ -161,7 +165,8 @@ def main() -> None:
     results = {}
     for dtype in arguments.dtypes.split(","):
         model, tokenizer = load(arguments.model, dtype=dtype, device="cpu")
-        tokens = read_tokens(arguments.prompts, arguments.field, tokenizer)
+        texts = [text.strip() for text in read_texts(arguments.prompts, arguments.field)]
+        tokens = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         for kind in arguments.texts.split(","):
             for batch_size in map(int, arguments.batch_sizes.split(",")):
                 size = (batch_size, 2 * arguments.pairs + 1, arguments.prompt_tokens, arguments.max_new_tokens)

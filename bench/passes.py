@@ -6,7 +6,7 @@
     python -m bench.passes --model DIR --dtype fp32 --contexts 300,2000 --nodes 1,8,64
 
 Our ways take turns with one step of transformers: "exact" lets every node attend alone (half precision only), "fast"
-uses a mask, "unpacked" is fast without packed weights. Figures are median milliseconds, of CPU time with one thread and
+uses a mask. Figures are median milliseconds, of CPU time with one thread and
 of wall time with several. A perfect pass reads every weight once at the measured bandwidth of the threads, or
 multiplies at their measured peak, whichever takes longer. "% of perfect" is its time over the time of the way.
 """
@@ -15,27 +15,27 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.command import clock_of, parser_of, publish, seconds_of, setting_of, stay_on_cores
+from bench.command import parser_of, publish, seconds_of, setting_of, stay_on_cores, timer_of
 from lookahead import load
 from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.tree import TokenTree
 from lookahead.loading.loading import DEFAULT_MODEL
-from lookahead.loading.quantized import OWN_BLOCKS, QUANTIZED, QuantizedLinear
+from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.call_caches import CACHE
 
 STEP = "transformers, 1 token"
-WAYS: dict[str, dict[str, Any]] = {"exact": {}, "fast": {}, "unpacked": {"packs": False}}
+WAYS = {"exact": BitPolicy.SOLO, "fast": BitPolicy.ROUNDED}
 _READ = 1 << 28  # floats summed to measure the bandwidth: 1 GiB, larger than any cache
 _SIDE = 2048  # side of the matrices multiplied to measure the peak
 
@@ -76,18 +76,13 @@ def measure(
     context: int,
     widths: list[int],
     rounds: int,
-    ways: dict[str, dict[str, Any]],
+    ways: dict[str, BitPolicy],
     clock: Callable[[], float],
 ) -> dict[str, dict[int, float]]:
-    """Median milliseconds by way and nodes, after `context` tokens; `ways` are options of a target."""
+    """Median milliseconds by way and nodes, after `context` tokens."""
     vocabulary = model.config.get_text_config().vocab_size
     prompt = ((np.arange(context) * 7919 + 13) % vocabulary).astype(np.int32)
-    targets = {
-        name: backend_for(model, rows=1, capacity=context + max(widths), **options) for name, options in ways.items()
-    }
-    for target in targets.values():
-        with target.serving():
-            target.read([prompt])
+    backend = backend_for(model, rows=1, capacity=context + max(widths))
     own = DynamicCache(config=model.config)
     causal_lm: Any = model
     with torch.inference_mode():
@@ -98,40 +93,38 @@ def measure(
             causal_lm(torch.tensor([[5]]), **{CACHE: own})
         own.crop(-1)
 
-    times: dict[str, dict[int, list[float]]] = {name: {} for name in (STEP, *ways)}
     trees = {width: branching_tree(width, vocabulary) for width in widths}
-    for lap in range(rounds + 1):  # the first round packs weights and compiles
-        seconds = {STEP: {1: seconds_of(step, clock)}}
-        for name, target in targets.items():
-            with target.serving():
-                policy = BitPolicy.SOLO if name == "exact" else BitPolicy.ROUNDED
-                seconds[name] = {
-                    width: seconds_of(partial(target.score, [tree], policy), clock) for width, tree in trees.items()
-                }
-        for name, each in seconds.items():
-            for width, taken in each.items():
-                times[name].setdefault(width, []).extend([taken] * bool(lap))
-    return {
-        name: {width: round(1e3 * statistics.median(taken), 2) for width, taken in each.items()}
-        for name, each in times.items()
-    }
+    seconds: dict[tuple[str, int], list[float]] = {}
+    with backend.serving():
+        backend.read([prompt])
+    for lap in range(rounds + 1):
+        spent = {(STEP, 1): seconds_of(step, clock)}
+        with backend.serving():
+            for (name, policy), (width, tree) in product(ways.items(), trees.items()):
+                spent[name, width] = seconds_of(partial(backend.score, [tree], policy), clock)
+        if lap:  # the first round packs weights and compiles
+            for key, taken in spent.items():
+                seconds.setdefault(key, []).append(taken)
+    milliseconds: dict[str, dict[int, float]] = {}
+    for (name, width), laps in seconds.items():
+        milliseconds.setdefault(name, {})[width] = round(1e3 * statistics.median(laps), 2)
+    return milliseconds
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True, threads=True)
-    parser.add_argument("--quantize", choices=(*QUANTIZED, OWN_BLOCKS), help="weights of the linear layers")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True, threads=True, quantize=True)
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args(argv)
     stay_on_cores(arguments.core, arguments.threads)
-    clock = time.process_time if clock_of(arguments.threads) == "cpu" else time.perf_counter
+    clock = timer_of(arguments.threads)
     model = load(arguments.model, dtype=arguments.dtype, device="cpu", quantize=arguments.quantize).model
     bandwidth, peak = machine(model.dtype, clock)
     widths = [int(each) for each in arguments.nodes.split(",")]
     perfect = {width: round(perfect_ms(model, width, bandwidth, peak), 2) for width in widths}
     print(f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s, {model.dtype}, {arguments.threads} threads")
-    ways = {name: options for name, options in WAYS.items() if name != "exact" or keeps_solo_bits(model)}
+    ways = {name: policy for name, policy in WAYS.items() if name != "exact" or keeps_solo_bits(model)}
     tables = {}
     for context in map(int, arguments.contexts.split(",")):
         tables[context] = measure(model, context, widths, arguments.rounds, ways, clock)

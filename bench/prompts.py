@@ -1,4 +1,4 @@
-"""Texts and prompts for the benchmarks: documents cut into passages to summarize."""
+"""Texts and prompts for the benchmarks, and what is asked of outputs: where they part, and where they loop."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from lookahead.summarization.prompting import SUMMARIZE_TEMPLATE, Prompting
 from lookahead.summarization.segmentation import split_sentences
 
-OPENINGS = Path(__file__).with_name("openings.txt")
-"""Story openings, one per line."""
 REPEAT = 16
 """Number of repeated tokens at which an output counts as looping."""
 SUMMARIZER = "tests/models/summarizer"
@@ -37,58 +35,55 @@ def read_texts(path: Path, field: str, category: str = "") -> Iterator[str]:
                 yield value[0] if isinstance(value, list) else value
 
 
-def read_tokens(path: Path, field: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The token ids of every text, without special tokens."""
-    return [
-        tokenizer(text.strip(), add_special_tokens=False, verbose=False)["input_ids"]
-        for text in read_texts(path, field)
-    ]
+def as_chat(text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The token ids of one turn, `[1, length]`: with the tokenizer's chat template if there is one, or as given."""
+    if not isinstance(text, str):
+        return torch.tensor([text])
+    if tokenizer.chat_template is None:
+        return torch.tensor([tokenizer(text)["input_ids"]])
+    message = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return torch.tensor([tokenizer(rendered, add_special_tokens=False)["input_ids"]])
 
 
-def cut(text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> str:
+def begin_of(text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> str:
     """At most the first `longest` tokens of a text."""
     ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
     return text[: ends[min(longest, len(ends)) - 1][1]] if ends else ""
 
 
-def passages(
-    texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, shortest: int, longest: int
-) -> list[list[str]]:
-    """Cut texts into passages of `shortest` to `longest` tokens, each a list of sentences.
-
-    Lengths are uniform, from a fixed seed. The texts give passages in turn until there are `limit`.
-    """
-    prompting = Prompting(tokenizer)
-    rng = np.random.default_rng(0)
-    streams = [iter(split_sentences(text.strip())) for text in texts]
-    made: list[list[str]] = []
-    while streams and len(made) < limit:
-        for stream in list(streams):
-            goal, sentences, tokens = int(rng.integers(shortest, longest + 1)), [], 0
-            for sentence in stream:
-                cleaned = prompting.clean(sentence)
-                count = len(tokenizer(cleaned, add_special_tokens=False, verbose=False)["input_ids"])
-                if tokens + count > longest:
-                    break
-                sentences.append(cleaned)
-                tokens += count
-                if tokens >= goal:
-                    break
-            if tokens < shortest:
-                streams.remove(stream)
-            elif len(made) < limit:
-                made.append(sentences)
-    return made
-
-
-def summary_prompts(
-    texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, shortest: int, longest: int
+def cut_documents(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int,
+    shortest: int,
+    longest: int,
+    overlap: bool = False,
 ) -> list[str]:
-    prompting = Prompting(tokenizer)
-    if prompting.template != SUMMARIZE_TEMPLATE:
-        raise ValueError("the model has no chat template named 'summarize': use --task continue")
-    cut = passages(texts, tokenizer, limit=limit, shortest=shortest, longest=longest)
-    return [prompting.render("".join(sentences).strip()) for sentences in cut]
+    """Documents of `shortest` to `longest` tokens, cut at the ends of sentences.
+
+    The lengths are log-uniform, from a fixed seed. The texts give documents in turn until there are `limit`, or until
+    they are used up. With `overlap` each document begins at a random sentence, so that texts are never used up.
+    """
+    rng = np.random.default_rng(0)
+    stories = [list(split_sentences(text.strip())) for text in texts]
+    sizes = [[len(ids) for ids in tokenizer(story, add_special_tokens=False)["input_ids"]] for story in stories]
+    begins = dict.fromkeys(range(len(stories)), 0)  # of stories that are not used up
+    documents: list[str] = []
+    while begins and len(documents) < limit:
+        for story in list(begins):
+            if overlap:
+                begins[story] = int(rng.integers(len(stories[story])))
+            goal = np.exp(rng.uniform(np.log(shortest), np.log(longest)))
+            ends = np.flatnonzero(np.cumsum(sizes[story][begins[story] :]) >= goal)
+            if ends.size:
+                end = begins[story] + int(ends[0]) + 1
+                documents.append("".join(stories[story][begins[story] : end]).strip())
+                begins[story] = end
+            elif not overlap:
+                del begins[story]
+    return documents[:limit]
 
 
 def agreed(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -7,9 +7,7 @@ includes all inputs of a target pass: candidates are found and scored, and at mo
 with its ancestor masks and positions. `propose` drafts from the n-grams of the request. `mixture` also drafts from the
 n-grams of an earlier text of the same length, and from recycled logits, of which every node of every tree leaves eight
 successors. `append_bulk_us` is the time per prompt token, `append_us` the time of a call with one new token.
-
-For comparison, on the same text: transformers' own prompt lookup, and the longest suffix by a scan (Knuth, Morris and
-Pratt), the rule of vLLM's n-gram proposer. Both draft a chain of 10. One core is used.
+One thread is used.
 """
 
 from __future__ import annotations
@@ -23,14 +21,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import AutoTokenizer
 
-from bench.baselines import IntArray, longest_suffix, prompt_lookup
 from bench.command import parser_of, publish, seconds_of, use_one_thread
-from bench.replay import load_tokenizer
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Top
 from lookahead.drafting.select import merge
-from lookahead.drafting.tree import TokenTree
+from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import Limits
 from lookahead.ngram.successors import TOP
@@ -95,8 +92,6 @@ def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
     mixture = NgramProposer(["prompt", "outputs", "recycled"], memory, min_probability=minimum)
     ours, nodes = time_proposals(alone, text, length, steps, None)
     mixed, mixed_nodes = time_proposals(mixture, text, length, steps, Successors(text))
-    lookup, suffix = prompt_lookup(), longest_suffix()
-    few = min(steps, 200)
     return {
         "propose": percentiles(ours),
         "mixture": percentiles(mixed),
@@ -105,8 +100,6 @@ def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
         "append_bulk_us": round(bulk, 4),
         "append_us": round(statistics.median(single), 3),
         "bytes_per_token": round(index.nbytes / len(index), 1),
-        "hf_prompt_lookup": percentiles(time_calls(lambda i: lookup(text[: length + i]), few)),
-        "longest_suffix": percentiles(time_calls(lambda i: suffix(text[: length + i]), few)),
     }
 
 
@@ -124,14 +117,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3_000, help="tokens decoded at each length (default 3000)")
     options = parser.parse_args(argv)
     use_one_thread()
-    tokenizer = load_tokenizer(options.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     text = np.array(tokenizer(options.text.read_text(encoding="utf-8"), verbose=False)["input_ids"], np.int32)
     lengths = [int(length) for length in options.contexts.split(",")]
     if len(text) < max(lengths) + options.steps:
         parser.error(f"the text has {len(text)} tokens, and {max(lengths) + options.steps} are needed")
     measure(text, min(lengths), options.steps)  # compiles and warms up
     results = {length: measure(text, length, options.steps) for length in lengths}
-    columns = ("propose", "mixture", "longest_suffix", "hf_prompt_lookup")
+    columns = ("propose", "mixture")
     head = " ".join(f"{name + ' p50/p99':>26}" for name in columns)
     print(f"{'context':>8} {head}  append bulk/call  bytes/token")
     for length, row in results.items():

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
-from bench.baselines import DraftTree, IntArray
-from bench.recycling import Recycled
+from bench.rules import DraftTree, IntArray, Recycled
 from lookahead.drafting.proposal import Feedback, Proposal
 from lookahead.ngram.successors import TOP
 

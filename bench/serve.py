@@ -1,7 +1,6 @@
 """How a server of this package serves several clients: `lookahead serve` in a process of its own, over real sockets.
 
     python -m bench.serve --prompts spec_bench_even.jsonl --field turns --output serve.json
-    python -m bench.serve --soak 10 --prompts spec_bench_even.jsonl --field turns
     python -m bench.serve --prompts spec_bench_even.jsonl --field turns --peer llama-server=http://localhost:9001
 
 The first server decodes one output at a time, with drafts, and keeps no prefix (`alone`). The second one has the
@@ -12,9 +11,6 @@ server gets the same greedy requests:
 - `document`: a first client asks about a document, and seven more at once after its first token.
 - `turns`: a chat of six turns; for every prompt the number of tokens that were read.
 - `one`: a single client, compared with `lookahead.stream` in this process.
-
-With `--soak MINUTES` sixteen clients ask at random instead: a fifth of them leave early, a tenth send malformed
-requests. The benchmark counts wrong answers and errors; it reads memory, threads and open files from /proc.
 """
 
 from __future__ import annotations
@@ -27,10 +23,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -38,7 +34,7 @@ from urllib.parse import urlsplit
 
 import lookahead
 from bench.command import parser_of, publish, setting_of, stay_on_cores
-from bench.prompts import cut, read_texts
+from bench.prompts import begin_of, read_texts
 
 NEW_TOKENS = 100
 QUESTIONS = (
@@ -52,9 +48,8 @@ WARM = "What is the capital of France?"
 
 
 class Answered(NamedTuple):
-    """An answer: its status, text and usage, and seconds to its first token and its end."""
+    """An answer: its text and usage, and seconds to its first token and its end."""
 
-    status: int
     text: str
     usage: dict[str, Any]
     first_s: float
@@ -71,16 +66,13 @@ class Server:
     def ask(
         self,
         messages: Sequence[dict[str, str]],
-        *,
-        leaves_after: int | None = None,
         on_first: Callable[[], None] = lambda: None,
-        **fields: Any,
     ) -> Answered:
-        """A streamed answer; a client may leave after some chunks. `on_first` is called at the first token."""
+        """A streamed answer. `on_first` is called at the first token."""
         begin, first, pieces, usage = time.perf_counter(), 0.0, list[str](), dict[str, Any]()
         body = {"messages": list(messages), "temperature": 0, "max_tokens": NEW_TOKENS, "stream": True, **self._named}
         connection = http.client.HTTPConnection("localhost", self._port, timeout=600)
-        body |= {"stream_options": {"include_usage": True}, **fields}
+        body |= {"stream_options": {"include_usage": True}}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         for line in answer:
@@ -88,48 +80,29 @@ class Server:
                 continue
             chunk = json.loads(line[6:])
             if "error" in chunk:
-                return Answered(500, chunk["error"]["message"], {}, 0.0, 0.0)
+                sys.exit(f"the server failed: {chunk['error']['message']}")
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 pieces.append(choice["delta"].get("content") or "")
                 if pieces[-1] and not first:
                     first = time.perf_counter() - begin
                     on_first()
-            if leaves_after is not None and len(pieces) >= leaves_after:
-                break
         connection.close()
         usage = usage or {"completion_tokens": sum(map(bool, pieces)), "prompt_tokens": 0}  # not every peer sends it
-        return Answered(answer.status, "".join(pieces), usage, first, time.perf_counter() - begin)
+        return Answered("".join(pieces), usage, first, time.perf_counter() - begin)
 
 
 class OwnServer(Server):
     """A `lookahead serve` in its own process."""
 
     def __init__(self, arguments: argparse.Namespace, *options: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "lookahead",
-            "serve",
-            "--port",
-            "0",
-            "--dtype",
-            arguments.dtype,
-            "--device",
-            "cpu",
-        ]
-        command += ["--threads", str(arguments.threads), *options, *([arguments.model] if arguments.model else [])]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=None)
+        own = {"--port": 0, "--dtype": arguments.dtype, "--device": "cpu", "--threads": arguments.threads}
+        command = [sys.executable, "-m", "lookahead", "serve", *map(str, chain.from_iterable(own.items())), *options]
+        command += [arguments.model] if arguments.model else []
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         line = next(line for line in self.process.stderr if "/v1" in line)
         super().__init__(int(line.partition("/v1")[0].rpartition(":")[2]))
-
-    def resources(self) -> dict[str, int]:
-        """Memory, threads and open files of the process."""
-        proc = Path(f"/proc/{self.process.pid}")
-        status = dict(line.split(":", 1) for line in (proc / "status").read_text(encoding="ascii").splitlines())
-        files = len(list((proc / "fd").iterdir()))
-        return {"rss_mb": int(status["VmRSS"].split()[0]) >> 10, "threads": int(status["Threads"]), "files": files}
 
     def end(self) -> None:
         self.process.terminate()
@@ -209,37 +182,6 @@ def one_client(server: Server, arguments: argparse.Namespace, prompts: Sequence[
     return spent | {"ratio": spent["served"] / spent["streamed"]}
 
 
-def soak(server: OwnServer, prompts: Sequence[str], minutes: float) -> dict[str, Any]:
-    """Sixteen clients that ask at random."""
-    expected = {prompt: server.ask(chat(prompt)).text for prompt in prompts}
-    deadline, counts, series = time.monotonic() + 60 * minutes, Counter[str](), [server.resources()]
-
-    def client(seed: int) -> None:
-        source = random.Random(seed)
-        while time.monotonic() < deadline:
-            prompt, kind = source.choice(prompts), source.random()
-            if kind < 0.1:
-                wrong = source.choice([{"temperature": 9}, {"n": -1}, {"foo": 1}, {"max_tokens": 10**9}, {"stop": 5}])
-                status = server.ask(chat(prompt), **wrong).status
-                counts["refused" if status == 400 else f"malformed, status {status}"] += 1
-            elif kind < 0.3:
-                server.ask(chat(prompt), leaves_after=source.randint(1, 5))
-                counts["left"] += 1
-            else:
-                answer = server.ask(chat(prompt))
-                right = answer.status == 200 and answer.text == expected[prompt]
-                counts["right" if right else "wrong" if answer.status == 200 else f"status {answer.status}"] += 1
-
-    with ThreadPoolExecutor(16) as pool:
-        running = [pool.submit(client, seed) for seed in range(16)]
-        while time.monotonic() < deadline:
-            time.sleep(min(30.0, max(0.1, deadline - time.monotonic())))
-            series.append(server.resources())
-        for each in running:
-            each.result()
-    return {"counts": dict(counts), "resources": series}
-
-
 def main() -> None:
     parser = parser_of(__doc__, dtype="fp32", threads=True)
     parser.add_argument("--model", help="a folder, or a name on the Hub (default smollm2)")
@@ -247,23 +189,18 @@ def main() -> None:
     parser.add_argument("--field", default="turns", help="the field of a prompt, or of a list that begins with it")
     parser.add_argument("--document", type=Path, default=Path("examples/sir_charles.txt"), help="what is asked about")
     parser.add_argument("--rounds", type=int, default=4, help="prompts of each of the four clients")
-    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="ask at random so long instead")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="another server; repeatable")
     parser.add_argument("--peer-model", metavar="NAME", help="the model that requests to peers name")
     arguments = parser.parse_args()
     stay_on_cores(None, arguments.threads)
-    name, arguments.model = arguments.model, arguments.model
-    tokenizer = lookahead.load(name, dtype=arguments.dtype, device="cpu").tokenizer
+    tokenizer = lookahead.load(arguments.model, dtype=arguments.dtype, device="cpu").tokenizer
     texts = [each for each in read_texts(arguments.prompts, arguments.field) if len(each) < 2000]
     chosen = random.Random(0).sample(texts, 4 * arguments.rounds + 4)
-    report: dict[str, Any] = setting_of(argparse.Namespace(**{**vars(arguments), "model": name or "smollm2"}))
-    if arguments.soak:
-        with serving(arguments) as server:
-            report["soak"] = soak(server, chosen[:16], arguments.soak)
-        publish(report, arguments.output)
-        return
+    report: dict[str, Any] = setting_of(
+        argparse.Namespace(**{**vars(arguments), "model": arguments.model or "smollm2"})
+    )
     rounds = [chosen[4 * i : 4 * i + 4] for i in range(arguments.rounds)]
-    document = cut(arguments.document.read_text("utf-8"), tokenizer, DOCUMENT_TOKENS)
+    document = begin_of(arguments.document.read_text("utf-8"), tokenizer, DOCUMENT_TOKENS)
     ways = {"alone": ("--rows", "1", "--prefix-cache-mb", "0"), "together": ()}
     found: dict[str, list[str]] = {}
     for way, options in ways.items():

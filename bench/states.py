@@ -11,7 +11,6 @@ tokens of `generate`. Seconds are CPU time without the prompt.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,13 +19,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
 
-from bench.command import clock_of, make_engine, parser_of, publish, seconds_of, stay_on_cores
+from bench.command import in_turn, make_engine, parser_of, publish, seconds_of, setting_of, stay_on_cores, timer_of
 from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.tree import TokenTree
 from lookahead.model.model_state import LearnedState, use_learned
-from lookahead.utils.machine import processor
 from tests.support.adversarial_proposers import Scripted
 
 _QWEN = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
@@ -40,7 +38,7 @@ FAMILIES: dict[str, Any] = {
 TREES = ((1, 0), (4, 3), (8, 3), (8, 7), (16, 6), (16, 15))  # nodes, and depth
 _RIGHT = 0.9  # probability of a right token: 8 tokens per pass at 16 nodes
 _PROMPT = 64  # tokens
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def tree_of(nodes: int, depth: int) -> TokenTree:
@@ -105,10 +103,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=96, help="tokens of an output (default 96)")
     arguments = parser.parse_args(argv)
     stay_on_cores(arguments.core, arguments.threads)
-    clock = {"cpu": time.process_time, "wall": time.perf_counter}[clock_of(arguments.threads)]
+    clock = timer_of(arguments.threads)
     torch.manual_seed(0)
-    config, dtype = FAMILIES[arguments.family](tie_word_embeddings=True), getattr(torch, _DTYPES[arguments.dtype])
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    config = FAMILIES[arguments.family](tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[arguments.dtype]).eval()
     model.generation_config.pad_token_id = 0
     prompts = torch.randint(3, config.vocab_size, (arguments.prompts, _PROMPT))
     passes = pass_ms(model, prompts[:1], 9, clock)
@@ -120,18 +118,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for at, prompt in enumerate(prompts.split(1)):
         options: dict[str, int | bool] = {"max_new_tokens": arguments.new, "min_new_tokens": arguments.new}
         answer = model.generate(prompt, **options, do_sample=False)
-        order = list(ways.items())[:: -1 if at % 2 else 1]
-        for name, right in order:
+        for name in in_turn(list(ways), at):
             with use_learned(model, learned[name]):
-                taken[name].append(decode_ms(model, prompt, answer, right, clock))
+                taken[name].append(decode_ms(model, prompt, answer, ways[name], clock))
         print(at, {name: f"{each[-1][0]:.0f} ms, {each[-1][1]:.1f} a pass" for name, each in taken.items()})
     means = {name: tuple(np.mean(each, 0).round(2).tolist()) for name, each in taken.items()}
+    arguments.model = f"{arguments.family}, random weights"
     report = {
-        "model": f"{arguments.family}, random weights",
-        "dtype": arguments.dtype,
-        "device": f"cpu, {processor()}",
-        "threads": arguments.threads,
-        "prompts": arguments.prompts,
+        **setting_of(arguments, "prompts"),
         "pass_ms": {name: round(ms, 1) for name, ms in passes.items()},
         "ms_per_token": {name: ms for name, (ms, _) in means.items()},
         "tokens_per_pass": {name: tokens for name, (_, tokens) in means.items()},

@@ -14,7 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from bench import llm, llm_peers, proposers, vllm_peer
+from bench import llm, llm_peers
 from bench.llm_figures import Prompt, Run, check_lossless, differences, figures_of, of_best_fixed
 
 METHODS = "prompt lookup 3,lookahead,no drafts"
@@ -203,53 +203,3 @@ def test_a_peer_that_fails_is_left_out_and_the_rest_is_kept(
 def test_the_passes_of_a_peer_leave_its_prefill_out() -> None:
     run = llm_peers.timed(iter([[1], [2, 3], [4]]))
     assert (run["tokens"], run["first"], run["passes"]) == ([1, 2, 3, 4], 1, 2)
-
-
-def test_vllm_is_measured_with_every_proposer_at_every_batch(
-    files: list[str], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    jobs = []
-
-    def stub(peer: llm_peers.Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-        jobs.append(job)
-        passes = {"plain": 5, "lookahead": 2}
-        clock = {"cpu": 1.0, "wall": 1.0}
-        run = {"tokens": [1, 2, 3, 4, 5, 6], "first": 1, "prefill": {"cpu": 0.0, "wall": 0.0}, "total": clock}
-        return {f"vLLM {kind}": [{**run, "passes": passes[kind]}] * len(job["prompts"]) for kind in job["kinds"]}
-
-    monkeypatch.setattr(vllm_peer, "run_peer", stub)
-    stories, record = tmp_path / "asked.jsonl", tmp_path / "outputs.json"
-    questions = [{"question_text": f"Why {i}?"} for i in range(2)]
-    stories.write_text(json.dumps({"document": "Once. " * 30, "questions": questions}), encoding="utf-8")
-    sizes = ["--per-category", "1", "--shared", "1", "--batch", "1,4", "--methods", "lookahead"]
-    given = ["--python", sys.executable, "--model", str(model_folder), *files[:2], "--stories", str(stories), *sizes]
-    vllm_peer.main([*given, "--record", str(record)])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [job["batch"] for job in jobs] == [1, 4] and result["prompts"] == 5
-    assert jobs[0]["prompts"][-1][:20] == jobs[0]["prompts"][-2][:20]
-    for figures in result["batches"].values():
-        assert figures["ours_over"] == {"vLLM plain": {"tokens_per_pass": 2.5, "speed": 1.0}}
-    recorded = json.loads(record.read_text(encoding="utf-8"))
-    assert [each["category"] for each in recorded["outputs"]] == ["chat", "qa", "rag", "shared", "shared"]
-    assert recorded["dtype"] == result["dtype"]
-    assert torch.__version__.startswith(recorded["versions"]["torch"])  # a wheel may not name what it was built for
-
-
-def test_every_way_to_draft_with_a_model_is_measured_and_its_outputs_are_checked(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts, output = tmp_path / "prompts.txt", tmp_path / "r.json"
-    prompts.write_text("abcab\nxyz\n")
-    models = ["--model", str(model_folder), "--draft", str(model_folder)]
-    sizes = ["--layers", "1", "--prompts", "2", "--tokens", "8", "--nodes", "12"]
-    assert proposers.main([*models, *sizes, "--file", str(prompts), "--output", str(output)]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result == json.loads(output.read_text(encoding="utf-8"))
-    assert set(result["proposers"]) == {"plain", "names", "draft_model", "specinfer", "hybrid"}
-    for name, figures in result["proposers"].items():
-        for one in (figures, figures["temperature_1"], figures["auto"]):
-            assert one["identical"] == one["prompts"] == 2
-            assert "divergence" not in one
-        assert ("typical" in figures) == (name != "plain")
-        assert ("rejection" in figures) == (name in proposers.DRAWING)

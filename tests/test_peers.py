@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
 
@@ -17,19 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench import vllm_replay
-from bench.ablation import config_of, decode, decode_all
-from bench.baselines import longest_suffix
-from bench.calibration import Calibration
-from bench.datastores import Datastore, Retrieval, SuffixTrees
+from bench.ablation import RULES, config_of, decode, decode_all
 from bench.llm_figures import Prompt
 from bench.racer import Ngrams, Racer
-from bench.recycling import LogitSpec, SamRecycling, TokenRecycling
+from bench.rules import LogitSpec, SamRecycling
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Proposal, Top
-from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
-from lookahead.engine.row import StepOutput
 
 Path_ = tuple[int, ...]
 ROOT = np.zeros(1, np.int32)
@@ -58,46 +50,6 @@ def tell(rule, tokens: Sequence[int], successors: dict[int, list[int]] | None = 
     rule.observe(0, Feedback(np.array(tokens, np.int32), ROOT, ROOT, top, **states), ROOT)
 
 
-@given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=40),
-    st.integers(1, 3),
-    st.integers(0, 4),
-)
-def test_the_longest_suffix_rule_drafts_what_followed_the_first_of_the_longest_matches(text, shortest, more):
-    tokens, longest = np.array(text, np.int32), shortest + more
-    best = shortest - 1
-    expected: list[int] = []
-    for end in range(1, len(text)):
-        length = 0
-        while length < min(longest, end) and text[end - 1 - length] == text[-1 - length]:
-            length += 1
-        if length > best:
-            best, expected = length, text[end : end + 10]
-    assert longest_suffix(shortest, longest)(tokens).tolist() == expected
-
-
-def test_proposers_for_vllm_are_replayed_on_recorded_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, 500, 60).tolist()
-    pairs = [
-        {"category": kind, "prompt": rng.integers(0, 500, 20).tolist(), "output": shared[: 50 + i] * copies}
-        for kind, copies in (("once", 1), ("loops", 3))
-        for i in range(4)
-    ]
-    path, output = tmp_path / "outputs.json", tmp_path / "figures.json"
-    path.write_text(json.dumps({"model": "one", "outputs": pairs}), encoding="utf-8")
-    vllm_replay.main(["--outputs", str(path), "--batch", "1,3", "-o", str(output)])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result == json.loads(output.read_text(encoding="utf-8")) and result["outputs"] == 8
-    assert result["model"] == "one"
-    for methods in result["batches"].values():
-        ours, ngram = methods["lookahead"], methods["n-gram"]
-        assert ours["tokens_per_step"] > ngram["tokens_per_step"] > 1
-        assert ours["by_category"]["once"] == ours["without_loops"] > 1
-        assert 1 < ours["gain"] <= ours["tokens_per_step"]
-        assert ours["drafted_per_step"] <= vllm_replay.LONGEST_DRAFT
-
-
 def test_an_ablation_starts_every_prompt_from_what_its_memory_file_holds(tiny_llama, tmp_path: Path):
     prompt = Prompt("", torch.randint(0, 100, (1, 30), generator=torch.Generator().manual_seed(0)))
     passes = {
@@ -112,69 +64,32 @@ def test_an_ablation_starts_every_prompt_from_what_its_memory_file_holds(tiny_ll
     assert again < first / 2 < anew
 
 
-has_suffix_trees = pytest.mark.skipif(find_spec("arctic_inference") is None, reason="arctic-inference is not installed")
-LEARNING = ("token recycling", "racer", "sam + token recycling")  # from one request for the next
-RULE_NAMES = ("prompt lookup", "longest suffix", "first occurrence", "retrieval", "logitspec", *LEARNING)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", [*RULE_NAMES, pytest.param("suffix tree", marks=has_suffix_trees)])
+@pytest.mark.parametrize("name", RULES)
 def test_rules_of_others_draft_for_a_model_within_the_nodes_and_change_no_token(tiny_llama, name, temperature):
     ids = torch.randint(0, 100, (1, 300), generator=torch.Generator().manual_seed(0))
     prompt, options = Prompt("", ids), Namespace(max_new_tokens=24, temperature=temperature)
     plain = decode(tiny_llama, prompt, options, LookaheadConfig(proposers=()))
-    store = Datastore(torch.randint(0, 100, (9, 300), generator=torch.Generator().manual_seed(1)).tolist())
     for memory in ("request", "shared"):
-        config = config_of(name, 7, memory, store)
+        config = config_of(name, 7, memory)
         first, second = (decode(tiny_llama, prompt, options, config) for _ in range(2))
         for drafted in (first, second):
             assert drafted.tokens == plain.tokens
             assert 0 < drafted.drafted <= 7 * (len(drafted.steps) - 1)
         # SAM's successors after the tokens of the same prompt are those of its prefill again.
-        if memory == "shared" and name in LEARNING[:2]:
+        if memory == "shared" and name == "racer":
             assert len(second.steps) < len(first.steps)
-        elif memory == "request" and name != "suffix tree":
+        elif memory == "request":
             assert second.steps == first.steps
 
 
-def test_token_recycling_offers_the_newest_successors_of_every_token_on_its_static_tree():
-    rule = TokenRecycling(vocab_size=20, nodes=3)
+def test_recycled_tokens_are_the_newest_successors_on_a_static_tree():
+    rule = SamRecycling(vocab_size=20, nodes=3)
     rule.start(0, np.array([4], np.int32))
     assert rule.propose(0, 3).tokens.tolist() == [4]
     tell(rule, [4], {4: [5, 6, 7, 8, 9, 10, 11, 12], 5: [4, 1, 2, 3, 0, 13, 14, 15]})
     offer = rule.propose(0, 3)
     assert offer.tokens.tolist() == [4, 5, 4, 6] and offer.parents.tolist() == [0, 0, 1, 0]
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=3), st.integers(1, 12))
-def test_retrieval_drafts_the_most_frequent_continuations_of_the_longest_match_in_its_texts(texts, nodes):
-    rule, store = Retrieval(Datastore(texts)), Datastore
-    text = [2, 0, 1, 1, 0]
-    rule.start(0, np.array(text, np.int32))
-    found = []
-    for length in range(len(text), store.SHORTEST - 1, -1):
-        if not found:
-            ends = [(each, at + length) for each in texts for at in range(len(each) - length + 1)]
-            found = [each[end : end + store.LENGTH] for each, end in ends if each[end - length : end] == text[-length:]]
-    frequencies = Counter(tuple(each[:depth]) for each in found for depth in range(1, len(each) + 1))
-    offer = rule.propose(0, nodes)
-    assert offer.tokens[0] == text[-1]
-    paths = paths_of(offer)
-    assert len(set(paths)) == len(paths) == 1 + min(nodes, len(frequencies))
-    kept = sorted((frequencies[path] for path in paths[1:]), reverse=True)
-    assert kept == sorted(frequencies.values(), reverse=True)[:nodes]
-
-
-@has_suffix_trees
-def test_suffix_trees_know_the_request_and_the_outputs_before_it():
-    rule, nothing = SuffixTrees(), np.zeros(0, np.int32)
-    rule.start(0, np.array([1, 2, 3, 1, 2], np.int32))
-    offer = rule.propose(0, 3)
-    assert offer.tokens.tolist() == [2, 3, 1, 2] and offer.parents.tolist() == [0, 0, 1, 2]
-    rule.observe(0, Feedback(np.array([7, 8, 9], np.int32), nothing, nothing), nothing)
-    rule.finish(0)
-    rule.start(0, np.array([4, 7, 8], np.int32))
-    assert rule.propose(0, 3).tokens.tolist() == [8, 9]
 
 
 BLOCKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=2, max_size=3)
@@ -183,27 +98,21 @@ BLOCKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=
 @given(BLOCKS, st.data())
 def test_sam_drafts_the_first_of_the_longest_matches_and_recycled_tokens_where_these_are_short(blocks, data):
     orders = st.lists(st.sampled_from(blocks), min_size=1, max_size=9)
-    text, *stored = ([0, *chain(*order)] for order in data.draw(st.tuples(orders, orders)))
-    inner = [(same_end(text[:end], text), text[end:]) for end in range(1, len(text))]
-    in_text, _ = max(inner, key=lambda match: match[0])
-    nodes, *tails = data.draw(st.tuples(*[st.integers(1, 24)] * 2, st.integers(in_text + 4, in_text + 6)))
-    stored = [*([*text[-tail:], 2, 0] for tail in tails), *stored]
-    rule, plain = SamRecycling(9, nodes, Datastore(stored)), TokenRecycling(9, nodes)
-    for each in (rule, plain):
-        each.start(0, np.array(text[:1], np.int32))
-        tell(each, text[1:], {token: [(token + rank) % 9 for rank in range(1, 9)] for token in range(9)})
-    outer = [(same_end(each[:end], text), each[end:]) for each in stored for end in range(1, len(each) + 1)]
-    in_store, after = max(outer, key=lambda match: match[0])
-    if max(in_text, in_store - 5) < 5:
-        expected = paths_of(plain.propose(0, nodes))
-    elif in_text < in_store - 5:
-        expected = first_nodes([after[:nodes]], nodes)
+    text = [0, *chain(*data.draw(orders))]
+    matches = [(same_end(text[:end], text), text[end:]) for end in range(1, len(text))]
+    nodes, longest = data.draw(st.integers(1, 24)), max(length for length, _ in matches)
+    rule = SamRecycling(9, nodes)
+    rule.start(0, np.array(text[:1], np.int32))
+    successors = {token: [(token + rank) % 9 for rank in range(1, 9)] for token in range(9)}
+    tell(rule, text[1:], successors)
+    paths = paths_of(rule.propose(0, nodes))
+    if longest < 5:
+        assert len(paths) == nodes + 1
+        assert all(path[-1] in successors[(text[-1], *path)[-2]] for path in paths[1:])
     else:
-        long = [match for match in inner if match[0] and len(match[1]) >= nodes]
-        short = [(1, after) for length, after in inner if length]
-        _, after = max(long or short, key=lambda match: match[0])
-        expected = first_nodes([after[:nodes]], nodes)
-    assert paths_of(rule.propose(0, nodes)) == expected
+        whole = [match for match in matches if match[0] and len(match[1]) >= nodes]
+        _, after = max(whole or [(1, after) for length, after in matches if length], key=lambda match: match[0])
+        assert paths == first_nodes([after[:nodes]], nodes)
 
 
 def same_end(left: Sequence[int], right: Sequence[int]) -> int:
@@ -307,28 +216,3 @@ def test_rules_that_recycle_the_prompt_know_the_likeliest_successors_of_its_toke
     expected = dict(zip(ids[0].tolist(), tiny_llama(ids).logits[0].topk(8).indices.tolist(), strict=True))
     for token, successors in expected.items():
         assert rule.successors[token].tolist() == successors
-
-
-def test_calibration_counts_the_children_of_chosen_nodes_by_source_and_depth():
-    tree = TokenTree.from_parents([9, 1, 2, 3, 4], [0, 0, 0, 1, 2], np.array([0, 1, 3, 2, 1], np.int32))
-    draft = Draft(tree, (), np.array([1.0, 0.5, 0.25, 0.2, 0.1]))
-    calibration = Calibration(learned=2)
-    for path, tokens in (([0], [6, 5]), ([0, 1], [1, 7]), ([0, 1], [1])):  # the last is cut short by a stop
-        output = StepOutput(0, np.array(tokens, np.int32), None, draft, np.array(path, np.int32))
-        calibration.count(("prompt", "recycled"), output)
-    report = calibration.report()
-    kept = {(source, depth): (*cell.values(),) for source, row in report.items() for depth, cell in row.items()}
-    assert {where: cell for where, cell in kept.items() if cell[0]} == {
-        ("all", "all"): (1.9, 2), ("all", "1"): (1.5, 2), ("all", "2"): (0.4, 0), ("prompt", "all"): (1.0, 2),
-        ("prompt", "1"): (1.0, 2), ("several", "all"): (0.5, 0), ("several", "1"): (0.5, 0),
-        ("recycled", "all"): (0.4, 0), ("recycled", "2"): (0.4, 0),
-    }  # fmt: skip
-    assert any("several" in line and "0.000" in line for line in calibration.lines())
-    assert list(Calibration().lines()) == []
-
-
-def test_an_ablation_accepts_as_many_tokens_as_its_calibration_counts(looping_llama):
-    prompt, calibration = Prompt("", torch.arange(20)[None]), Calibration(learned=0)
-    options = Namespace(max_new_tokens=48, temperature=0.0)
-    drafted = decode(looping_llama, prompt, options, config_of("prompt+recycled", 7, "request"), calibration)
-    assert calibration.report()["all"]["all"]["accepted"] == sum(step - 1 for step in drafted.steps) > 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SUMMARIZE_TEMPLATE: Final = "summarize"
 # The task stands before the document and after it: small models follow the last instruction, and read better if they
-# know the task (bench/summary_quality.py).
+# know the task.
 INSTRUCTION = "Summarize this article:\n\n{document}\n\nSummary of the article in two sentences:"
 STYLES = {
     "bullets": "Summarize the following text as a list of three to six bullet points, each on a line of its own.",

@@ -15,14 +15,11 @@ from pathlib import Path
 EXTENDED = {
     "tests/test_docs.py": ("README.md", "docs/*.md", "examples/*", "lookahead/__init__.py", "lookahead/cli/*"),
     # Benchmarks
-    "tests/test_bench_edits.py": ("bench/*", "ngram/*"),
-    "tests/test_bench_grammar.py": ("bench/*", "lookahead/*/grammar.py", "lookahead/*/constrain.py"),
     "tests/test_bench_kernel.py": ("bench/*", "kernels/*"),
     "tests/test_gpu_decode.py": ("bench/*", "lookahead/*/cuda_graphs.py"),
     "tests/test_llm_bench.py": ("bench/*",),
     "tests/test_peers.py": ("bench/*", "lookahead/drafting/*"),
-    "tests/test_tables.py": ("bench/*",),
-    "tests/test_traces.py": ("bench/*", "ngram/*"),
+    "tests/test_tables.py": ("lookahead/cli/*",),
     # Training
     "tests/test_head_training.py": ("lookahead/jobs/training/*", "lookahead/plugins/heads/*"),
     "tests/test_kept_states.py": ("lookahead/jobs/training/*", "lookahead/plugins/heads/*"),

@@ -1,24 +1,84 @@
-"""Drafting rules of other projects that reuse the target's logits: Token Recycling, SAM decoding with it, LogitSpec."""
+"""Drafting rules of other projects as proposers: SAM decoding with Token Recycling, and LogitSpec.
+
+RACER is in `bench.racer`. These three accept most tokens a pass of the rules that were measured (`bench/results`).
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from itertools import count
 
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.baselines import DraftTree, IntArray, RuleRows, first_longest
-from bench.datastores import Datastore
 from lookahead.drafting.proposal import Feedback, Proposal
 from lookahead.ngram.successors import TOP
 from lookahead.plugins.heads.layers import unembed
 
+IntArray = NDArray[np.int32]
+_CERTAIN = 0.999  # probability of a drafted token: the whole draft is verified
 _HIT_RATES = (0.4, 0.11, 0.065, 0.04, 0.025, 0.018, 0.014, 0.01)  # of the successors of a token, by rank
 _ROWS = 256  # hidden states whose logits are computed at once
+
+
+class DraftTree:
+    """A draft of at most `max_nodes` nodes under construction. The children of a node have different tokens."""
+
+    def __init__(self, root: int, max_nodes: int) -> None:
+        self.tokens, self.parents = [root], [0]
+        self._max_nodes = max_nodes
+        self._places: dict[tuple[int, int], int] = {}  # nodes by parent and token
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.tokens) > self._max_nodes
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The child of a node with a token, created if missing; None if the tree is full."""
+        place = self._places.get((parent, token))
+        if place is None and not self.is_full:
+            place = self._places[parent, token] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return place
+
+    def add(self, path: Iterable[int]) -> None:
+        """Add the tokens of a path from the root until the tree is full."""
+        place: int | None = 0
+        for token in path:
+            if place is not None:
+                place = self.child(place, int(token))
+
+    def proposal(self) -> Proposal:
+        """A proposal whose nodes are all verified."""
+        chances = np.full(len(self.tokens), _CERTAIN, np.float32)
+        return Proposal(np.array(self.tokens, np.int32), np.array(self.parents, np.int32), chances)
+
+
+class RuleRows:
+    """Base class of proposers with fixed rules. They keep the text of every row, and their drafts are not sized."""
+
+    sources: tuple[str, ...] = ("rule",)
+    needs_argmax = False
+    needs_top = False
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.texts: dict[int, IntArray] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        self.texts[row] = prompt
+
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        self.texts[row] = np.concatenate((self.texts[row], feedback.tokens))
+
+    def finish(self, row: int) -> None:
+        del self.texts[row]
 
 
 @torch.inference_mode()
@@ -28,7 +88,7 @@ def likeliest(model: PreTrainedModel, hidden: Tensor, most: int) -> IntArray:
     A smaller vocabulary gives fewer columns.
     """
     logits = (unembed(model, part) for part in hidden.split(_ROWS))
-    return torch.cat([each.topk(min(most, each.shape[-1])).indices for each in logits]).cpu().numpy().astype(np.int32)
+    return torch.cat([part.topk(min(most, part.shape[-1])).indices for part in logits]).cpu().numpy().astype(np.int32)
 
 
 class Recycled(RuleRows):
@@ -54,64 +114,44 @@ class Recycled(RuleRows):
             self.successors[feedback.top.tree.tokens] = feedback.top.tokens
 
 
-class TokenRecycling(Recycled):
-    """Token Recycling: the target's newest 8 likeliest successors of every token, on a static tree.
+class SamRecycling(Recycled):
+    """SAM decoding with Token Recycling: the chain after a long match in the text, else a tree of recycled successors.
 
-    The paper shows its tree in a figure. Here a tree of any size has the likeliest nodes by the product of the measured
-    hit rates of their ranks. The root does not count in `nodes`. As in the paper's code, the prompt's logits are not
-    kept.
+    As in SAM's paper and code, a match needs 5 tokens, and the first occurrence of the longest match counts that is
+    followed by a whole draft, else the first one. Token Recycling shows its static tree in a figure. Here a tree of any
+    size has the likeliest nodes by the product of the measured hit rates of their ranks. Scaled: the chain (40 tokens
+    in the paper) and the tree (80) have `nodes` each. Matches are found by search instead of a suffix automaton.
 
-    Source: Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
-        Recycling", §3.
+    Sources: Hu et al. 2024, "SAM Decoding: Speculative Decoding via Suffix Automaton", §3; Luo et al. 2024, "Turning
+        Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling", §3.
     """
 
-    def __init__(self, vocab_size: int, nodes: int = 80, model: PreTrainedModel | None = None) -> None:
+    SHORTEST = 5  # tokens of a match
+
+    def __init__(self, vocab_size: int, nodes: int, model: PreTrainedModel | None = None) -> None:
         super().__init__(vocab_size, model)
+        self._nodes = nodes
         self._ranks, self._parents = static_tree(nodes)
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """The static tree without the nodes that are not known as successors of their parents."""
-        tree, places = DraftTree(int(self.texts[row][-1]), max_nodes), dict[int, int | None]({0: 0})
+        text = self.texts[row]
+        tree = DraftTree(int(text[-1]), max_nodes)
+        if _first_longest(text, 1)[1] < self.SHORTEST:
+            self._recycle(tree, max_nodes)
+        else:
+            whole, _ = _first_longest(text, self._nodes)
+            place = whole or text[:-1].tolist().index(text[-1]) + 1
+            tree.add(text[place : place + self._nodes].tolist())
+        return tree.proposal()
+
+    def _recycle(self, tree: DraftTree, max_nodes: int) -> None:
+        """Add the static tree without the nodes that are not known as successors of their parents."""
+        places = dict[int, int | None]({0: 0})
         for node in range(1, min(max_nodes, len(self._ranks) - 1) + 1):
             before = places.get(self._parents[node])
             token = -1 if before is None else int(self.successors[tree.tokens[before], self._ranks[node]])
             if before is not None and token >= 0:
                 places[node] = tree.child(before, token)
-        return tree.proposal()
-
-
-class SamRecycling(TokenRecycling):
-    """SAM decoding with Token Recycling: the chain after a long match in the text or in a datastore, else the tree.
-
-    As in the paper and its code, a match needs 5 tokens, and a match in the datastore counts 5 tokens less. The first
-    occurrence of a match counts, in the text the first one followed by a whole draft. The successors after the prompt's
-    tokens are kept too. Scaled: the chain (40 tokens in the paper) and the tree (80) have `nodes` each. Matches are
-    found by search instead of a suffix automaton.
-
-    Source: Hu et al. 2024, "SAM Decoding: Speculative Decoding via Suffix Automaton", §3.
-    """
-
-    SHORTEST, BIAS = 5, 5  # minimum tokens of a match, and extra tokens needed in the datastore
-
-    def __init__(
-        self, vocab_size: int, nodes: int, store: Datastore | None = None, model: PreTrainedModel | None = None
-    ) -> None:
-        super().__init__(vocab_size, nodes, model)
-        self._nodes, self._store = nodes, store
-
-    def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        text = self.texts[row]
-        _, in_text = first_longest(text, 1, len(text))
-        stored, in_store = self._store.first_longest(text, self._nodes) if self._store is not None else (text[:0], 0)
-        if max(in_text, in_store - self.BIAS) < self.SHORTEST:
-            return super().propose(row, max_nodes)
-        tree = DraftTree(int(text[-1]), max_nodes)
-        if in_text >= in_store - self.BIAS:
-            place = first_longest(text, 1, len(text), self._nodes)[0] or first_longest(text, 1, 1)[0]
-            tree.add(text[place : place + self._nodes].tolist())
-        else:
-            tree.add(stored.tolist())
-        return tree.proposal()
 
 
 class LogitSpec(RuleRows):
@@ -174,6 +214,22 @@ def static_tree(nodes: int) -> tuple[list[int], list[int]]:
         if rank + 1 < TOP:
             heapq.heappush(tips, (prob / _HIT_RATES[rank] * _HIT_RATES[rank + 1], next(order), parent, rank + 1))
     return ranks, parents
+
+
+@njit(cache=True)
+def _first_longest(text, ahead):
+    """The position after the first of the longest matches of the end of a text that `ahead` tokens follow.
+
+    Also its length; zeros if there is none.
+    """
+    place, longest = 0, 0
+    for end in range(1, len(text) - ahead + 1):
+        length = 0
+        while length < end and text[end - 1 - length] == text[len(text) - 1 - length]:
+            length += 1
+        if length > longest:
+            place, longest = end, length
+    return place, longest
 
 
 @njit(cache=True)
