@@ -6,8 +6,8 @@
 
 Every prompt is decoded with at most `--nodes` draft nodes per step and without a cost model, so that the figures do not
 depend on the machine. `window W N G` is the lookahead branch with these sizes. `heads DIR` are trained heads. The best
-three rules of other projects that were measured run alone: `racer`, `sam + token recycling` (SAM decoding) and `logitspec`.
-They draft from both text and logits. Their docstrings say what is scaled to `--nodes`.
+three rules of other projects that were measured run alone: `racer`, `sam + token recycling` (SAM decoding) and
+`logitspec`. They draft from both text and logits. Their docstrings say what is scaled to `--nodes`.
 
 With `--memory shared` each combination remembers the previous prompts; with `request` it remembers none, and with a
 memory file the content of the file. "Before loops" counts the tokens up to the place where 16 tokens of an output
