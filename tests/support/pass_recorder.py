@@ -33,8 +33,8 @@ def probe(model: Any) -> None:
     """Find all verdicts on a model, so that later passes are only passes of decoding."""
     shape = support_of(model, shortest=1, max_length=8, trusted=True).shape
     keeps_solo_bits(model)
-    for packs in (True, False) if shape != "none" and not model.config.is_encoder_decoder else ():
-        kernels_agree(model, shape, packs=packs)
+    if shape != "none" and not model.config.is_encoder_decoder:
+        kernels_agree(model, shape)
 
 
 class Recording(TorchDispatchMode):
