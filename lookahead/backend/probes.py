@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import Shape
 from lookahead.backend.torch_backend import TorchBackend
@@ -198,8 +197,8 @@ def scores_like_the_model(
     With `behind_own` the model's passes are over single tokens, after a prompt of one token.
     """
     drafted, pad = list(tokens[2:]), getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-    if model.config.is_encoder_decoder and shape == "trees" and pad is not None:
-        drafted[0] = pad  # some decoders restart positions after padding; chains are split there
+    if model.config.is_encoder_decoder and pad is not None:
+        drafted[0] = pad  # some decoders restart positions after padding
     tree = TokenTree.from_parents([tokens[2], *drafted], TREE if shape == "trees" else CHAIN)
     path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
     paths: list[list[int]] = []  # tokens from the root to every node
@@ -213,12 +212,8 @@ def scores_like_the_model(
     if not model.config.is_encoder_decoder:
         backend = backend_for(model, rows=rows, capacity=16, shape=shape, packs=False)
     else:
-        encoded = encode_probe(model, tokens, rows)
-        if shape == "trees":
-            make_inputs = partial(EncoderInputs, encoded=encoded)
-            backend = backend_for(model, rows=rows, capacity=256, packs=False, make_inputs=make_inputs)
-        else:
-            backend = ChainBackend(model, encoded, rows, packs=False)
+        make_inputs = partial(EncoderInputs, encoded=encode_probe(model, tokens, rows))
+        backend = backend_for(model, rows=rows, capacity=256, packs=False, make_inputs=make_inputs)
     with backend.serving():
         backend.read([np.array(text, np.int32) for text in texts])
         for row in range(rows):

@@ -68,7 +68,6 @@ class Backend(Protocol):
         cache: Committed tokens of the rows, and the nodes of their trees after them.
         positions: Size of the model's position table; None if it has no limit.
         counts_nodes: Whether a tree needs a position for every node, not only for every depth.
-        is_aligned: Whether rows must accept equally many tokens, because they all have the same length.
         is_read_whole: Whether the newest `read` took a single prompt in one pass, as transformers does.
         is_cold: Whether the newest pass included one-time work, such as packing.
         is_ragged: Whether the newest pass computed only the nodes of its trees. If False, rows are padded to the size
@@ -82,7 +81,6 @@ class Backend(Protocol):
     cache: TreeCache
     positions: int | None
     counts_nodes: bool
-    is_aligned: bool
     is_read_whole: bool
     is_cold: bool
     is_ragged: bool

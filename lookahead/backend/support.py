@@ -215,10 +215,12 @@ def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
             reason = _mismatch_of(model, "trees")
     if not reason:
         return Support("trees")
+    if model.config.is_encoder_decoder:
+        return Support("none", reason)
     mismatch = _mismatch_of(model, "chains")
     if not mismatch:
         return Support("chains", reason)
-    behind_own = not (users or model.config.is_encoder_decoder or _mismatch_of(model, "trees", behind_own=True))
+    behind_own = not (users or _mismatch_of(model, "trees", behind_own=True))
     return Support("none", mismatch, behind_own=behind_own)
 
 

@@ -56,8 +56,6 @@ class TorchBackend:
         make_inputs: Makes the `ModelInputs` of the model and its cache.
     """
 
-    is_aligned = False
-
     def __init__(
         self,
         model: PreTrainedModel,

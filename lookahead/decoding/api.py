@@ -220,8 +220,8 @@ def stream_many(
     raises, the running prompts are finished and yielded first.
 
     Prompts are decoded one at a time where batching is not exact: with sampling without a seed, custom processors,
-    criteria or proposers, and models that cannot score trees. Inputs of encoder-decoder models that verify chains or
-    run on a GPU are decoded in batches, one batch after the other.
+    criteria or proposers, and models that cannot score trees. Inputs of encoder-decoder models on a GPU are decoded in
+    batches, one batch after the other.
 
     Args:
         model: As for `generate`, as are the others.

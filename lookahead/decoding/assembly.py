@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend import self_check
-from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for, records_graphs
-from lookahead.backend.protocol import Backend, BitPolicy, Shape
+from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.backend.torch_backend import MakeInputs
 from lookahead.config import LookaheadConfig
 from lookahead.decoding.prompt_reading import PromptInputs, PromptReading
@@ -119,23 +118,18 @@ def assemble(
         make_inputs = partial(EncoderInputs, encoded=encoded)
     elif reading is not None:
         make_inputs = partial(PromptInputs, reading=reading)
-    backend: Backend
-    if has_encoder and shape == "chains":
-        assert encoded is not None
-        backend, keep_cache = ChainBackend(model, encoded, rows), False
-    else:
-        backend = backend_for(
-            model,
-            rows=rows,
-            # Enough for short outputs; the cache grows for longer ones.
-            capacity=min(stopping.max_length, longest + 256) + call.max_nodes + 1,
-            shape=shape,
-            hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
-            captures=captures,
-            most_nodes=call.max_nodes + 1,
-            has_kernels=has_kernels(model, policy, shape),
-            make_inputs=make_inputs,
-        )
+    backend = backend_for(
+        model,
+        rows=rows,
+        # Enough for short outputs; the cache grows for longer ones.
+        capacity=min(stopping.max_length, longest + 256) + call.max_nodes + 1,
+        shape=shape,
+        hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
+        captures=captures,
+        most_nodes=call.max_nodes + 1,
+        has_kernels=has_kernels(model, policy, shape),
+        make_inputs=make_inputs,
+    )
     given = (backend, proposers, controller, config, call, batch)
     return Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
 

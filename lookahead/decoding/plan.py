@@ -358,16 +358,16 @@ def shape_of(
         shape = "trees"
     if has_encoder and shape == "trees":
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
-        if (is_padded and not probes.heeds_padding(model)) or (rows > 1 and not calls_registered_attention(model)):
-            shape, why = "chains", "the rows of such a batch keep one length"
-        # The nodes of a chain attend to the same slots as alone: fewer outputs differ by rounding.
+        if is_padded and not probes.heeds_padding(model):
+            shape, why = "none", "its decoder counts the padding of decoder_attention_mask"
+        elif rows > 1 and not calls_registered_attention(model):
+            shape, why = "none", "the rows of a batch must keep one length for its own attention code"
         elif is_half and not is_rounded and (rows > 1 or is_padded or not self_check.keeps_solo_bits(model)):
-            shape, why = "chains", "in half precision on a CPU it verifies chains"
+            shape, why = "none", "trees would change its bits in half precision on a CPU"
     acceptance = config.acceptance
     obstacles = {
         f"be decoded speculatively: {why}": shape == "none",
-        f"be decoded speculatively for {rows} prompts at once: {why}": rows > 1 and not has_encoder,
-        "be decoded speculatively after a padded decoder_attention_mask": has_encoder and is_padded,
+        f"be decoded speculatively for {rows} prompts at once: {why}": rows > 1,
         f"verify the lookahead branch: {why}": "jacobi" in config.proposers and not config.decides_branch,
         f"verify what several proposers draw: {why}": acceptance == "rejection" and len(config.proposers) > 1,
         f"accept {rows} inputs by acceptance={acceptance!r}: {why}": acceptance != "exact" and rows > 1,

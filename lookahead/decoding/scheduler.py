@@ -19,7 +19,7 @@ from lookahead.config import LookaheadConfig, check_whole
 from lookahead.decoding.assembly import assemble, has_kernels
 from lookahead.decoding.cache_room import MAX_ROWS, cache_tokens_of, fits, make_room, rows_of
 from lookahead.decoding.loops import loops
-from lookahead.decoding.plan import RequestPlan, generator_for, joins_alone
+from lookahead.decoding.plan import RequestPlan, generator_for, joins_alone, shape_of
 from lookahead.decoding.prompts import Prompt, PromptReader
 from lookahead.decoding.validation import check_seed, validate_call
 from lookahead.engine.engine import Engine
@@ -112,7 +112,7 @@ class Scheduler:
             and (reader.option("num_beams") or 1) == 1
             and not {"decoder_input_ids", "decoder_attention_mask"} & reader.options.keys()
             and config.acceptance == "exact"
-            and found.shape != "none"
+            and shape_of(self._model, found, config, rows=2)[0] == "trees"
         )
         # A user's objects belong to the rows of one call.
         self._is_apart = own or prefills_at_once(self._model)

@@ -288,18 +288,16 @@ class Engine:
         With `isolates`, the error of a row becomes its result.
         """
         results: list[StepOutput] = []
-        if self._backend.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
-            results = self._walk_aligned(drafts, logits, scores)
-        for i in range(len(results), len(drafts)):
+        for i, draft in enumerate(drafts):
             row = self._rows[first + i]
             pick = self._rounds[i].choose if self._call.by_rejection else None
             try:
                 argmax = scores.argmax[i] if len(scores.argmax) else scores.argmax
-                results.append(row.verify(drafts[i], logits[i], argmax, pick, is_typical=self._by_typicality))
+                results.append(row.verify(draft, logits[i], argmax, pick, is_typical=self._by_typicality))
             except Exception as error:
                 if not self._isolates:
                     raise
-                results.append(StepOutput(row.index, NO_NODES, None, drafts[i], error=error))
+                results.append(StepOutput(row.index, NO_NODES, None, draft, error=error))
         for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
             if result.error is not None:
                 self.cache.wipe(i)
@@ -307,25 +305,6 @@ class Engine:
                 self._backend.commit(i, result.path)
                 self._rows[i].count(draft, result, self.sources)
         return results
-
-    def _walk_aligned(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[StepOutput]:
-        """Walk the chains of rows of equal length, up to the first node that a row rejects or ends at."""
-        emitted: list[list[int]] = [[] for _ in drafts]
-        node, goes_on = 0, True
-        while goes_on:
-            for i, (row, draft) in enumerate(zip(self._rows, drafts, strict=True)):
-                alone = Draft(TokenTree.root(int(draft.tree.tokens[node])), ())
-                argmax = scores.argmax[i, node:] if len(scores.argmax) else scores.argmax
-                token = int(row.verify(alone, logits[i, node:], argmax).tokens[0])
-                emitted[i].append(token)
-                is_drafted = node + 1 < len(draft.tree) and int(draft.tree.tokens[node + 1]) == token
-                goes_on = goes_on and is_drafted and row.finish_reason is None
-            node += 1
-        path = np.arange(node, dtype=np.int32)
-        return [
-            StepOutput(row.index, np.array(tokens, np.int32), row.finish_reason, draft, path)
-            for row, tokens, draft in zip(self._rows, emitted, drafts, strict=True)
-        ]
 
     def _observe(self, rows: Sequence[Row], results: Sequence[StepOutput], scores: Scores) -> None:
         """Let the proposers learn from a step of all rows of the pass."""

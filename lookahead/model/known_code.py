@@ -291,7 +291,7 @@ def attention_code(model: Any, modules: Sequence[nn.Module]) -> list[Callable[..
         space = vars(sys.modules[file]) if file in sys.modules else {}
         registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         found.append(registry.get(name, space.get("eager_attention_forward")))
-        found += [value for key, value in list(space.items()) if key.startswith("create_") and key.endswith("_mask")]
+        found += [value for key, value in list(space.items()) if key.startswith("create_") and key.endswith("mask")]
     return [each for each in found if each is not None]
 
 

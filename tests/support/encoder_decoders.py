@@ -115,9 +115,9 @@ DECODER_TREES: Rows = {
     ),
     "UMT5": (f"{RELATIVE} in every layer, gated", {}),
 }
-DECODER_CHAINS: Rows = {"M2M100": ("sinusoidal positions that skip padding, MHA", {})}
 DECODER_PLAIN: Rows = {
     "FSMT": ("sinusoidal positions, MHA, no croppable cache", {}),
+    "M2M100": ("sinusoidal positions that skip padding, MHA", {}),
     "NllbMoe": ("sinusoidal positions, MHA, MoE with a capacity", {"num_experts": 4}),
     "ProphetNet": ("learned positions, several streams", {}),
     "SwitchTransformers": ("relative bias, MHA, MoE with a capacity", {}),

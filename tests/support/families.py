@@ -27,13 +27,12 @@ from tests.support import feature_encoders
 from tests.support.architectures import CHAINS, CLASSES, OWN_SIZES, PLAIN, SIZES, STATES, TREES, Options, Rows
 from tests.support.encoder_decoders import (
     BART_SIZES,
-    DECODER_CHAINS,
     DECODER_PLAIN,
     DECODER_TREES,
     ENCODER_DECODER_CLASSES,
     ENCODER_DECODER_SIZES,
 )
-from tests.support.feature_encoders import FEATURE_CHAINS, FEATURE_TREES
+from tests.support.feature_encoders import FEATURE_PLAIN, FEATURE_TREES
 from tests.support.vision_models import SEEING, Seeing
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
@@ -63,11 +62,10 @@ exactly equal scores, the slots decide the selection, in transformers too.
 ENCODER_DECODERS_TOO = """\
 ## Encoder-decoder models
 
-The encoder reads the input once, as in transformers. The decoder verifies trees, for one input or a batch, or chains if
-its positions depend on more than the depth of a node. Drafts come first of all from the input's own tokens. Batches of
-chains, and batches of LED and Mvp, which have their own attention functions, keep one length: a pass gives every row as
-many tokens as the slowest row accepts. On a CPU the decoder's passes use packed weights, as in causal models. The third
-column describes the decoder's attention to its own text."""
+The encoder reads the input once, as in transformers. The decoder verifies trees, for one input or a batch; it is plain
+if its positions depend on more than the depth of a node. Drafts come first of all from the input's own tokens. Batches
+of LED and Mvp, which have their own attention functions, are decoded plainly. On a CPU the decoder's passes use packed
+weights, as in causal models. The third column describes the decoder's attention to its own text."""
 
 SEEING_TOO = """\
 ## Models that read images or sound
@@ -152,7 +150,6 @@ ENCODER_DECODERS: dict[str, Family] = {
     family.name: family
     for family in (
         *_encoder_decoders("trees", DECODER_TREES),
-        *_encoder_decoders("chains", DECODER_CHAINS),
         *_encoder_decoders("plain", DECODER_PLAIN),
     )
 }
@@ -162,7 +159,7 @@ FEATURE_ENCODERS: dict[str, Family] = {
     family.name: family
     for family in (
         *_feature_encoders("trees", FEATURE_TREES),
-        *_feature_encoders("chains", FEATURE_CHAINS),
+        *_feature_encoders("plain", FEATURE_PLAIN),
     )
 }
 

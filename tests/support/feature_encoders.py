@@ -137,7 +137,7 @@ FEATURE_TREES: Rows = {
         },
     ),
 }
-FEATURE_CHAINS: Rows = {
+FEATURE_PLAIN: Rows = {
     "Speech2Text": (f"{SKIPPING}; mel features", {}),
     "SeamlessM4T": (f"{SKIPPING}; mel features", {"position_embeddings_type": "relative"}),
     "SeamlessM4Tv2": (f"{SKIPPING}; mel features", {"position_embeddings_type": "relative_key"}),

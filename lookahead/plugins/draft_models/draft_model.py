@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.calibration import pass_seconds
-from lookahead.backend.chain_backend import ChainBackend
 from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import Backend, Shape
 from lookahead.backend.support import support_of
@@ -130,8 +129,7 @@ class DraftModel:
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
         if mixers_of(self.model):  # drafted tokens are kept between passes, without states
             raise ProposerError(f"{name} cannot draft: its layers keep states; choose another draft model")
-        # Rows with trees accept different numbers of tokens, and a decoder of chains keeps one length for all rows.
-        if support.shape == "chains" and call.rows > 1 and not (has_encoder and call.is_chain):
+        if support.shape == "chains" and call.rows > 1:
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")
         state = state_of(call.model).learned.of(self, partial(_begin, self.model, call.model))
         return ModelProposer(self, call, state, vocabulary, support.shape)
@@ -251,12 +249,9 @@ class ModelProposer(BatchProposer):
         self._slots, inputs = list(self._rows), self._call.inputs
         if self.has_encoder and inputs is not None:
             if (encoded := self._encoded(inputs)) is not None:
+                make_inputs = partial(EncoderInputs, encoded=encoded)
                 rows = len(self._slots)
-                if self._shape == "trees":
-                    make_inputs = partial(EncoderInputs, encoded=encoded)
-                    self._backend = backend_for(self._model, rows=rows, capacity=256, make_inputs=make_inputs)
-                else:
-                    self._backend = ChainBackend(self._model, encoded, rows)
+                self._backend = backend_for(self._model, rows=rows, capacity=256, make_inputs=make_inputs)
         elif self._slots:
             capacity = max(len(state.ids) for state in self._rows.values()) + 256
             self._backend = backend_for(self._model, rows=len(self._slots), capacity=capacity, shape=self._shape)
