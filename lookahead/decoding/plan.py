@@ -201,7 +201,8 @@ class RequestPlan:
 
 def _loop_of(call: ResolvedCall) -> Callable[..., PlainLoop] | None:
     """The plug-in that decodes calls of this generation mode; None for the modes of `Engine`."""
-    loop: Callable[..., PlainLoop] | None = plugin_for("loop", call.generation_config.get_generation_mode().value)
+    mode = call.generation_config.get_generation_mode()
+    loop: Callable[..., PlainLoop] | None = None if mode in validation.LOOPS else plugin_for("loop", mode.value)
     return loop
 
 

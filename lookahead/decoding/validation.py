@@ -65,7 +65,8 @@ _MODE_OPTIONS = (
     *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
 )
 
-_LOOPS = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
+LOOPS = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
+"""The generation modes of `Engine`."""
 _NO_BEAMS = ("num_beams", 1), ("num_beam_groups", 1)
 
 
@@ -212,7 +213,7 @@ def validate_call(
     model: PreTrainedModel,
     config: GenerationConfig,
     model_kwargs: Mapping[str, Any],
-    modes: Sequence[GenerationMode] = _LOOPS,
+    modes: Sequence[GenerationMode] = LOOPS,
 ) -> None:
     """Raise UnsupportedModelError if a resolved call of `model.generate` cannot be served."""
     validate_model(model)
@@ -236,9 +237,9 @@ def validate_call(
             raise _left_out(f"{name}=True is not served")
     for name in other_inputs(model, model_kwargs):
         # Beam search and encoder-decoder models take only tokens.
-        if mode not in _LOOPS and name == "mm_encoder_outputs":  # made of them by `generate`
+        if mode not in LOOPS and name == "mm_encoder_outputs":  # made of them by `generate`
             raise _left_out(f"{mode.value.replace('_', ' ')} is not served after images, videos or sound")
-        if has_encoder or mode not in _LOOPS or name == "inputs_embeds":
+        if has_encoder or mode not in LOOPS or name == "inputs_embeds":
             raise _left_out(f"the model input {name!r} is not served")
     if isinstance(past, EncoderDecoderCache):
         if past.get_seq_length() > 0:
