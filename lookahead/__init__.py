@@ -42,15 +42,20 @@ if TYPE_CHECKING:
     from lookahead.decoding.api import stream_many as stream_many
     from lookahead.decoding.conversation import Conversation as Conversation
     from lookahead.decoding.decode import decode as decode
+    from lookahead.decoding.diagnosis import diagnose as diagnose
     from lookahead.decoding.enable import enable as enable
     from lookahead.decoding.memory_building import save_memory as save_memory
     from lookahead.decoding.path_report import backend_report as backend_report
     from lookahead.decoding.scheduler import Completion as Completion
+    from lookahead.decoding.trace import Trace as Trace
+    from lookahead.decoding.trace import trace as trace
     from lookahead.loading.loading import LoadedModel as LoadedModel
     from lookahead.loading.loading import load as load
+    from lookahead.loading.loading import prepare_process as prepare_process
     from lookahead.plugins.draft_models.draft_model import DraftModel as DraftModel
     from lookahead.plugins.grammar.grammar import Grammar as Grammar
     from lookahead.proposers.heads import Heads as Heads
+    from lookahead.proposers.output_file import OutputFile as OutputFile
     from lookahead.stats import DecodingStats as DecodingStats
     from lookahead.summarization.summarize_text import summarize as summarize
     from lookahead.verification.per_row import PerRow as PerRow
@@ -61,16 +66,19 @@ __version__ = "0.1.0.dev0"
 _NAMES_BY_MODULE = {
     "config": ["LookaheadConfig"],
     "decoding.api": ["GenerationResult", "generate", "stream", "stream_many"],
+    "decoding.diagnosis": ["diagnose"],
     "decoding.enable": ["enable"],
     "decoding.conversation": ["Conversation"],
     "decoding.decode": ["decode"],
     "decoding.memory_building": ["save_memory"],
     "decoding.path_report": ["backend_report"],
     "decoding.scheduler": ["Completion"],
+    "decoding.trace": ["Trace", "trace"],
     "backend.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
-    "loading.loading": ["LoadedModel", "load"],
+    "loading.loading": ["LoadedModel", "load", "prepare_process"],
     "plugins.draft_models.draft_model": ["DraftModel"],
     "proposers.heads": ["Heads"],
+    "proposers.output_file": ["OutputFile"],
     "stats": ["DecodingStats"],
     "summarization.summarize_text": ["summarize"],
     "plugins.grammar.grammar": ["Grammar"],

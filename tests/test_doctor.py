@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 import lookahead
 from lookahead.cli.app import app
+from lookahead.decoding.diagnosis import EXTRAS, cache_facts, faults, model_facts
 from lookahead.loading.loading import LoadedModel
 from lookahead.model import private_names
 from lookahead.model.private_names import PrivateName
-from lookahead.reporting.diagnosis import EXTRAS, cache_facts, faults, model_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 

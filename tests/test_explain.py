@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
+from lookahead.decoding.trace import Step, Trace, TracePiece, trace
 from lookahead.loading import loading
-from lookahead.reporting.trace import Step, Trace, TracePiece, render_trace, source_rows, trace
+from lookahead.reporting.trace_page import render_trace, source_rows
 from lookahead.stats import DecodingStats
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 from tests.support.outline import Outline

@@ -18,7 +18,7 @@ import torch
 from lookahead.cli.job_options import JobOptions, to_toml
 from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError, PoolError
-from lookahead.jobs import job, journal, line_file, output_file
+from lookahead.jobs import job, journal, line_file
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
@@ -26,7 +26,7 @@ from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.line_file import LineFile
 from lookahead.loading.loading import load
 from lookahead.model.model_state import state_of
-from lookahead.proposers import ProposerState
+from lookahead.proposers import ProposerState, output_file
 from lookahead.summarization.prompting import SummaryRequest
 from tests.support.stand_ins import StandIn
 

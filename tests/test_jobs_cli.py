@@ -14,10 +14,10 @@ import lookahead
 from lookahead.config import LookaheadConfig
 from lookahead.jobs.job import MAX_TIMED_PARTS
 from lookahead.jobs.line_file import LineFile
-from lookahead.jobs.output_file import OutputFile
 from lookahead.model.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.proposers import ProposerState
+from lookahead.proposers.output_file import OutputFile
 from lookahead.summarization.prompting import INSTRUCTION, STYLES, Prompting, SummaryRequest
 
 SUMMARIZER = str(Path(__file__).resolve().parent / "models" / "summarizer")

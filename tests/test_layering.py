@@ -36,13 +36,17 @@ FLOORS = (
     {"decoding"},
     {"plugins"},
     {"summarization", "serving"},
+    {"lookahead"},  # the public names
     {"jobs"},
     {"reporting"},
-    {"lookahead"},  # the public names
     {"cli"},
     {"__main__"},
 )
 CORE = {"config", "drafting", "model", "loading", "verification", "backend", "proposers", "engine", "decoding"}
+APPS = {"cli", "documents", "jobs", "reporting", "serving", "summarization"}
+ON_PUBLIC_NAMES = {"jobs", "reporting"}  # apps that need nothing else of the engine
+SHARED = {"errors", "stats", "utils"}
+TRAINING = {"jobs.training"}  # it makes what plug-ins draft with
 # What still names heads.
 HEADS = {"proposers.heads", "proposers.memory_files", "decoding.head_costs"}
 KNOW_TRANSFORMERS = {
@@ -158,6 +162,17 @@ def test_a_module_imports_only_from_its_own_folder_and_the_floors_below():
         for name in _imports(module)
         if name.partition(".")[0] == "lookahead" and not _is_in(name, {module.folder})
         if _floor(name.removeprefix("lookahead.")) >= _floor(module.room)
+    ]
+    assert not offenders
+
+
+def test_an_app_imports_only_public_names():
+    offenders = [
+        f"{module.name} must not import {name}"
+        for module in MODULES
+        if _is_in(module.room, ON_PUBLIC_NAMES) and not _is_in(module.room, TRAINING)
+        for name in _imports(module)
+        if name.startswith("lookahead.") and not _is_in(name.removeprefix("lookahead."), APPS | SHARED)
     ]
     assert not offenders
 

@@ -70,7 +70,7 @@ def test_every_help_shows_an_example(kind, command):
     result = CliRunner().invoke(app, [kind, command, "--help"])
     assert result.exit_code == 0
     assert f"lookahead {kind} {command} " in result.stdout.split("For example")[1]
-    assert "{kind}" not in result.stdout and "{file}" not in result.stdout
+    assert "{kind}" not in result.stdout and "{suffix}" not in result.stdout
 
 
 @pytest.mark.parametrize("kind", ["pool", "memory"])

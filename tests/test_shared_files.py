@@ -21,7 +21,6 @@ from lookahead.backend import step_costs
 from lookahead.backend.gpu import kernel_trial
 from lookahead.cli.app import app
 from lookahead.errors import PoolError, TrainingError
-from lookahead.jobs.output_file import OutputFile
 from lookahead.jobs.training.train_heads import Settings, train_heads
 from lookahead.kernels.dispatch import Verdict
 from lookahead.loading.loading import LoadedModel
@@ -32,6 +31,7 @@ from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.proposers import ProposerState
 from lookahead.proposers.memory_files import merge_into
 from lookahead.proposers.ngram import OUTPUT_TOKENS
+from lookahead.proposers.output_file import OutputFile
 from lookahead.utils.locks import locked
 from tests.support.forked import Forked, command
 from tests.support.memories import MODEL, learned

@@ -17,7 +17,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.decoding.conversation import Conversation
 from lookahead.decoding.text_pieces import TextPieces
-from lookahead.reporting.trace import trace
+from lookahead.decoding.trace import trace
 from tests.support.text_tokenizers import BYTES, TEXTS, TOKENIZERS, stripping
 
 every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from rich.filesize import decimal
 
+import lookahead
 from lookahead.cli.options import FASTEST, DeviceOptions, ModelOptions, fastest_option, model_option, option
 from lookahead.cli.terminal import console, load, say, show_line
 from lookahead.errors import ConfigError
@@ -54,13 +55,13 @@ def doctor(options: DoctorOptions) -> None:
     device = loading.resolve_device(options.device)
     dtype = loading.resolve_dtype("auto" if options.dtype == FASTEST else options.dtype, device)
     with console(sys.stderr).status("measuring"):
-        from lookahead.reporting import diagnosis
+        from lookahead.decoding.diagnosis import EXTRAS
 
-        facts = diagnosis.diagnose(device, dtype, loaded)
+        facts = lookahead.diagnose(device, dtype, loaded)
     if options.as_json:
         print(json.dumps(facts))
     else:
-        for line in _lines(facts, diagnosis.EXTRAS):
+        for line in _lines(facts, EXTRAS):
             show_line(sys.stdout, line)
     for fault in facts["faults"]:
         say("broken", fault)

@@ -93,10 +93,10 @@ def build(kind: Kind, options: Any) -> None:
 
     For example:
 
-      lookahead {kind} build corpus.jsonl --model ./my-model -o {file}
-      lookahead {kind} build docs.jsonl --field body -m ./my-model -o {file}
-      lookahead {kind} build 'notes/*.md' --max-tokens 100000 -m ./my-model -o {file}
-      lookahead generate - --model ./my-model --{kind} {file} < prompt.txt
+      lookahead {kind} build corpus.jsonl --model ./my-model -o model{suffix}
+      lookahead {kind} build docs.jsonl --field body -m ./my-model -o model{suffix}
+      lookahead {kind} build 'notes/*.md' -m ./my-model -o model{suffix}
+      lookahead generate - --model ./my-model --{kind} model{suffix} < prompt.txt
 
     Exit status: 0 all documents were read; 1 some were left out; 2 an argument is wrong, or nothing could be written;
     130 interrupted, and nothing was written.
@@ -112,8 +112,8 @@ def add(kind: Kind, options: Any) -> None:
 
     For example:
 
-      lookahead {kind} add {file} more.jsonl --model ./my-model
-      cat notes.txt | lookahead {kind} add {file} - --model ./my-model
+      lookahead {kind} add model{suffix} more.jsonl --model ./my-model
+      cat notes.txt | lookahead {kind} add model{suffix} - --model ./my-model
 
     Exit status: 0 all documents were read; 1 some were left out; 2 an argument is wrong, or nothing could be written;
     130 interrupted, and the file is as it was.
@@ -126,8 +126,8 @@ def info(kind: Kind, options: InfoOptions) -> None:
 
     For example:
 
-      lookahead {kind} info {file}
-      lookahead {kind} info {file} --model ./my-model
+      lookahead {kind} info model{suffix}
+      lookahead {kind} info model{suffix} --model ./my-model
 
     Exit status: 0 it can be used; 2 it cannot, and a line says why.
     """
@@ -148,7 +148,7 @@ def merge(kind: Kind, options: Any) -> None:
 
     {merging} Every byte is checked, and a file of another {owner} is refused.
 
-    For example: lookahead {kind} merge {file} other-{file} -o both-{file}
+    For example: lookahead {kind} merge monday{suffix} tuesday{suffix} -o week{suffix}
 
     Exit status: 0 it is written; 2 a file cannot be used, and nothing was written.
     """
@@ -247,7 +247,7 @@ pool_app = _app(
     about="It holds their tokens: only the tokenizer of the model is loaded.",
     merging="It holds the documents of all, in the order of the files.",
     owner="tokenizer",
-    file="pool.lkp",
+    suffix=".lkp",
 )
 memory_app = _app(
     "memory",
@@ -261,5 +261,5 @@ memory_app = _app(
     ),
     merging="If several files hold the same context, the newest entry stays.",
     owner="model",
-    file="my-model.lkm",
+    suffix=".lkm",
 )

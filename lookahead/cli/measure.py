@@ -118,8 +118,9 @@ def explain(options: ExplainOptions) -> None:
     if options.html is not None:
         check_page(options.html, "html", "explain")
     loaded = load(options)
+    from lookahead import trace
     from lookahead.loading.block_layers import weight_count
-    from lookahead.reporting.trace import render_trace, source_rows, step_rows, total_line, trace
+    from lookahead.reporting.trace_page import render_trace, source_rows, step_rows, total_line
 
     prompt = options.prompt_of(loaded.tokenizer, text)
     settings: Any = {"max_new_tokens": options.max_new_tokens, "truncate": options.truncate, "do_sample": False}

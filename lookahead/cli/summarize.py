@@ -37,9 +37,9 @@ from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.line_file import print_line
 
 if TYPE_CHECKING:
+    from lookahead import OutputFile
     from lookahead.jobs.job import SummarizeAll
     from lookahead.jobs.job_settings import JobSettings
-    from lookahead.jobs.output_file import OutputFile
     from lookahead.jobs.worker_pool import WorkerPool
     from lookahead.summarization.summarizer import Summarizer
 
@@ -118,7 +118,7 @@ def summarize(options: SummarizeOptions) -> None:
             identity, notes = pool.wait_ready(), pool.notes
         else:
             loaded = load(options)
-            from lookahead.jobs.output_file import OutputFile
+            from lookahead import OutputFile
 
             if not options.dry_run:
                 stack.enter_context(memory_file_saved_at_exit(options, loaded.model))
@@ -153,10 +153,10 @@ def _find_memory(options: JobOptions) -> Path | None:
     """The pool, if it is a memory of outputs and not a corpus, and can be one in this job."""
     if options.pool is None:
         return None  # before torch is imported
-    from lookahead.jobs.output_file import is_memory
+    from lookahead import OutputFile
     from lookahead.proposers.pool_files import check_folder
 
-    if not is_memory(options.pool):
+    if not OutputFile.takes(options.pool):
         return None
     if "outputs" not in options.proposers:
         raise ConfigError(

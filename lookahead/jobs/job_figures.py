@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from lookahead.errors import ResultsError, count
 
 if TYPE_CHECKING:
+    from lookahead import OutputFile
     from lookahead.jobs.job import Estimate, JobTotals
-    from lookahead.jobs.output_file import OutputFile
     from lookahead.stats import DecodingStats
     from lookahead.summarization.summarizer import PlainFigures, Summary
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lookahead.summarization.prompting import SummaryRequest
 
 if TYPE_CHECKING:
-    from lookahead.config import LookaheadConfig
-    from lookahead.loading.loading import LoadedModel
+    from lookahead import LoadedModel, LookaheadConfig
     from lookahead.summarization.summarizer import Summarizer
 
 

@@ -18,11 +18,11 @@ from queue import SimpleQueue
 from threading import Thread, get_ident
 from typing import Any, NamedTuple, TextIO
 
+import lookahead
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError, LookaheadError, first_line
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job_settings import JobSettings
-from lookahead.loading.loading import load, prepare_process
 from lookahead.summarization.summarizer import Outcome, Summarized, Summarizer, Summary
 
 TRIES = 3  # worker deaths with a document in flight until it is rejected
@@ -44,15 +44,13 @@ class RayWorker:
 
         An error in the settings is returned, not raised.
         """
-        from lookahead.backend.step_costs import prepare_costs
-
         settings = self._settings
         try:
-            prepare_process(settings.threads)
+            lookahead.prepare_process(settings.threads)
             name = settings.location or settings.model
-            loaded = load(name, dtype=settings.dtype, device=settings.device, quantize=settings.quantize)
+            loaded = lookahead.load(name, dtype=settings.dtype, device=settings.device, quantize=settings.quantize)
             with suppress(OSError):  # the costs were measured but cannot be saved
-                prepare_costs(loaded.model)
+                lookahead.prepare_costs(loaded.model)
             summarizer = settings.summarizer(loaded)
             rows = summarizer.rows_together(settings.rows)
             summarizer.warm_up()

@@ -100,10 +100,10 @@ def main(name: str, model_folder: str, folder: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
     FAKES[name]()
     import lookahead
+    from lookahead.decoding.diagnosis import package_facts
     from lookahead.documents.inputs import Input
     from lookahead.kernels import packed_product
     from lookahead.proposers.pool_files import TokenSource, build_pool
-    from lookahead.reporting.diagnosis import package_facts
     from lookahead.utils.machine import machine_fingerprint, memory_bytes
 
     text = Path(folder) / "text.txt"

@@ -29,12 +29,6 @@ SAVE_EVERY_S = 300.0
 Item = TypeVar("Item")
 
 
-def is_memory(path: str | os.PathLike[str]) -> bool:
-    """Whether a pool file is a memory of outputs, or does not exist yet; otherwise it is a corpus."""
-    with pool_errors(os.fspath(path)):
-        return not os.path.lexists(path) or PoolHeader.read(path).learned == 1
-
-
 class OutputFile:
     """A model's memory of earlier outputs in a pool file. PoolError if it is damaged or of another tokenizer."""
 
@@ -50,6 +44,12 @@ class OutputFile:
             self._outputs.append_documents(np.array(pool.tokens[1:]))
             self._saved.update(map(_key, _documents_of(pool.tokens)))
             self.loaded = pool.header.tokens
+
+    @staticmethod
+    def takes(path: str | os.PathLike[str]) -> bool:
+        """Whether a pool file is for outputs, or does not exist yet; otherwise it is a corpus."""
+        with pool_errors(os.fspath(path)):
+            return not os.path.lexists(path) or PoolHeader.read(path).learned == 1
 
     @property
     def tokens(self) -> int:
