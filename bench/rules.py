@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.proposal import Feedback, Proposal
 from lookahead.ngram.successors import TOP
-from lookahead.plugins.heads.layers import unembed
+from lookahead.plugins.heads.target import unembed
 
 IntArray = NDArray[np.int32]
 _CERTAIN = 0.999  # probability of a drafted token: the whole draft is verified

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from lookahead.loading.loading import prepare_process as prepare_process
     from lookahead.plugins.draft_models.draft_model import DraftModel as DraftModel
     from lookahead.plugins.grammar.grammar import Grammar as Grammar
-    from lookahead.proposers.heads import Heads as Heads
+    from lookahead.plugins.heads.heads import Heads as Heads
     from lookahead.proposers.output_file import OutputFile as OutputFile
     from lookahead.stats import DecodingStats as DecodingStats
     from lookahead.summarization.summarize_text import summarize as summarize
@@ -77,7 +77,7 @@ _NAMES_BY_MODULE = {
     "backend.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
     "loading.loading": ["LoadedModel", "load", "prepare_process"],
     "plugins.draft_models.draft_model": ["DraftModel"],
-    "proposers.heads": ["Heads"],
+    "plugins.heads.heads": ["Heads"],
     "proposers.output_file": ["OutputFile"],
     "stats": ["DecodingStats"],
     "summarization.summarize_text": ["summarize"],

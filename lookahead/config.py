@@ -30,6 +30,7 @@ REMOVED = {
     "compile": "packed passes are faster on every CPU measured",
     "continuous_batching": "a server always decodes requests together",
     "cuda_graphs": "passes on a GPU are recorded wherever that works",
+    "joint": "training heads leaves the model as it is",
     "enable_cors": "--cors-origin names the origins that may call a server",
     "exactness": "the bits of decoding alone are kept wherever a comparison shows that this works",
     "guesses": "window=(W, N, G) or --window W,N,G sets it",

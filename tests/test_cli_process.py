@@ -65,7 +65,7 @@ def test_a_text_model_is_decoded_without_packages_that_it_does_not_need(model_fo
     unused = {
         *("datasets", "deepspeed", "docx", "fastapi", "gguf", "jax", "pandas", "peft", "pyarrow", "pypdf"),
         *("ray", "scipy", "sklearn", "tensorflow", "torchvision", "trafilatura", "uvicorn", "vllm"),
-        *("lookahead.plugins", "lookahead.reporting", "lookahead.summarization", "lookahead.jobs.training"),
+        *("lookahead.plugins", "lookahead.reporting", "lookahead.summarization", "lookahead.plugins.heads.training"),
     }
     script = (
         "import sys\n"

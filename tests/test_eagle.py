@@ -1,4 +1,4 @@
-"""EAGLE heads against layers of transformers that are given everything anew at every step."""
+"""EAGLE-3 heads against layers of transformers that are given everything anew at every step."""
 
 from __future__ import annotations
 
@@ -8,34 +8,31 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import HeadsError
-from lookahead.jobs.training.examples import collate, make_example
-from lookahead.jobs.training.learners import DraftStarts, EagleLearner, FusedEagleLearner, unroll
-from lookahead.jobs.training.train_heads import frequent_tokens
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
+from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, fused_layers
 from lookahead.plugins.heads.guess_tree import GuessTree
 from lookahead.plugins.heads.head_files import open_heads, write_heads
-from lookahead.plugins.heads.induction_init import fresh_fused
-from lookahead.plugins.heads.layers import hidden_states, layer_config
+from lookahead.plugins.heads.target import hidden_states
+from lookahead.plugins.heads.training.examples import collate, make_example
+from lookahead.plugins.heads.training.learners import DraftStarts, EagleLearner
+from lookahead.plugins.heads.training.train_heads import frequent_tokens
+from tests.support.families import FAMILIES, build, cases
 
 
-@pytest.fixture(params=["eagle", "eagle3"])
-def head(request, tiny_llama) -> EagleHead:
+@pytest.fixture
+def head(tiny_llama) -> EagleHead:
     """A head with random weights, some of them wide, so that nothing is nearly zero."""
     torch.manual_seed(5)
-    is_fused = request.param != "eagle"
-    made = fresh_fused(tiny_llama, range(1, 101, 2)) if is_fused else EagleHead(layer_config(tiny_llama))
+    made = EagleHead.fresh(tiny_llama, range(1, 101, 2))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.25) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
-        if isinstance(made, FusedEagleHead):
-            made.lm_head.weight.mul_(4)  # a tree of even guesses would be one level deep
+        made.lm_head.weight.mul_(4)  # a tree of even guesses would be one level deep
     return made.requires_grad_(False)
 
 
@@ -47,24 +44,17 @@ def naive(head: EagleHead, model, tokens: list[int], features: torch.Tensor) -> 
     n = len(tokens)
     mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
     rotation = head.rotation(features, torch.arange(n)[None])
-    if isinstance(head, FusedEagleHead):
-        own, layer = LlamaAttention(config, 0), head.midlayer
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(own, name, getattr(layer.self_attn, name))
-        read = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(features[None])), -1)
-        hidden = features[None] + own(read, position_embeddings=rotation, attention_mask=mask)[0]
-        return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)))[0, -1]
-    whole = LlamaDecoderLayer(config, 0)
-    whole.input_layernorm = nn.Identity()
-    whole.load_state_dict(head.layer.state_dict())
-    out = whole(head.fc(torch.cat((embedded, features[None]), -1)), attention_mask=mask, position_embeddings=rotation)
-    return (out[0] if isinstance(out, tuple) else out)[0, -1]
+    own, layer = LlamaAttention(config, 0), head.midlayer
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        setattr(own, name, getattr(layer.self_attn, name))
+    read = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(features[None])), -1)
+    hidden = features[None] + own(read, position_embeddings=rotation, attention_mask=mask)[0]
+    return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)))[0, -1]
 
 
 def _features(head: EagleHead, model, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The hidden states a head reads at every token, and what it makes of them."""
-    layers = () if head.hidden_layers == (-1,) else head.hidden_layers
-    states = hidden_states(model, torch.tensor([ids]), layers)[0]
+    states = hidden_states(model, torch.tensor([ids]), head.hidden_layers)[0]
     return states, head.enter(states)
 
 
@@ -95,7 +85,7 @@ def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_an
                     says[parent] = naive(
                         head, tiny_llama, [*tokens, *(int(tree.tokens[each]) for each in nodes)], grown
                     )
-            logits = head.logits(tiny_llama, says[int(tree.parents[node])])
+            logits = head.logits(says[int(tree.parents[node])])
             chances = (logits if warp is None else warp(logits)).softmax(-1)
             place = int((head.token_ids(torch.arange(len(chances))) == int(tree.tokens[node])).nonzero())
             assert tree.probabilities[node] == pytest.approx(min(0.99, float(chances[place])), rel=1e-3)
@@ -107,10 +97,13 @@ def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_an
 def test_the_steps_of_training_are_those_of_drafting(head, tiny_llama):
     texts = [[5, 9, 31, 77, 5, 9, 2, 8], [7, 8, 9, 40, 41]]
     batch = collate([make_example(text[:3], text[3:], 99) for text in texts])
-    features = torch.nn.utils.rnn.pad_sequence([_features(head, tiny_llama, t)[1] for t in texts], batch_first=True)
-    starts = DraftStarts.of(batch)
+    states, features = (
+        torch.nn.utils.rnn.pad_sequence(each, batch_first=True)
+        for each in zip(*(_features(head, tiny_llama, text) for text in texts), strict=True)
+    )
+    starts = DraftStarts.of(**batch)
     assert starts.positions.tolist() == [[2, 3, 4, 5, 6], [2, 3, 0, 0, 0]]
-    outs = list(unroll(head, tiny_llama, features, starts, 3))
+    outs = list(EagleLearner(head, tiny_llama, 3).unroll(states, starts))
     for row, text in enumerate(texts):
         for slot, at in enumerate(starts.positions[row][starts.is_start[row]].tolist()):
             tokens, grown = text[1 : at + 2], features[row, : at + 1]
@@ -122,42 +115,12 @@ def test_the_steps_of_training_are_those_of_drafting(head, tiny_llama):
 
 def test_untrained_steps_have_losses_with_gradients_for_every_weight(tiny_llama):
     examples = [make_example([4, 5], range(10, 22), 99), make_example([3], range(30, 37), 99)]
-    batch = collate(examples)
-    fused = fresh_fused(tiny_llama, frequent_tokens(examples, tiny_llama, 40))
-    for learner in (EagleLearner(EagleHead(layer_config(tiny_llama)), 2), FusedEagleLearner(fused, 3)):
-        with torch.no_grad():
-            states = hidden_states(tiny_llama, batch["input_ids"], learner.layers)
-        for loss in learner.losses(tiny_llama, states, batch):
-            loss.backward()
-        assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in learner.parameters())
-        assert learner.hits(tiny_llama, states, batch)[:, 2].tolist() == [17, 15, 13][: learner.depth]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_fused_head_of_a_small_model_begins_by_saying_what_followed_the_newest_token_before(is_tied):
-    torch.manual_seed(8)
-    config = LlamaConfig(
-        vocab_size=101,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=is_tied,
-    )
-    model = LlamaForCausalLM(config).eval()
-    head = fresh_fused(model, range(101))
-    assert head.hidden_layers[0] == 0
-    right = 0
-    for seed in range(20):
-        text = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[:40].tolist()
-        ids = [*text, text[seed]]
-        features = head.enter(hidden_states(model, torch.tensor([ids]), head.hidden_layers)[0])
-        says = naive(head, model, ids[1:], features[:-1])  # after the pair of what stood before it and that token
-        right += int(head.logits(model, says).argmax()) == text[seed + 1]
-    assert right >= 12
+    batch = {**collate(examples), "number": torch.tensor(0)}
+    learner = EagleLearner(EagleHead.fresh(tiny_llama, frequent_tokens(examples, tiny_llama, 40)), tiny_llama, 3)
+    learner(**batch)["loss"].backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in learner.parameters())
+    assert all(parameter.grad is None for parameter in tiny_llama.parameters())
+    assert learner.eval()(**batch)["hits"][0, :, 2].tolist() == [17, 15, 13]
 
 
 def test_the_last_hidden_states_are_the_same_by_either_name(tiny_llama):
@@ -168,7 +131,7 @@ def test_the_last_hidden_states_are_the_same_by_either_name(tiny_llama):
 def test_a_reduced_vocabulary_holds_the_tokens_written_most(tiny_llama):
     examples = [make_example([9] * 20, [4, 4, 4, 7, 7, 5], 99)]
     assert frequent_tokens(examples, tiny_llama, 2) == [4, 7]
-    head = fresh_fused(tiny_llama, [4, 7])
+    head = EagleHead.fresh(tiny_llama, [4, 7])
     assert head.token_ids(torch.tensor([0, 1])).tolist() == [4, 7]
     assert torch.equal(head.lm_head.weight, tiny_llama.lm_head.weight[[4, 7]])
     assert len(frequent_tokens(examples, tiny_llama, 10_000)) == 101
@@ -226,16 +189,24 @@ def _publish(folder, head, **changes):
 
 
 def test_a_published_checkpoint_is_read_with_its_scaled_positions(head, tiny_llama, tmp_path):
-    changes = {"draft_vocab_size": 50} if isinstance(head, FusedEagleHead) else {}
-    _publish(tmp_path, head, **changes)
+    _publish(tmp_path, head, draft_vocab_size=50)
     _, read = open_heads(tmp_path, tiny_llama)
     assert read.config.rope_parameters["rope_type"] == "llama3" and read.config.rope_parameters["rope_theta"] == 5e5
     assert torch.equal(read.fc.weight, head.fc.weight.half().float())
-    assert read.hidden_layers == ((-1,) if not changes else fused_layers(tiny_llama))
+    assert read.hidden_layers == fused_layers(tiny_llama)
+
+
+def test_a_published_head_of_eagle_1_or_2_is_refused_by_name(head, tiny_llama, tmp_path):
+    _publish(tmp_path, head)
+    tensors = load_file(tmp_path / "model.safetensors")
+    older = {name.replace("midlayer", "layers.0"): tensor for name, tensor in tensors.items() if name != "d2t"}
+    save_file(older, tmp_path / "model.safetensors")
+    with pytest.raises(HeadsError, match="heads of EAGLE-1 and EAGLE-2 were removed: Medusa and EAGLE-3 are served"):
+        open_heads(tmp_path, tiny_llama)
 
 
 def test_a_published_head_may_name_its_layers(tiny_llama, tmp_path):
-    head = fresh_fused(tiny_llama, range(20))
+    head = EagleHead.fresh(tiny_llama, range(20))
     _publish(tmp_path, head, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 1]})
     assert open_heads(tmp_path, tiny_llama)[1].hidden_layers == (0, 1, 1)
 
@@ -253,13 +224,13 @@ def test_a_published_head_may_name_its_layers(tiny_llama, tmp_path):
     ],
 )
 def test_an_architecture_that_is_not_served_is_refused(tiny_llama, tmp_path, changes, says):
-    _publish(tmp_path, EagleHead(layer_config(tiny_llama)), **changes)
+    _publish(tmp_path, EagleHead.fresh(tiny_llama, range(101)), **changes)
     with pytest.raises(HeadsError, match=says):
         open_heads(tmp_path, tiny_llama)
 
 
 def test_a_vocabulary_beyond_the_models_is_refused(tiny_llama, tmp_path):
-    write_heads(fresh_fused(tiny_llama, range(20)), tmp_path, tiny_llama)
+    write_heads(EagleHead.fresh(tiny_llama, range(20)), tmp_path, tiny_llama)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "d2t": tensors["d2t"] + 90}, tmp_path / "model.safetensors")
     with pytest.raises(HeadsError, match="d2t names tokens beyond the model's 101"):
@@ -271,3 +242,12 @@ def test_a_pickle_is_refused(tiny_llama, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(HeadsError, match=r"a pickle.*pytorch_model.safetensors"):
         open_heads(tmp_path, tiny_llama)
+
+
+@pytest.mark.parametrize("family", cases(FAMILIES[name] for name in ("Gemma3n", "Gemma4", "Gemma4-MoE")))
+def test_where_layers_differ_in_size_a_head_has_those_of_the_first(family):
+    model = build(family)
+    first, layer = model.model.layers[0], EagleHead.fresh(model, range(20)).midlayer
+    assert layer.self_attn.k_proj.out_features == first.self_attn.k_proj.out_features
+    assert layer.self_attn.o_proj.in_features == first.self_attn.o_proj.in_features
+    assert layer.mlp.up_proj.out_features == first.mlp.up_proj.out_features

@@ -21,13 +21,13 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
-from lookahead.jobs.training.examples import answer_prompts
 from lookahead.kernels.dispatch import Verdict
 from lookahead.loading.loading import LoadedModel
 from lookahead.ngram.memory_file import write_memory
 from lookahead.ngram.pool_file import write_pool
 from lookahead.plugins.heads.head_files import write_heads
-from lookahead.plugins.heads.independent_heads import MedusaHeads
+from lookahead.plugins.heads.medusa import MedusaHeads
+from lookahead.plugins.heads.training.examples import answer_prompts
 from lookahead.reporting.report_page import write_report
 from lookahead.utils.locks import locked
 from lookahead.utils.replacing import replacing
@@ -63,7 +63,7 @@ def report(results: str) -> None:
 
 
 def answer(file: Path, loaded: LoadedModel) -> None:
-    answer_prompts(loaded, ["a"], file, max_new_tokens=2)
+    answer_prompts(loaded, ["a"], file, 2)
 
 
 def rewrites(loaded: LoadedModel) -> dict[str, Callable[[], object]]:
@@ -83,7 +83,7 @@ def rewrites(loaded: LoadedModel) -> dict[str, Callable[[], object]]:
         "heads/medusa_lm_head.safetensors": lambda: write_heads(
             MedusaHeads.fresh(loaded.model, heads=1), "heads", loaded.model
         ),
-        "answers.jsonl": lambda: answer(Path("answers.jsonl"), loaded),
+        "answers.json": lambda: answer(Path("answers.json"), loaded),
         "verdicts.json": lambda: _write_verdicts(Path("verdicts.json"), {"gpu": "none"}, {"kernel": Verdict()}),
         cost_path(network, ".").name: lambda: save_costs(cast(Any, network), "."),
     }

@@ -8,20 +8,26 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from lookahead.errors import HeadsError
 from lookahead.plugins.heads.eagle import EagleHead
-from lookahead.plugins.heads.head_files import holds_heads, open_heads, write_heads
-from lookahead.plugins.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.plugins.heads.induction_init import fresh_fused
-from lookahead.plugins.heads.layers import body_of, hidden_states, layer_config, unembed
+from lookahead.plugins.heads.head_files import open_heads, write_heads
+from lookahead.plugins.heads.medusa import MedusaHeads
+from lookahead.plugins.heads.target import hidden_states, unembed
 from lookahead.utils.fingerprints import model_fingerprint
 from tests.support.forked import status_of
 
-
-def fingerprint(model):
-    return model_fingerprint(model, body_of(model))
+TINY = {"vocab_size": 101, "num_hidden_layers": 2, "hidden_size": 16}
 
 
 @pytest.fixture
@@ -109,7 +115,7 @@ def test_heads_are_found_in_a_checkpoint_that_holds_the_model_too(tmp_path, fold
 
 
 def test_heads_of_another_model_are_refused_by_its_fingerprint(folder, looping_llama, tiny_llama):
-    with pytest.raises(HeadsError, match=rf"heads of another model .*{fingerprint(tiny_llama)}.*this model"):
+    with pytest.raises(HeadsError, match=rf"heads of another model .*{model_fingerprint(tiny_llama)}.*this model"):
         open_heads(str(folder), looping_llama)
 
 
@@ -172,42 +178,41 @@ def test_what_is_wrong_with_a_folder_is_said(folder, tiny_llama, spoil, says):
 
 
 HOSTILE_SIZES = [
-    *({"num_heads": count} for count in (1_000_000_000, 0, -1, 2.0, True, "3", None, float("inf"))),
     *({"num_attention_heads": heads} for heads in (0, -4, 3, "4", 10**30)),
     *({"num_key_value_heads": heads} for heads in (0, 3, -1, [2])),
     *({"head_dim": size} for size in (7, -8, 10**30)),
     *({"intermediate_size": size} for size in (-1, 10**15, 10**30, {})),
     *({"rms_norm_eps": eps} for eps in ("small", [1], {})),
     *({"rope_parameters": rope} for rope in ("plain", {"rope_type": "none"}, {"rope_type": "yarn"}, [1])),
-    *({"low_layer": layer} for layer in (99, -1, "1", None)),
     *({"vocab_size": size} for size in ("101", 10**30)),
     *({"hidden_size": size} for size in (0, "32", 10**30)),
 ]
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory, tiny_llama):
-    """Folders of MTP heads and of an EAGLE head that name no model, as published ones."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("mtp", "eagle")}
+def eagle(tmp_path_factory, tiny_llama):
+    """A folder of an EAGLE-3 head."""
+    folder = tmp_path_factory.mktemp("eagle")
     torch.manual_seed(3)
-    write_heads(MtpHeads.fresh(tiny_llama, heads=3), folders["mtp"], tiny_llama)
-    write_heads(fresh_fused(tiny_llama, range(20)), folders["eagle"], tiny_llama)
-    return folders
+    write_heads(EagleHead.fresh(tiny_llama, range(20)), folder, tiny_llama)
+    return folder
 
 
 @pytest.mark.parametrize("sizes", HOSTILE_SIZES, ids=str)
-@pytest.mark.parametrize("kind", ["mtp", "eagle"])
-def test_sizes_that_nobody_would_write_are_refused_at_once_by_one_kind_of_error(
-    others, kind, tmp_path, tiny_llama, sizes
-):
-    (tmp_path / "model.safetensors").symlink_to(others[kind] / "model.safetensors")
-    config = json.loads((others[kind] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
-    if kind == "eagle" and sizes.keys() & {"num_heads", "low_layer"}:
-        assert open_heads(tmp_path, tiny_llama)[0] == "eagle"  # which knows no such sizes
-        return
+def test_sizes_that_nobody_would_write_are_refused_at_once_by_one_kind_of_error(eagle, tmp_path, tiny_llama, sizes):
+    (tmp_path / "model.safetensors").symlink_to(eagle / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((eagle / "config.json").read_text()) | sizes))
     with pytest.raises(HeadsError, match=str(tmp_path)):
         open_heads(tmp_path, tiny_llama)
+
+
+def test_heads_of_a_removed_kind_are_refused_with_the_kinds_that_stay(folder, tiny_llama):
+    _rewrite_config(folder, lookahead_heads="mtp")
+    with pytest.raises(HeadsError, match="'mtp', which lookahead trained, were removed: Medusa and EAGLE-3 are served"):
+        open_heads(folder, tiny_llama)
+    _rewrite_config(folder, lookahead_heads="hydra")
+    with pytest.raises(HeadsError, match="heads of an unknown kind, 'hydra'"):
+        open_heads(folder, tiny_llama)
 
 
 def test_a_folder_does_not_become_native_by_its_name(folder, tiny_llama, monkeypatch):
@@ -231,18 +236,18 @@ def test_a_config_nested_without_end_or_a_pipe_in_its_place_is_refused(folder, t
 @pytest.mark.parametrize("shape", [(), (0,), (20, 20), (19,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["d2t", "lm_head.weight", "fc.weight", "midlayer.self_attn.k_proj.weight"])
-def test_a_tensor_of_any_other_shape_is_refused(others, tmp_path, tiny_llama, name, shape, dtype):
-    tensors = load_file(others["eagle"] / "model.safetensors")
+def test_a_tensor_of_any_other_shape_is_refused(eagle, tmp_path, tiny_llama, name, shape, dtype):
+    tensors = load_file(eagle / "model.safetensors")
     save_file({**tensors, name: torch.zeros(shape, dtype=dtype)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").symlink_to(others["eagle"] / "config.json")
+    (tmp_path / "config.json").symlink_to(eagle / "config.json")
     with pytest.raises(HeadsError, match=str(tmp_path)):
         open_heads(tmp_path, tiny_llama)
 
 
 @pytest.mark.parametrize("layers", [[99, 0, 1], [-5, 0, 1], ["low", 0, 1], 7, {"low": 0}, [0, 1]], ids=str)
-def test_layers_that_the_model_has_not_are_refused(others, tmp_path, tiny_llama, layers):
-    (tmp_path / "model.safetensors").symlink_to(others["eagle"] / "model.safetensors")
-    config = json.loads((others["eagle"] / "config.json").read_text())
+def test_layers_that_the_model_has_not_are_refused(eagle, tmp_path, tiny_llama, layers):
+    (tmp_path / "model.safetensors").symlink_to(eagle / "model.safetensors")
+    config = json.loads((eagle / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": layers}))
     with pytest.raises(HeadsError, match=str(tmp_path)):
         open_heads(tmp_path, tiny_llama)
@@ -268,11 +273,11 @@ def test_a_head_that_lacks_a_tensor_is_refused(folder, tiny_llama):
 def test_a_copy_in_another_precision_has_the_same_fingerprint_and_a_trained_one_has_not(tiny_llama, looping_llama):
     import copy
 
-    assert fingerprint(copy.deepcopy(tiny_llama).bfloat16()) == fingerprint(tiny_llama)
+    assert model_fingerprint(copy.deepcopy(tiny_llama).bfloat16()) == model_fingerprint(tiny_llama)
     trained = copy.deepcopy(tiny_llama)
     with torch.no_grad():
         trained.model.layers[1].post_attention_layernorm.weight[3] += 0.1
-    assert len({fingerprint(model) for model in (tiny_llama, looping_llama, trained)}) == 3
+    assert len({model_fingerprint(model) for model in (tiny_llama, looping_llama, trained)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -299,26 +304,17 @@ def test_hidden_states_become_the_logits_of_the_model_itself(config):
         assert torch.allclose(unembed(model, states, some), logits[..., some], atol=1e-6)
 
 
-def test_folders_of_heads_are_told_from_those_of_models_whoever_wrote_them(tmp_path, tiny_llama, monkeypatch):
-    made = {
-        "medusa": MedusaHeads.fresh(tiny_llama, heads=1),
-        "mtp": MtpHeads.fresh(tiny_llama, heads=1),
-        "eagle": EagleHead(layer_config(tiny_llama)),
-        "eagle3": fresh_fused(tiny_llama, range(20)),
-    }
-    for kind, heads in made.items():
-        write_heads(heads, tmp_path / kind, tiny_llama)
-        assert holds_heads(str(tmp_path / kind))
-        (tmp_path / kind / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-        assert holds_heads(str(tmp_path / kind)) == (kind != "mtp"), "no published heads are of this kind"
-    for name, config in {"pickled": {"architectures": ["LlamaForCausalLMEagle3"]}, "empty": {}, "list": []}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        assert holds_heads(str(tmp_path / name)) == (name == "pickled")
-    (tmp_path / "torn").mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (tmp_path / "torn" / file).write_bytes(b"{")
-    tiny_llama.save_pretrained(tmp_path / "model")
-    assert not any(holds_heads(str(tmp_path / name)) for name in ("torn", "model", "nowhere"))
-    monkeypatch.chdir(tmp_path)
-    assert holds_heads("native") and holds_heads("eagle3") and not holds_heads("smollm2")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: MambaForCausalLM(MambaConfig(**TINY)), "MambaForCausalLM has no attention, so it takes heads of Med"),
+        (
+            lambda: OPTForCausalLM(OPTConfig(**TINY, word_embed_proj_dim=8, num_attention_heads=2)),
+            "OPTForCausalLM reads 8 numbers, and its layers have 16",
+        ),
+    ],
+    ids=["no attention", "narrow LM head"],
+)
+def test_a_model_that_takes_no_head_of_eagle_is_told_why(make, says):
+    with pytest.raises(HeadsError, match=says):
+        EagleHead.fresh(make(), range(20))

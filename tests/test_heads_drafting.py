@@ -19,7 +19,6 @@ from lookahead import Heads, LookaheadConfig
 from lookahead.backend.cpu.product_bits import FEWEST_WEIGHTS
 from lookahead.drafting.budget import Ema, PassTimes
 from lookahead.errors import HeadsError
-from lookahead.jobs.training.train_heads import Settings, train_heads
 from lookahead.loading.loading import LoadedModel, load
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.call_caches import CACHE
@@ -27,15 +26,14 @@ from lookahead.model.model_state import state_of
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.plugins.heads import guess_tree
 from lookahead.plugins.heads.eagle import EagleHead
-from lookahead.plugins.heads.guess_tree import GuessTree, independent_heads_tree
-from lookahead.plugins.heads.head_files import fresh_rates, make_drafter, open_heads, write_heads
-from lookahead.plugins.heads.independent_heads import MedusaHeads, MtpHeads
-from lookahead.plugins.heads.induction_init import fresh_fused
-from lookahead.plugins.heads.layers import layer_config
+from lookahead.plugins.heads.guess_tree import GuessTree
+from lookahead.plugins.heads.head_files import drafter_of, fresh_rates, open_heads, write_heads
+from lookahead.plugins.heads.medusa import MedusaHeads, independent_heads_tree
+from lookahead.plugins.heads.training.train_heads import Settings, train_heads
 from tests.support.answered_prompts import write_answered
 from tests.support.token_prompts import both
 
-KINDS = ["medusa", "eagle", "eagle3", "mtp"]
+KINDS = ["medusa", "eagle3"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "processed": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
@@ -152,9 +150,7 @@ def test_heads_that_know_nothing_change_no_token(looping_llama, trained, ragged,
 
 def test_untrained_heads_change_no_token(looping_llama, ragged, tmp_path):
     write_heads(MedusaHeads.fresh(looping_llama, heads=5), tmp_path / "medusa", looping_llama)
-    write_heads(MtpHeads.fresh(looping_llama, heads=2), tmp_path / "mtp", looping_llama)
-    write_heads(EagleHead(layer_config(looping_llama)), tmp_path / "eagle", looping_llama)
-    write_heads(fresh_fused(looping_llama, range(0, 101, 3)), tmp_path / "eagle3", looping_llama)
+    write_heads(EagleHead.fresh(looping_llama, range(0, 101, 3)), tmp_path / "eagle3", looping_llama)
     options = {**ragged, "max_new_tokens": 24, "pad_token_id": 0, "do_sample": False}
     expected = looping_llama.generate(**options)
     for folder in tmp_path.iterdir():
@@ -171,13 +167,8 @@ def test_larger_layers_of_heads_have_8_bits_on_a_cpu_and_guess_almost_as_in_full
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(dtype).eval()
-    make = {
-        "medusa": lambda: MedusaHeads.fresh(model, heads=3),
-        "mtp": lambda: MtpHeads.fresh(model, heads=2),
-        "eagle": lambda: EagleHead(layer_config(model)),
-        "eagle3": lambda: fresh_fused(model, range(512)),
-    }
-    write_heads(make[kind](), tmp_path, model)
+    heads = MedusaHeads.fresh(model, heads=3) if kind == "medusa" else EagleHead.fresh(model, range(512))
+    write_heads(heads, tmp_path, model)
     sources = Heads(tmp_path)
     # A prompt that begins with the padding token is a padded one, whose drafts round otherwise in half precision.
     expected, got = both(model, drafting(sources), input_ids=torch.arange(1, 10)[None], do_sample=False)
@@ -190,7 +181,7 @@ def test_larger_layers_of_heads_have_8_bits_on_a_cpu_and_guess_almost_as_in_full
     guesses = []
     with torch.inference_mode():
         for heads in (rounded, open_heads(tmp_path, model)[1]):
-            drafter = make_drafter(heads, model, fresh_rates(heads))
+            drafter = drafter_of(heads)(heads, model, fresh_rates(heads))
             states = [model.get_input_embeddings()(torch.arange(9))] * len(drafter.hidden_layers)
             drafter.read([0], [torch.arange(1, 10)], [torch.cat(states, -1)])
             tree = drafter.draft([0], 8)[0]
@@ -210,29 +201,28 @@ def test_heads_run_again_only_where_the_tokens_gained_are_worth_the_time(
     heads, times = open_heads(trained, looping_llama)[1], None
     if target_s is not None:
         times = PassTimes(Ema(0.0, value=draft_s, count=1), Ema(0.0, value=target_s, count=1))
-    drafter = make_drafter(heads, looping_llama, fresh_rates(heads), times=times)
+    drafter = drafter_of(heads)(heads, looping_llama, fresh_rates(heads), times=times)
     states = [looping_llama.get_input_embeddings()(torch.arange(9))] * len(drafter.hidden_layers)
     with torch.inference_mode():
         drafter.read([0], [torch.arange(1, 10)], [torch.cat(states, -1)])
         drafter._guess = lambda logits, most: (torch.full((*logits.shape[:-1], 2), 0.5), logits.topk(2).indices)
         depths = drafter.draft([0], 24)[0].kinds[1:, 0]
-    assert depths.max() + 1 == (levels if kind.startswith("eagle") else 3)
+    assert depths.max() + 1 == (levels if kind == "eagle3" else 3)
 
 
 @pytest.mark.parametrize("levels", [2, 3, 6])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_level_of_heads_takes_the_time_of_its_pass_and_of_the_projection_behind_it(
-    kind, levels, looping_llama, monkeypatch
+    levels, looping_llama, monkeypatch
 ):
     """By a clock that goes on by 1 in a pass of the layer and by 8 in a projection to the vocabulary."""
     model = copy.deepcopy(looping_llama)
-    heads = fresh_fused(model, range(101)) if kind == "eagle3" else EagleHead(layer_config(model))
+    heads = EagleHead.fresh(model, range(101))
     clock, times = [0.0], PassTimes(target=Ema(0.0, value=1e9, count=1))
-    for module, seconds in ((heads.layer, 1.0), (heads.lm_head if kind == "eagle3" else model.lm_head, 8.0)):
+    for module, seconds in ((heads.midlayer, 1.0), (heads.lm_head, 8.0)):
         module.register_forward_hook(lambda *_, seconds=seconds: clock.__setitem__(0, clock[0] + seconds))
     monkeypatch.setattr(guess_tree.time, "perf_counter", lambda: clock[0])
     likeliest = itertools.chain([0.9] * (levels - 1), itertools.repeat(0.0))  # the last level ends it
-    drafter = make_drafter(heads, model, fresh_rates(heads), times=times)
+    drafter = drafter_of(heads)(heads, model, fresh_rates(heads), times=times)
     states = [model.get_input_embeddings()(torch.arange(9))] * len(drafter.hidden_layers)
     with torch.inference_mode():
         drafter.read([0], [torch.arange(1, 10)], [torch.cat(states, -1)])
@@ -354,12 +344,11 @@ def test_a_guess_whose_parent_was_wrong_is_no_trial():
     assert _says(rates, 0.5, 0.2) == [pytest.approx(0.04, abs=0.02), pytest.approx(0.2)]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_trained_heads_draft_for_their_model(kind, summarizer_path):
+def test_trained_heads_draft_for_their_model(summarizer_path):
     model, tokenizer = load(summarizer_path, device="cpu")
     text = "<doc> The old man went down to the river. He had lost his hat, and the wind was cold. Nobody saw him.<sum>"
     ids = tokenizer(text, return_tensors="pt").input_ids
-    config = drafting(Heads(summarizer_path / "heads" / kind))
+    config = drafting(Heads(summarizer_path / "heads" / "eagle3"))
     expected, got = both(model, config, input_ids=ids, do_sample=False, max_new_tokens=24)
     assert torch.equal(got, expected)
     stats = lookahead.generate(model, tokenizer, text, config=config, max_new_tokens=24).stats
@@ -372,6 +361,5 @@ def test_a_name_that_no_heads_have_is_refused_with_those_there_are(looping_llama
 
 
 def test_heads_of_another_model_are_refused(looping_llama, prompt, summarizer_path):
-    for kind in ("eagle3", "mtp"):
-        with pytest.raises(HeadsError, match="heads of another model"):
-            both(looping_llama, drafting(Heads(summarizer_path / "heads" / kind)), input_ids=prompt, do_sample=False)
+    with pytest.raises(HeadsError, match="heads of another model"):
+        both(looping_llama, drafting(Heads(summarizer_path / "heads" / "eagle3")), input_ids=prompt, do_sample=False)

@@ -29,7 +29,7 @@ FLOORS = (
     {"config"},
     {"loading"},
     {"model"},
-    {"verification", "plugins.heads"},
+    {"verification"},
     {"backend"},
     {"proposers"},
     {"engine"},
@@ -46,9 +46,6 @@ CORE = {"config", "drafting", "model", "loading", "verification", "backend", "pr
 APPS = {"cli", "documents", "jobs", "reporting", "serving", "summarization"}
 ON_PUBLIC_NAMES = {"jobs", "reporting"}  # apps that need nothing else of the engine
 SHARED = {"errors", "stats", "utils"}
-TRAINING = {"jobs.training"}  # it makes what plug-ins draft with
-# What still names heads.
-HEADS = {"proposers.heads", "proposers.memory_files", "decoding.head_costs"}
 KNOW_TRANSFORMERS = {
     "serving",
     "verification",
@@ -170,7 +167,7 @@ def test_an_app_imports_only_public_names():
     offenders = [
         f"{module.name} must not import {name}"
         for module in MODULES
-        if _is_in(module.room, ON_PUBLIC_NAMES) and not _is_in(module.room, TRAINING)
+        if _is_in(module.room, ON_PUBLIC_NAMES)
         for name in _imports(module)
         if name.startswith("lookahead.") and not _is_in(name.removeprefix("lookahead."), APPS | SHARED)
     ]
@@ -181,7 +178,7 @@ def test_the_core_names_no_plug_in():
     named = {
         module.name: sorted(set(re.findall(r"lookahead\.plugins[\w.]*", module.path.read_text(encoding="utf-8"))))
         for module in MODULES
-        if _is_in(module.room, CORE) and not _is_in(module.room, HEADS)
+        if _is_in(module.room, CORE)
     }
     assert not {name: plugins for name, plugins in named.items() if plugins}
 
@@ -358,4 +355,4 @@ def test_importing_the_library_loads_neither_the_command_line_nor_what_draws_it(
     )
     loaded = run.stdout.split()
     assert "lookahead" in loaded
-    assert not {"lookahead.cli.app", "lookahead.jobs.training", "typer", "rich"} & set(loaded)
+    assert not {"lookahead.cli.app", "lookahead.plugins.heads.training", "typer", "rich"} & set(loaded)

@@ -1,9 +1,8 @@
-"""MTP heads, trained beside a model or brought along by its checkpoint."""
+"""The MTP layer that a checkpoint brings along."""
 
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -14,131 +13,20 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     modeling_layers,
 )
-from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
-from lookahead.jobs.training.examples import make_example
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.plugins.heads.head_files import open_heads, write_heads
-from lookahead.plugins.heads.independent_heads import MtpDrafter, MtpHeads
-from lookahead.plugins.heads.induction_init import begin_mtp
-from lookahead.plugins.heads.layers import hidden_states
 from lookahead.plugins.heads.native_mtp import NativeDrafter, open_native
+from lookahead.plugins.heads.target import hidden_states
 
 needs_mtp_layers = pytest.mark.skipif(
     not hasattr(modeling_layers, "MtpModel"), reason=f"transformers {transformers.__version__} has no MTP layers"
 )
 FIXED = {"draft": "fixed", "min_probability": 0.0, "max_nodes": 20}
-
-
-@pytest.fixture
-def heads(tiny_llama) -> MtpHeads:
-    """Three heads with random weights."""
-    torch.manual_seed(6)
-    made = MtpHeads.fresh(tiny_llama, heads=3)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.normal_(std=0.25) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
-    return made.requires_grad_(False)
-
-
-def naive(heads: MtpHeads, model, states: torch.Tensor) -> torch.Tensor:
-    """What every head says after each of `[tokens, 2 · hidden]`, `[heads, tokens, vocab]`, by parts of transformers."""
-    n, (low, last) = len(states), states.chunk(2, -1)
-    mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
-    rotation = heads.rotation(states, torch.arange(n)[None])
-    config, logits = type(heads.config).from_dict(heads.config.to_dict()), []
-    config._attn_implementation = "eager"
-    for head in heads.heads:
-        attention = LlamaAttention(config, 0)
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(attention, name, getattr(head.self_attn, name))
-        read = torch.cat((head.low_layernorm(low), head.input_layernorm(last)), -1)[None]
-        hidden = last * head.kept + attention(read, position_embeddings=rotation, attention_mask=mask)[0][0]
-        logits.append(model.lm_head(hidden + head.mlp(head.post_attention_layernorm(hidden))))
-    return torch.stack(logits)
-
-
-@torch.no_grad()
-def test_training_and_drafting_say_what_attention_of_transformers_says(heads, tiny_llama):
-    texts = [[5, 9, 31, 77, 5, 9, 2, 8, 60], [7, 8, 9, 40]]
-    states = [hidden_states(tiny_llama, torch.tensor([text]), heads.hidden_layers)[0] for text in texts]
-    expected = [naive(heads, tiny_llama, each) for each in states]
-    padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
-    places, asked = torch.tensor([[0, 3, 8], [1, 3, 0]]), torch.tensor([[True, True, True], [True, True, False]])
-    for head in range(3):
-        says = heads.guess(tiny_llama, head, padded, places, asked)
-        right = torch.cat((expected[0][head][[0, 3, 8]], expected[1][head][[1, 3]]))
-        assert torch.allclose(says, right, atol=1e-3, rtol=1e-3)
-    drafter = MtpDrafter(heads, tiny_llama, AcceptanceTable(3), None)
-    nothing = [torch.zeros(0), torch.zeros(0)]
-    drafter.read([1], nothing[:1], [states[0][:2]])
-    drafter.read([0, 1], nothing, [states[1], states[0][2:]])
-    says = drafter._logits([0, 1])
-    assert torch.allclose(says, torch.stack((expected[1][:, -1], expected[0][:, -1]), 1), atol=1e-3, rtol=1e-3)
-
-
-@torch.no_grad()
-def test_untrained_heads_say_what_the_lm_head_says(tiny_llama):
-    fresh = MtpHeads.fresh(tiny_llama, heads=2)
-    states = hidden_states(tiny_llama, torch.tensor([[4, 5, 6, 7]]), fresh.hidden_layers)
-    says = fresh.guess(tiny_llama, 1, states, torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool))
-    assert torch.allclose(says, tiny_llama.lm_head(states[0].chunk(2, -1)[1]))
-
-
-@torch.no_grad()
-def test_heads_begin_training_by_saying_what_followed_the_next_token_before():
-    """The model's last states tell the next token, its low ones the token, the one before and the one before that."""
-    torch.manual_seed(8)
-    sizes = {"vocab_size": 101, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 64}
-    rope = {"rope_type": "default", "rope_theta": 500_000.0}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, rope_parameters=rope)
-    model = LlamaForCausalLM(config).eval()
-    vectors = model.lm_head.weight
-    turned = [vectors @ torch.nn.init.orthogonal_(torch.empty(256, 256)) for _ in range(3)]
-
-    def states_of(ids):
-        low = sum(turned[back][ids.roll(back)] for back in range(3))
-        return torch.cat((low, vectors[ids.roll(-1)]), -1)
-
-    texts = [torch.randint(4, 101, (60,)).tolist() for _ in range(200)]
-    heads = MtpHeads.fresh(model, heads=2)
-    examples = [make_example(text[:1], text[1:], 99) for text in texts]
-    begin_mtp(heads, model, examples, lambda example: states_of(example["input_ids"]))
-    right = [0, 0]
-    for seed in range(20):
-        text = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[:40].tolist()
-        states = states_of(torch.tensor([*text, 100, text[seed]]))[None]
-        for head in range(2):
-            says = heads.guess(model, head, states[:, :-1], torch.tensor([[40]]), torch.tensor([[True]])).argmax()
-            right[head] += int(says) == text[seed + 1 + head]
-    assert min(right) >= 6  # by chance one in a hundred is
-
-
-def test_heads_read_back_as_they_were_written_without_a_random_number(heads, tiny_llama, looping_llama, tmp_path):
-    write_heads(heads, tmp_path, tiny_llama)
-    before = torch.get_rng_state()
-    _, read = open_heads(tmp_path, tiny_llama)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(t, heads.state_dict()[n].bfloat16().float()) for n, t in read.state_dict().items())
-    with pytest.raises(HeadsError, match="heads of another model"):
-        open_heads(tmp_path, looping_llama)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_heads": 4}))
-    with pytest.raises(HeadsError, match=r"num_heads must be the number of heads in model.safetensors, 3, got 4"):
-        open_heads(tmp_path, tiny_llama)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_heads": None}))
-    with pytest.raises(HeadsError, match=r"num_heads must be the number of heads in model.safetensors, 3, got None"):
-        open_heads(tmp_path, tiny_llama)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "low_layer": 99}))
-    with pytest.raises(HeadsError, match="low_layer must be one of the model's layers, got 99"):
-        open_heads(tmp_path, tiny_llama)
 
 
 @pytest.fixture(scope="module")

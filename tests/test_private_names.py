@@ -23,14 +23,13 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 # Names that this package defines too, to take the place of those of transformers.
 OVERRIDDEN = {
-    *("_attn_implementation", "_get_train_sampler", "_modules", "_prefill", "_process_model_after_weight_loading"),
+    *("_attn_implementation", "_modules", "_prefill", "_process_model_after_weight_loading"),
     *("_update_model_kwargs_for_generation", "_version"),
 }
 ROOMS_OF_TRANSFORMERS = ("model", "loading")
 ROOMS_OF_TORCH = ("model", "loading", "backend.cpu", "backend.gpu", "kernels")
 # What stands elsewhere: a subclass of Trainer calls what subclasses may.
 ELSEWHERE = {
-    "jobs.training.heads_trainer": {"_get_train_sampler", "_prepare_inputs", "transformers.trainer_pt_utils"},
     # It stands in for a model in transformers' own beam search.
     "plugins.beams.beam_tree": {"_prefill", "_reorder_cache", "_update_model_kwargs_for_generation"},
     "plugins.heads.native_mtp": {"transformers.modeling_layers"},

@@ -338,7 +338,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
 
 
 def test_heads_of_a_quantized_model_are_refused_by_name(folders):
-    from lookahead.plugins.heads.layers import lm_head
+    from lookahead.plugins.heads.target import lm_head
 
     with pytest.raises(HeadsError, match="the LM head of this LlamaForCausalLM is quantized"):
         lm_head(quantized(folders["looping"]))

@@ -21,13 +21,13 @@ from lookahead.backend import step_costs
 from lookahead.backend.gpu import kernel_trial
 from lookahead.cli.app import app
 from lookahead.errors import PoolError, TrainingError
-from lookahead.jobs.training.train_heads import Settings, train_heads
 from lookahead.kernels.dispatch import Verdict
 from lookahead.loading.loading import LoadedModel
 from lookahead.model.model_state import LearnedState, state_of, use_learned
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.memory_file import read_memory
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
+from lookahead.plugins.heads.training.train_heads import Settings, train_heads
 from lookahead.proposers import ProposerState
 from lookahead.proposers.memory_files import merge_into
 from lookahead.proposers.ngram import OUTPUT_TOKENS

@@ -148,19 +148,16 @@ def explain(options: ExplainOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
-    kind: str = option(help="medusa, eagle, eagle3 or mtp.", argument=True, metavar="KIND")
+    kind: str = option(help="medusa or eagle3.", argument=True, metavar="KIND")
     data: Path = option(
         help="Text, or JSON lines with 'text', with 'prompt' and 'output', or with 'prompt' alone.", metavar="FILE"
     )
     output: Path = option(MISSING, "Folder for the heads.", "--output", "-o", metavar="DIR")
     heads: int = option(4, "Tokens drafted beyond the next one: heads, or steps of EAGLE.")
-    is_joint: bool = option(False, "medusa, mtp: train the model too; it is written to DIR/model.", "--joint")
     draft_vocab: int = option(32_000, "eagle3: size of the draft vocabulary, the most frequent tokens.")
     steps: int | None = option(None, "Batches to train on. (default: the data once)")
     batch_size: int = option(8, "Examples in a batch.")
-    learning_rate: float | None = option(
-        None, "Peak learning rate of the heads (default: 0.001; of EAGLE-3 for a model of 8 layers or more 0.0001)."
-    )
+    learning_rate: float = option(1e-3, "Peak learning rate.")
     max_length: int = option(1024, "Most tokens of an example.")
     max_new_tokens: int = new_tokens_option(256, "Most tokens of an answer that the model writes itself.")
     hold_out_every: int = option(20, "One example in N is held out for evaluation.")
@@ -187,9 +184,9 @@ def train(options: TrainOptions) -> None:
     locate_model(options.model)
     if options.quantize is not None:
         raise ConfigError(f"heads are trained for a model that is not quantized, got --quantize {options.quantize}")
-    from lookahead.jobs.training.train_heads import Settings, check_trainer, train_heads
+    from lookahead.plugins.heads.training.train_heads import Settings, check_trainer, train_heads
 
-    settings = Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
+    settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
     check_trainer()
     loaded = load(options, measures_costs=False)
     tell = partial(show_line, sys.stderr)

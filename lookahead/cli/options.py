@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, ClassVar, Literal
 
+import lookahead
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN, opened
 from lookahead.documents.decode_text import decode_bytes
@@ -122,9 +123,7 @@ class DraftingOptions:
         if self.heads is not None:
             if (quantize := getattr(self, "quantize", None)) is not None:
                 raise ConfigError(f"heads draft for a model that is not quantized, got --quantize {quantize}")
-            from lookahead.proposers.heads import Heads
-
-            sources.append(Heads(self.heads))
+            sources.append(lookahead.Heads(self.heads))
         config = LookaheadConfig(
             proposers=sources,
             pool=self.pool,

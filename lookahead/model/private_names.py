@@ -31,7 +31,6 @@ TRANSFORMERS: dict[str, PrivateName] = {
     "_attn_implementation": PrivateName("transformers.PretrainedConfig", "4.36"),
     "_beam_search": PrivateName(_LOOP, "4.30"),
     "_can_set_attn_implementation": PrivateName("transformers.PreTrainedModel", "4.54"),
-    "_get_train_sampler": PrivateName("transformers.Trainer", "4.30", "training draws its examples in another order"),
     "_experts_implementation": PrivateName("", "5.0", "experts replaced in the registry of transformers are unseen"),
     "_is_hf_initialized": PrivateName("", "4.30", _NOTHING),
     "_is_stateful": PrivateName("transformers.PreTrainedModel", "4.42"),
@@ -39,7 +38,6 @@ TRANSFORMERS: dict[str, PrivateName] = {
     "_mask_length": PrivateName("", "5.19", "the length of the ids counts"),
     "_pad_token_tensor": PrivateName("", "4.43", "the configuration's own token of padding counts"),
     "_prefill": PrivateName(_LOOP, "5.0"),
-    "_prepare_inputs": PrivateName("transformers.Trainer", "4.30", "training ends with an error at its first batch"),
     "_process_model_after_weight_loading": PrivateName(
         "transformers.quantizers.base.HfQuantizer", "4.38", "`quantize` leaves the weights as they are"
     ),

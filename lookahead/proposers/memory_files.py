@@ -20,7 +20,6 @@ from lookahead.ngram.memory_file import (
     read_memory,
     write_memory,
 )
-from lookahead.plugins.heads.layers import body_of
 from lookahead.proposers.ngram import Memory
 from lookahead.proposers.pool_files import changing, pool_errors
 from lookahead.utils.fingerprints import model_fingerprint
@@ -37,7 +36,7 @@ def header_of(model: Any, max_contexts: int = memory_file.DEFAULT_CONTEXTS) -> M
     if vocabulary > MAX_VOCABULARY:
         raise PoolError(f"a memory file takes vocabularies of at most {MAX_VOCABULARY} tokens, got {vocabulary}")
     try:
-        fingerprint = int(model_fingerprint(model, body_of(model)), 16)
+        fingerprint = int(model_fingerprint(model), 16)
     except (NotImplementedError, RuntimeError) as error:  # weights on the meta device
         raise PoolError("a memory file needs a model whose weights are not offloaded") from error
     return MemoryHeader(fingerprint, vocabulary, 0, max_contexts)

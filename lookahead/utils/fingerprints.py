@@ -37,7 +37,13 @@ def tokenizer_fingerprint(tokenizer: Any) -> int:
     return known[1]
 
 
-def model_fingerprint(model: Any, body: nn.Module) -> str:
+def body_of(model: Any) -> Any:
+    """The model without its LM head."""
+    body = model.base_model
+    return body if body is not model else getattr(model, "model", model)
+
+
+def model_fingerprint(model: Any) -> str:
     """16 hexadecimal digits, equal for every copy of a model in any dtype and on any device.
 
     They depend on the sizes of the model, some rows of its embedding, and the norms and biases of its body (the model
@@ -52,7 +58,7 @@ def model_fingerprint(model: Any, body: nn.Module) -> str:
         rows = _spaced(weight, _ROWS, torch.float32)
     else:  # quantized blocks of a file
         rows = embedding(_spaced(torch.arange(embedding.num_embeddings, device=weight.device), _ROWS, torch.float32))
-    for values in (rows, *(each for each in body.parameters() if each.ndim == 1)):
+    for values in (rows, *(part for part in body_of(model).parameters() if part.ndim == 1)):
         digest.update(values.detach().to("cpu", torch.float32).bfloat16().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""EAGLE heads: one decoder layer that predicts the model's hidden states token by token, and its drafter."""
+"""EAGLE-3 heads: one decoder layer that predicts token after token, and its drafter."""
 
 from __future__ import annotations
 
@@ -6,119 +6,146 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from lookahead.plugins.heads.guess_tree import WIDTH, GrowingDrafter, GuessTree
-from lookahead.plugins.heads.layers import DraftLayer, gather_positions, unembed
+from lookahead.plugins.heads.target import gather_positions, layer_config, lm_head
 
 DEPTH = 6  # maximum number of tokens guessed in a row
 ROOT_WIDTH = 32  # guesses after the root
-DRAFT_VOCAB = 32_000  # maximum vocabulary of a new EAGLE-3 head, as in published ones
+DRAFT_VOCAB = 32_000  # maximum vocabulary of a new head, as in published ones
 
 
-class WideLayer(DraftLayer):
-    """A layer whose attention reads the embedding and the features, each normalized."""
+class Attention(nn.Module):
+    """The projections of an attention layer with input size `reads`, which may exceed the hidden size."""
+
+    def __init__(self, config: LlamaConfig, reads: int) -> None:
+        super().__init__()
+        self.head_dim: int = config.head_dim or config.hidden_size // config.num_attention_heads
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        self.kv_heads: int = kv_heads
+        self.q_proj = nn.Linear(reads, heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(reads, kv_heads * self.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(reads, kv_heads * self.head_dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer that reads an embedding and features, each normalized; the caller keeps the keys and values."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, 2 * config.hidden_size)
+        super().__init__()
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        rotation: LlamaRotaryEmbedding,
+        positions: Tensor,
+        mask: Tensor,
+        at: Tensor | None = None,
+        past: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output `[batch, n, hidden]`, and the keys and values of the earlier tokens and the new ones.
+
+        Args:
+            features: `[batch, new, hidden]`, which are the residual too.
+            embeddings: `[batch, new, hidden]`, of the tokens sampled from the features.
+            rotation: The rotary embedding.
+            positions: int64 `[batch, new]`.
+            mask: bool `[batch, n, tokens + new]`, true if a token is attended to.
+            at: int64 `[batch, n]`, the new tokens that attend; all when None.
+            past: Keys and values of earlier tokens, `[batch, tokens, 2, kv heads, dim]`.
+        """
+        attention, dim = self.self_attn, self.self_attn.head_dim
+        read = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(features)), dim=-1)
+        keys, values = (project(read).unflatten(-1, (-1, dim)) for project in (attention.k_proj, attention.v_proj))
+        states = torch.stack((_rotated(keys, rotation(read, positions)), values), 2)
+        states = states if past is None else torch.cat((past, states), 1)
+        if at is not None:
+            read, features = gather_positions(read, at), gather_positions(features, at)
+            positions = positions.gather(1, at)
+        query = _rotated(attention.q_proj(read).unflatten(-1, (-1, dim)), rotation(read, positions)).transpose(1, 2)
+        keys, values = states.permute(2, 0, 3, 1, 4)
+        # Query heads that share keys are stacked as further queries, so keys are not copied. On a CPU this is several
+        # times as fast as `enable_gqa`.
+        packed = query.reshape(len(query), keys.shape[1], -1, dim)
+        seen = mask.repeat(1, query.shape[1] // keys.shape[1], 1)[:, None]
+        context = F.scaled_dot_product_attention(packed, keys, values, seen).view(query.shape)
+        hidden = features + attention.o_proj(context.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), states
+
+
+def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate `[batch, tokens, heads, dim]` by cosines and sines `[batch, tokens, dim]`."""
+    cosine, sine = (part[:, :, None] for part in rotation)
+    return cast(Tensor, x * cosine + rotate_half(x) * sine)
+
 
 class EagleHead(nn.Module):
-    """Predicts the next feature (the input of the LM head) from the last feature and the token sampled from it.
-
-    It attends to all earlier pairs of feature and token. The LM head and the embedding are the model's. The weights
-    have the names of published checkpoints.
-
-    Source: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", §3.1.
-    """
-
-    kind = "eagle"
-    hidden_layers: tuple[int, ...] = (-1,)  # its inputs, numbered as in `output_hidden_states`
-    cached_layers = 1  # number of its attention layers
-    depth = DEPTH
-
-    def __init__(self, config: LlamaConfig, *, bias: bool = True) -> None:
-        super().__init__()
-        self.config = config
-        hidden = config.hidden_size
-        self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
-        self.layers = nn.ModuleList([DraftLayer(config, hidden)])
-        self.rotation = LlamaRotaryEmbedding(config)
-
-    @property
-    def layer(self) -> DraftLayer:
-        """The decoder layer."""
-        return cast(DraftLayer, self.layers[0])
-
-    def enter(self, states: Tensor) -> Tensor:
-        """Features `[..., hidden]` of the model's hidden states `[..., size]`."""
-        return states
-
-    def pair(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention, `[..., reads]`, and the residual, `[..., hidden]`."""
-        both: Tensor = self.fc(torch.cat((embeddings, features), dim=-1))
-        return both, both
-
-    def logits(self, model: PreTrainedModel, features: Tensor) -> Tensor:
-        """Logits over the tokens it can propose, `[..., tokens]`, of features `[..., hidden]`."""
-        return unembed(model, features)
-
-    def token_ids(self, guesses: Tensor) -> Tensor:
-        """The model's token ids of indices into the logits."""
-        return guesses
-
-
-class FusedEagleHead(EagleHead):
     """Predicts the next token from hidden states of several layers, and further tokens from its own output.
 
-    Its features may differ from the model's. Its vocabulary is the most frequent part of the model's.
+    It attends to all earlier pairs of features and the token sampled from them. The embedding is the model's. Its
+    vocabulary is the most frequent part of the model's. The weights have the names of published checkpoints.
 
     Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
         Test", §3.
     """
 
+    kind = "eagle"
+    depth = DEPTH
+
     def __init__(self, config: LlamaConfig, *, hidden_layers: tuple[int, ...], draft_vocab: int) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.config = config
-        self.hidden_layers = hidden_layers
+        self.hidden_layers = hidden_layers  # its inputs, numbered as in `output_hidden_states`
         hidden = config.hidden_size
         self.fc = nn.Linear(len(hidden_layers) * hidden, hidden, bias=False)
-        self.midlayer = WideLayer(config)
+        self.midlayer = DraftLayer(config)
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, draft_vocab, bias=False)
         self.rotation = LlamaRotaryEmbedding(config)
         self.d2t: Tensor
         self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.int64))
 
-    @property
-    def layer(self) -> DraftLayer:
-        return self.midlayer
+    @classmethod
+    @torch.no_grad()
+    def fresh(cls, model: PreTrainedModel, tokens: Sequence[int]) -> EagleHead:
+        """An untrained head that proposes the token ids in `tokens`, ascending, by the rows of the model's LM head."""
+        weight, chosen = lm_head(model).weight, torch.tensor(tokens)
+        head = cls(layer_config(model), hidden_layers=fused_layers(model), draft_vocab=len(tokens))
+        head.d2t.copy_(chosen - torch.arange(len(tokens)))
+        head.lm_head.weight.copy_(weight[chosen.to(weight.device)])
+        # Logits start near 1, since wrong certainty takes longer to unlearn.
+        head.norm.weight.fill_(1.0 / float(head.lm_head.weight.norm(dim=-1).mean()))
+        return head.to(weight.device)
 
     def enter(self, states: Tensor) -> Tensor:
         """Features `[..., hidden]` of the model's concatenated hidden states, `[..., layers · hidden]`."""
         features: Tensor = self.fc(states)
         return features
 
-    def pair(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention, `[..., 2 · hidden]`, and the residual, `[..., hidden]`."""
-        read = torch.cat((self.midlayer.input_layernorm(embeddings), self.midlayer.hidden_norm(features)), dim=-1)
-        return read, features
-
-    def logits(self, model: PreTrainedModel, features: Tensor) -> Tensor:
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits over the tokens it can propose, `[..., tokens]`, of features `[..., hidden]`."""
         out: Tensor = self.lm_head(self.norm(features))
         return out
 
     def token_ids(self, guesses: Tensor) -> Tensor:
+        """The model's token ids of indices into the logits."""
         return guesses + self.d2t[guesses]
 
 
 def fused_layers(model: PreTrainedModel) -> tuple[int, int, int]:
-    """The layers that an EAGLE-3 head reads: a low, a middle and a high one, as published.
+    """The layers that a head reads: a low, a middle and a high one, as published.
 
     For a small model: the embeddings, the first layer and the last. Its later layers keep little of the tokens
     themselves, which a head looks up.
@@ -128,40 +155,55 @@ def fused_layers(model: PreTrainedModel) -> tuple[int, int, int]:
 
 
 class EagleDrafter(GrowingDrafter):
-    """Drafts with an EAGLE head: a tree grown level by level from the most likely nodes, then cut to the best ones.
+    """Drafts with an EAGLE-3 head: a tree grown level by level from the most likely nodes, then cut to the best ones.
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.1 (expansion)
         and §4.2 (reranking), the latter by probabilities that are calibrated while decoding.
     """
 
     _heads: EagleHead
+    _past: dict[int, Tensor]  # keys and values of the committed tokens, `[tokens, 2, kv heads, dim]`
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        features = self._heads.enter(pad_sequence(list(states), batch_first=True))
-        read, add = self._heads.pair(features, self._embed(pad_sequence(list(tokens), batch_first=True)))
-        new = [len(each) for each in tokens]
-        out = self._caches[0].extend(self._heads.layer, self._heads.rotation, rows, new, read, add)
+        head, features = self._heads, self._heads.enter(pad_sequence(list(states), batch_first=True))
+        embeddings = self._embed(pad_sequence(list(tokens), batch_first=True))
+        past, lengths, is_past = self._padded(rows)
+        index = torch.arange(features.shape[1], device=features.device)
+        last = torch.tensor([[len(new) - 1] for new in tokens], device=features.device)
+        mask = torch.cat((is_past, index <= last), 1)[:, None]
+        out, kv = head.midlayer(features, embeddings, head.rotation, lengths + index, mask, last, past)
+        for row, new, own in zip(rows, tokens, kv, strict=True):
+            before = own[: len(self._past.get(row, ()))]
+            self._past[row] = torch.cat((before, own[past.shape[1] : past.shape[1] + len(new)]))
         self._last.update(zip(rows, out, strict=True))
 
     def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
         head, out = self._heads, torch.stack([self._last[row] for row in rows])
-        past, lengths, seen = self._caches[0].padded(head.layer, rows)
+        past, lengths, seen = self._padded(rows)
         seen = seen[:, None]  # by the root
 
         def run(level: int, tokens: Tensor, features: Tensor, parents: Tensor) -> Tensor:
             nonlocal past, seen
             own = torch.eye(tokens.shape[1], dtype=torch.bool, device=out.device).expand(len(rows), -1, -1)
             seen = torch.cat((gather_positions(seen, parents), own), -1)
-            read, add = head.pair(features, self._embed(tokens))
             positions = (lengths + level).expand_as(tokens)
-            grown, past = head.layer(read, add, head.rotation, positions, seen, past=past)
+            grown, past = head.midlayer(features, self._embed(tokens), head.rotation, positions, seen, past=past)
             return cast(Tensor, grown)
 
         return self._grow(out, run, depth=DEPTH, width=WIDTH, root_width=ROOT_WIDTH)
 
     def _guesses(self, out: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        probs, indices = self._guess(self._heads.logits(self._model, out), most)
+        probs, indices = self._guess(self._heads.logits(out), most)
         return probs, self._heads.token_ids(indices)
+
+    def _padded(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """KV of rows, `[rows, most, 2, kv heads, dim]`; their lengths, `[rows, 1]`; their mask, `[rows, most]`."""
+        attention = self._heads.midlayer.self_attn
+        nothing = self._heads.norm.weight.new_zeros(0, 2, attention.kv_heads, attention.head_dim)
+        kv = [self._past.get(row, nothing) for row in rows]
+        past = pad_sequence(kv, batch_first=True)
+        lengths = torch.tensor([[len(own)] for own in kv], device=past.device)
+        return past, lengths, torch.arange(past.shape[1], device=past.device) < lengths
 
     def _embed(self, tokens: Tensor) -> Tensor:
         table: Any = self._model.get_input_embeddings()

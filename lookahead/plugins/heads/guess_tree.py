@@ -18,7 +18,7 @@ from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Feedback, Proposal
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.prune import IntArray, best_nodes
-from lookahead.plugins.heads.layers import DraftCache, gather_positions, lm_head
+from lookahead.plugins.heads.target import gather_positions, lm_head
 
 FloatArray = NDArray[np.float32]
 Warp = Callable[[Tensor], Tensor]
@@ -52,32 +52,6 @@ class GuessTree(NamedTuple):
         return tokens, parents, probabilities[nodes]
 
 
-def independent_heads_tree(
-    tokens: IntArray, draft_probs: FloatArray, rates: AcceptanceTable, max_nodes: int
-) -> GuessTree:
-    """Combine the guesses of independent heads: each guess of a head may follow each guess of the previous head.
-
-    Published trees of this kind are fixed, chosen by the average accuracy of every rank of every head. Here each step
-    takes the nodes with the highest product of probabilities along their path. The guesses and their probabilities are
-    `[heads, k]`; the guesses of one head are distinct.
-
-    Source: Cai et al. 2024, "Medusa", §2.3.3 (sparse trees), there greedy over measured accuracies.
-    """
-    heads, width = tokens.shape
-    kinds = np.indices((heads, width), np.int32).transpose(1, 2, 0)
-    probabilities = rates.calibrate(kinds, draft_probs)
-    # The best nodes of a level follow the best nodes of the previous level, so no other node needs children.
-    chosen, parents, path_probs, first = [], [], np.ones(1, np.float32), 0
-    for head in range(heads):
-        paths = (path_probs[:, None] * probabilities[head]).ravel()
-        best = np.argsort(-paths, kind="stable")[:max_nodes]
-        chosen.append(head * width + best % width)
-        parents.append(first + best // width)
-        path_probs, first = paths[best], 1 + sum(map(len, chosen[:-1]))
-    index, earlier = np.concatenate(chosen), np.concatenate(parents).astype(np.int32)
-    return GuessTree.of(tokens.ravel()[index], earlier, kinds.reshape(-1, 2)[index], draft_probs.ravel()[index])
-
-
 @dataclass(slots=True)
 class _HeadsRow:
     """One row: its last token, the input its heads have not read yet, and its last draft."""
@@ -106,7 +80,7 @@ class HeadDrafter(BatchProposer):
         heads: Any,
         model: PreTrainedModel,
         rates: AcceptanceTable,
-        warp: Warp | None,
+        warp: Warp | None = None,
         name: str = "heads",
         times: PassTimes | None = None,
     ) -> None:
@@ -120,7 +94,7 @@ class HeadDrafter(BatchProposer):
         self._last: dict[int, Tensor] = {}  # by row, the state for its next guesses
         self._times = times
         self._done: float | None = None  # end time of the drafts of this step
-        self._caches = [DraftCache() for _ in range(getattr(heads, "cached_layers", 0))]
+        self._past: dict[int, Any] = {}  # by row, what the heads attend to
 
     @abstractmethod
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
@@ -175,8 +149,7 @@ class HeadDrafter(BatchProposer):
     def finish(self, row: int) -> None:
         self._rows.pop(row, None)
         self._last.pop(row, None)
-        for cache in self._caches:
-            cache.pop(row, None)
+        self._past.pop(row, None)
 
     def _guess(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """Probabilities and indices of the most likely guesses, `[..., most]` each, of logits `[..., vocab]`."""

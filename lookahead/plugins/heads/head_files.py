@@ -10,36 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lookahead.drafting.budget import PassTimes
 from lookahead.errors import HeadsError, LookaheadError, one_line
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
-from lookahead.plugins.heads.guess_tree import HeadDrafter, Warp
-from lookahead.plugins.heads.independent_heads import MedusaDrafter, MedusaHeads, MtpDrafter, MtpHeads
-from lookahead.plugins.heads.layers import body_of, lm_head
+from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, fused_layers
+from lookahead.plugins.heads.guess_tree import HeadDrafter
+from lookahead.plugins.heads.medusa import MedusaDrafter, MedusaHeads
 from lookahead.plugins.heads.native_mtp import NATIVE_DEPTH, NativeDrafter, open_native
+from lookahead.plugins.heads.target import lm_head
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
 from lookahead.utils.replacing import replacing
 
 NATIVE = "native"  # instead of a folder: the MTP layer of the model's own checkpoint
 
-TrainedHeads = MedusaHeads | MtpHeads | EagleHead
+TrainedHeads = MedusaHeads | EagleHead
 Network = TrainedHeads | PreTrainedModel
 Maker = Callable[[], TrainedHeads]
 
 _FILES = {  # by kind, the files that may hold the weights; `write_heads` writes the first
     MedusaHeads.kind: ("medusa_lm_head.safetensors", "model.safetensors"),
-    MtpHeads.kind: ("model.safetensors",),
     EagleHead.kind: ("model.safetensors", "pytorch_model.safetensors"),
 }
-_DRAFTERS: dict[str, type[HeadDrafter]] = {"medusa": MedusaDrafter, "mtp": MtpDrafter, "eagle": EagleDrafter}
+_NATIVE_KIND = "mtp"  # in the stats
+_REMOVED = (
+    "were removed: Medusa and EAGLE-3 are served, which 'lookahead train' trains, and the MTP layer of a checkpoint "
+    f"({NATIVE!r})"
+)
+_DRAFTERS: dict[str, type[HeadDrafter]] = {MedusaHeads.kind: MedusaDrafter, EagleHead.kind: EagleDrafter}
 _MEDUSA_PREFIX = "medusa_head."  # in checkpoints that hold the model too
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PICKLES = (".pt", ".bin", ".pth", ".pkl")
@@ -52,12 +55,12 @@ _LAYER_SIZES = (
 def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[str, Network]:
     """Read heads for a model, in its dtype and on its device, ready to draft; returns their kind too.
 
-    The folder is one of `write_heads`, a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors, or `NATIVE`.
+    The folder is one of `write_heads`, a published checkpoint of Medusa or EAGLE-3 in safetensors, or `NATIVE`.
     `HeadsError` if the heads are damaged, a pickle, of an unsupported architecture, or of another model.
     """
     lm_head(model)  # checks first that the model supports heads
     if folder == NATIVE:
-        return MtpHeads.kind, open_native(model)
+        return _NATIVE_KIND, open_native(model)
     if Path(folder).name == str(folder) and not Path(folder).exists():
         raise HeadsError(f"{folder}: neither a folder of heads nor {NATIVE!r}, the layer of the model's own checkpoint")
     place = Path(os.path.expanduser(folder))
@@ -67,6 +70,8 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     # Among published checkpoints only Medusa's have a distinct file name or size.
     is_medusa = "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*"))
     kind = config.get("lookahead_heads") or (MedusaHeads.kind if is_medusa else EagleHead.kind)
+    if kind == "mtp":
+        raise HeadsError(f"{place}: heads of the kind 'mtp', which lookahead trained, {_REMOVED}")
     if kind not in list(_FILES):  # a list, since JSON values need not be hashable
         raise HeadsError(f"{place}: heads of an unknown kind, {kind!r}")
     tensors = _read_weights(place, kind)
@@ -77,34 +82,13 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
         raise HeadsError(f"{place}: {what}{one_line(error)}") from error
 
 
-def holds_heads(name: str) -> bool:
-    """Whether a name refers to heads: `NATIVE`, or a folder with the files of heads, damaged or not."""
-    place = Path(os.path.expanduser(name))
-    if name == NATIVE or not place.is_dir():
-        return name == NATIVE
-    try:
-        config = read_json(place / "config.json")
-    except (OSError, ValueError):
-        config = None
-    config = config if isinstance(config, dict) else {}
-    if "lookahead_heads" in config or "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*")):
-        return True
-    if "eagle" in str(config.get("architectures")).lower():
-        return True
-    try:
-        with safe_open(place / _FILES[EagleHead.kind][0], "pt") as file:
-            return "fc.weight" in file.keys()  # noqa: SIM118, it is not a mapping
-    except (OSError, SafetensorError):
-        return False
-
-
 def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
     """Write heads in bfloat16 into a new folder. The configuration is written last, so partial heads are not opened."""
     base = Path(model.config.name_or_path).name if model.config.name_or_path else type(model).__name__
     own = {
         "lookahead_heads": heads.kind,
         "base_model_name_or_path": base,
-        "fingerprint": model_fingerprint(model, body_of(model)),
+        "fingerprint": model_fingerprint(model),
         **_sizes_of(heads),
     }
     place = Path(folder)
@@ -118,36 +102,14 @@ def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreT
     write_atomically(place / "config.json", json.dumps(own, indent=2) + "\n")
 
 
-def depth_of(heads: Network) -> int:
-    """Maximum tokens that heads guess in a row."""
-    depth: int = getattr(heads, "depth", NATIVE_DEPTH)
-    return depth
-
-
 def fresh_rates(heads: Network) -> AcceptanceTable:
     """The prior hit rates of guesses."""
-    return AcceptanceTable(depth_of(heads))
+    return AcceptanceTable(getattr(heads, "depth", NATIVE_DEPTH))
 
 
-def make_drafter(
-    heads: Network,
-    model: PreTrainedModel,
-    rates: AcceptanceTable,
-    warp: Warp | None = None,
-    name: str = "heads",
-    times: PassTimes | None = None,
-) -> HeadDrafter:
-    """The proposer of one call, of the class for the kind of the heads.
-
-    Args:
-        heads: The network of the heads.
-        model: The target.
-        rates: Acceptance rates of the heads' guesses, updated while decoding.
-        warp: `Call.warp`.
-        name: Its name in the stats.
-        times: The measured times that decide the number of passes; None for the maximum.
-    """
-    return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)(heads, model, rates, warp, name, times)
+def drafter_of(heads: Network) -> type[HeadDrafter]:
+    """The class of proposers for heads."""
+    return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)
 
 
 def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:
@@ -155,11 +117,7 @@ def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:
         return {"medusa_num_heads": heads.depth, "medusa_num_layers": heads.blocks}
     own: dict[str, Any] = heads.config.to_dict()
     sizes = {name: own[name] for name in _LAYER_SIZES if own.get(name) is not None}
-    if isinstance(heads, MtpHeads):
-        return sizes | {"num_heads": heads.depth, "low_layer": heads.hidden_layers[0]}
-    if isinstance(heads, FusedEagleHead):
-        return sizes | {"draft_vocab_size": len(heads.d2t), _AUX_LAYERS: list(heads.hidden_layers)}
-    return sizes
+    return sizes | {"draft_vocab_size": len(heads.d2t), _AUX_LAYERS: list(heads.hidden_layers)}
 
 
 def read_object(path: Path, error_type: type[LookaheadError]) -> dict[str, Any]:
@@ -178,7 +136,7 @@ def _read_weights(place: Path, kind: str) -> dict[str, Tensor]:
     names = _FILES[kind]
     file = next((place / name for name in names if (place / name).is_file()), None)
     if file is None:
-        pickled = sorted(each for each in place.iterdir() if each.suffix in _PICKLES)
+        pickled = sorted(path for path in place.iterdir() if path.suffix in _PICKLES)
         missing = f"{place}: no {kind} heads: looked for {' and '.join(names)}"
         raise HeadsError(_not_a_folder(pickled[0]) if pickled else missing)
     try:
@@ -203,20 +161,9 @@ def _read_medusa(config: Mapping[str, Any], tensors: dict[str, Tensor], model: P
     return partial(MedusaHeads, hidden, vocab, heads=heads, blocks=blocks)
 
 
-def _read_mtp(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
-    sizes = _layer_sizes(config)
-    _check_base(config, model, sizes.hidden_size, sizes.vocab_size)
-    count, held = config.get("num_heads"), len({name.split(".")[1] for name in tensors if name.startswith("heads.")})
-    if type(count) is not int or not 1 <= count == held:  # checked before they are created
-        raise HeadsError(f"num_heads must be the number of heads in model.safetensors, {held}, got {count!r}")
-    low = config.get("low_layer")
-    if not isinstance(low, int) or not 0 <= low <= model.config.get_text_config().num_hidden_layers:
-        raise HeadsError(f"low_layer must be one of the model's layers, got {low!r}")
-    return partial(MtpHeads, sizes, heads=count, low_layer=low)
-
-
 def _read_eagle(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
-    """A head of EAGLE-1 or 2 (`fc` and `layers.0`) or of EAGLE-3 (`midlayer`)."""
+    if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:
+        raise HeadsError(f"heads of EAGLE-1 and EAGLE-2 {_REMOVED}")
     for shared in ("embed_tokens.weight", "t2d"):  # the model's table, and the inverse of d2t
         tensors.pop(shared, None)
     if config.get("hidden_act", "silu") != "silu":
@@ -228,8 +175,6 @@ def _read_eagle(config: Mapping[str, Any], tensors: dict[str, Tensor], model: Pr
     sizes = _layer_sizes({**config, "attention_bias": any(name.endswith("q_proj.bias") for name in tensors)})
     vocab = config.get("vocab_size", model.config.get_text_config().vocab_size)
     _check_base(config, model, sizes.hidden_size, vocab)
-    if "midlayer.hidden_norm.weight" not in tensors:
-        return partial(EagleHead, sizes, bias="fc.bias" in tensors)
     if "lm_head.weight" not in tensors or "d2t" not in tensors:
         raise HeadsError("an EAGLE-3 head needs lm_head.weight and d2t")
     d2t, shape = tensors["d2t"], tensors["lm_head.weight"].shape
@@ -246,16 +191,13 @@ def _read_eagle(config: Mapping[str, Any], tensors: dict[str, Tensor], model: Pr
     if named and not (isinstance(named, list) and all(type(layer) is int and 0 <= layer <= most for layer in named)):
         raise HeadsError(f"{_AUX_LAYERS} must be a list of the model's layers, 0 to {most}, got {named!r}")
     layers = tuple(named or fused_layers(model))
-    return partial(FusedEagleHead, sizes, hidden_layers=layers, draft_vocab=len(d2t))
-
-
-_READERS = {MedusaHeads.kind: _read_medusa, MtpHeads.kind: _read_mtp, EagleHead.kind: _read_eagle}
+    return partial(EagleHead, sizes, hidden_layers=layers, draft_vocab=len(d2t))
 
 
 def _layer_sizes(config: Mapping[str, Any]) -> LlamaConfig:
     try:
-        given = {name: config[name] for name in _LAYER_SIZES if config.get(name) is not None}
-        return LlamaConfig(**given, num_hidden_layers=1)
+        sizes = {name: config[name] for name in _LAYER_SIZES if config.get(name) is not None}
+        return LlamaConfig(**sizes, num_hidden_layers=1)
     except Exception as error:  # transformers raises many unrelated types
         raise HeadsError(f"config.json names no sizes of a layer: {error}") from error
 
@@ -267,33 +209,24 @@ def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, 
     if vocab != (known := len(lm_head(model).weight)):
         raise HeadsError(f"{whose} they know {vocab} tokens, and this model {known}")
     fingerprint = config.get("fingerprint")  # published checkpoints have none
-    if fingerprint is not None and fingerprint != (own := model_fingerprint(model, body_of(model))):
+    if fingerprint is not None and fingerprint != (own := model_fingerprint(model)):
         raise HeadsError(f"{whose} its fingerprint is {fingerprint}, and that of this model {own}")
-
-
-def blank_heads(make: Maker) -> TrainedHeads:
-    """Heads without weights; random weights would change the random state of decoding."""
-    with torch.device("meta"):
-        return make()
-
-
-def fill_heads(heads: TrainedHeads, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> TrainedHeads:
-    """The same heads with weights, in the model's dtype and on its device; RuntimeError if they do not fit."""
-    weight = lm_head(model).weight
-    heads.load_state_dict(tensors, assign=True)
-    if not isinstance(heads, MedusaHeads):
-        heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are not weights, and were created on meta
-    return heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
 
 
 def _make(kind: str, config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> TrainedHeads:
     """Create heads from the weights, and draft once to find inconsistent sizes before decoding."""
-    make, weight = _READERS[kind](config, tensors, model), lm_head(model).weight
+    make = (_read_medusa if kind == MedusaHeads.kind else _read_eagle)(config, tensors, model)
+    with torch.device("meta"):  # random weights would change the random state of decoding
+        heads = make()
     try:
-        heads = fill_heads(blank_heads(make), tensors, model)
+        heads.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise HeadsError(f"no {kind} heads of an architecture that is served: {error}") from error
-    drafter = make_drafter(heads, model, fresh_rates(heads))
+    if isinstance(heads, EagleHead):
+        heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are not weights, and were created on meta
+    weight = lm_head(model).weight
+    heads = heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
+    drafter = drafter_of(heads)(heads, model, fresh_rates(heads))
     states = weight.new_ones(2, weight.shape[1] * len(drafter.hidden_layers))
     with torch.inference_mode():
         drafter.read([0], [torch.zeros(2, dtype=torch.int64, device=weight.device)], [states])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lookahead.errors import HeadsError, one_line
 from lookahead.model.facts import attention_name
 from lookahead.plugins.heads.guess_tree import GrowingDrafter, GuessTree
-from lookahead.plugins.heads.layers import unembed
+from lookahead.plugins.heads.target import unembed
 
 if TYPE_CHECKING:
     from transformers.cache_utils import MtpCache
@@ -54,9 +54,7 @@ class NativeDrafter(GrowingDrafter):
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", §2.2.
     """
 
-    def __init__(self, *call: Any) -> None:
-        super().__init__(*call)
-        self._past: dict[int, MtpCache] = {}
+    _past: dict[int, MtpCache]
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         from transformers.cache_utils import MtpCache
@@ -77,10 +75,6 @@ class NativeDrafter(GrowingDrafter):
             trees += self._grow(self._last[row], run, depth=NATIVE_DEPTH, width=1)
             self._past[row].crop(-int(trees[-1].kinds[-1, 0]))
         return trees
-
-    def finish(self, row: int) -> None:
-        super().finish(row)
-        self._past.pop(row, None)
 
     def _guesses(self, out: Tensor, most: int) -> tuple[Tensor, Tensor]:
         return self._guess(unembed(self._model, out), most)

@@ -14,8 +14,8 @@ from lookahead.drafting.proposal import Call, Proposer
 from lookahead.loading.quantized import quantize_linears
 from lookahead.model.model_state import state_of
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.plugins.heads.head_files import Network, fresh_rates, make_drafter, open_heads
-from lookahead.plugins.heads.layers import lm_head
+from lookahead.plugins.heads.head_files import Network, drafter_of, fresh_rates, open_heads
+from lookahead.plugins.heads.target import lm_head
 
 
 class Heads:
@@ -28,8 +28,8 @@ class Heads:
         `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
 
     Args:
-        folder: The output of `lookahead train`, a published checkpoint of Medusa or EAGLE in safetensors, or `"native"`
-            for the MTP layer of the model's own checkpoint.
+        folder: The output of `lookahead train`, a published checkpoint of Medusa or EAGLE-3 in safetensors, or
+            `"native"` for the MTP layer of the model's own checkpoint.
         name: Name of the source in the stats; the kind of heads when None.
 
     Raises:
@@ -44,21 +44,11 @@ class Heads:
         """The proposer of one call."""
         kind, network, rates, times = state_of(call.model).learned.of(self, partial(self._open, call.model))
         own = times[(call.rows - 1).bit_length()] if call.is_timed else None
-        return make_drafter(network, call.model, rates, call.warp, self._name or kind, own)
-
-    def open(self, model: PreTrainedModel) -> tuple[str, Network]:
-        """Load the heads for a model; returns their kind and network. HeadsError as for a call."""
-        kind, network = open_heads(self._folder, model)
-        round_heads(network, model)
-        return kind, network
+        return drafter_of(network)(network, call.model, rates, call.warp, self._name or kind, own)
 
     def _open(self, model: PreTrainedModel) -> tuple[str, Network, AcceptanceTable, defaultdict[int, PassTimes]]:
-        kind, network = self.open(model)
+        kind, network = open_heads(self._folder, model)
+        if not isinstance(network, PreTrainedModel) and lm_head(model).weight.device.type == "cpu":
+            # A pass over few guesses is bound by reading weights, and rounded weights guess as well.
+            quantize_linears(network, lambda layer: 8 if layer.weight.numel() >= FEWEST_WEIGHTS else 0)
         return kind, network, fresh_rates(network), defaultdict(PassTimes)
-
-
-def round_heads(network: Network, model: PreTrainedModel) -> None:
-    """Round the larger layers of heads to 8 bits in place, on a CPU."""
-    if not isinstance(network, PreTrainedModel) and lm_head(model).weight.device.type == "cpu":
-        # A pass over few guesses is bound by reading weights, and rounded weights guess as well.
-        quantize_linears(network, lambda layer: 8 if layer.weight.numel() >= FEWEST_WEIGHTS else 0)

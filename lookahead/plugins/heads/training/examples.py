@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +18,8 @@ from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import DocumentError, TrainingError
 from lookahead.loading.loading import LoadedModel
 from lookahead.model.facts import vocabulary_size
-from lookahead.utils.atomic import parse_json, read_regular, write_atomically
+from lookahead.plugins.heads.head_files import read_object
+from lookahead.utils.atomic import parse_json, write_atomically
 
 _JSON = (".jsonl", ".ndjson")
 
@@ -27,6 +27,8 @@ Say = Callable[[str], None]
 """Receives progress messages, one line each."""
 Example = dict[str, Tensor]
 """`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: whether a token is model output, which heads guess."""
+Batch = dict[str, Tensor]
+"""The same `[batch, tokens]`, and the `number` of the batch."""
 
 
 class Record(NamedTuple):
@@ -74,69 +76,40 @@ def _record(line: str, place: str) -> Record:
 
 
 def answer_prompts(
-    loaded: LoadedModel, prompts: Sequence[str], file: Path, *, max_new_tokens: int, say: Say = lambda line: None
-) -> list[list[int]]:
-    """Answer prompts greedily in batches, and keep the answers in a file for a resumed run.
-
-    Heads learn most from the model's own outputs. The first line of the file identifies the prompts. Each later line
-    is an answer, including an end-of-sequence token.
+    loaded: LoadedModel, prompts: Sequence[str], file: Path, max_new_tokens: int, say: Say = lambda line: None
+) -> dict[str, list[int]]:
+    """Answer prompts greedily in batches. Heads learn most from the model's own outputs.
 
     Source: Cai et al. 2024, "Medusa", §2.3.2 (self-distillation).
 
     Args:
         loaded: The model.
         prompts: The prompts.
-        file: The file of answers; existing answers are kept.
+        file: Keeps every 100 answers for a resumed run, as JSON.
         max_new_tokens: Maximum number of tokens of an answer, at least 1.
         say: Receives a line for every 100 answers.
 
     Returns:
-        The token ids of the answer to each prompt.
+        The token ids of the answer to each prompt, including an end-of-sequence token.
 
     Raises:
-        TrainingError: The file is damaged, or holds answers to other prompts.
+        TrainingError: The file is damaged.
         LookaheadError: A prompt cannot be answered.
     """
-    asked = xxhash.xxh3_64_hexdigest(json.dumps(prompts).encode())
-    first = {"answers_to": asked, "max_new_tokens": max_new_tokens}
-    answers = _read_answers(file, first, len(prompts), vocabulary_size(loaded.model)) if file.exists() else []
-    write_atomically(file, "".join(json.dumps(each) + "\n" for each in [first, *answers]))
-    left, first_left = prompts[len(answers) :], len(answers)
-    early: dict[int, list[int]] = {}  # finished answers whose predecessors are missing
-    with file.open("a", encoding="utf-8") as written:
-        for done in stream_many(*loaded, left, max_new_tokens=max_new_tokens, do_sample=False):
-            if done.error is not None:
-                raise done.error
-            early[first_left + done.index] = done.token_ids
-            while len(answers) in early:
-                answers.append(early.pop(len(answers)))
-                written.write(json.dumps(answers[-1]) + "\n")
-                written.flush()
-                if len(answers) % 100 == 0 or len(answers) == len(prompts):
-                    say(f"{len(answers):,} of {len(prompts):,} answered")
+    vocabulary = range(vocabulary_size(loaded.model))
+    answers = read_object(file, TrainingError) if file.exists() else {}
+    for ids in answers.values():
+        if not isinstance(ids, list) or not all(type(token) is int and token in vocabulary for token in ids):
+            raise TrainingError(f"{file}: must hold lists of token ids from 0 to {vocabulary[-1]}, got {ids!r:.40}")
+    left = [prompt for prompt in dict.fromkeys(prompts) if prompt not in answers]
+    for number, done in enumerate(stream_many(*loaded, left, max_new_tokens=max_new_tokens, do_sample=False), start=1):
+        if done.error is not None:
+            raise done.error
+        answers[left[done.index]] = done.token_ids
+        if number % 100 == 0 or number == len(left):
+            write_atomically(file, json.dumps(answers))
+            say(f"{number:,} of {len(left):,} answered")
     return answers
-
-
-def _read_answers(file: Path, first: object, most: int, vocabulary: int) -> list[list[int]]:
-    """The answers of a file; an incomplete last line is dropped."""
-    try:
-        lines = read_regular(file).rpartition(b"\n")[0].splitlines()
-    except OSError as error:
-        raise TrainingError(f"{file}: cannot be read: {error.strerror or error}") from error
-    held: list[Any] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            held.append(parse_json(line))
-        except ValueError as error:
-            raise TrainingError(f"{file}:{number}: not valid JSON: {error}") from error
-        if held[0] != first or len(held) > 1 + most:
-            raise TrainingError(f"{file}: holds answers of another run; remove it, or choose another --output")
-        is_answer = isinstance(held[-1], list) and all(
-            type(each) is int and 0 <= each < vocabulary for each in held[-1]
-        )
-        if number > 1 and not is_answer:
-            raise TrainingError(f"{file}:{number}: must be a list of token ids from 0 to {vocabulary - 1}")
-    return held[1:]
 
 
 def make_examples(
@@ -183,6 +156,16 @@ def split_examples(examples: Sequence[Example], every: int) -> tuple[list[Exampl
     return train, held_out
 
 
-def collate(examples: Sequence[Example]) -> Example:
-    """Make a batch of examples, padded on the right with tokens that are not wanted."""
+def make_batches(examples: Sequence[Example], size: int, first: int = 0) -> list[Batch]:
+    """Batches of examples of similar length, padded on the right with tokens that are not wanted.
+
+    They are numbered from `first`.
+    """
+    ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
+    batches = [collate(ordered[begin : begin + size]) for begin in range(0, len(ordered), size)]
+    return [{**batch, "number": torch.tensor(number)} for number, batch in enumerate(batches, start=first)]
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    """One batch of examples."""
     return {name: pad_sequence([example[name] for example in examples], batch_first=True) for name in examples[0]}

@@ -1,0 +1,241 @@
+"""A training run by transformers' Trainer, from a file of examples to a folder of heads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from lookahead.errors import TrainingError
+from lookahead.loading.loading import LoadedModel
+from lookahead.plugins.heads.eagle import DRAFT_VOCAB, EagleHead
+from lookahead.plugins.heads.head_files import TrainedHeads, read_object, write_heads
+from lookahead.plugins.heads.medusa import MedusaHeads
+from lookahead.plugins.heads.target import lm_head
+from lookahead.plugins.heads.training import examples as data_of
+from lookahead.plugins.heads.training.examples import Example, Say
+from lookahead.plugins.heads.training.learners import EagleLearner, Learner, MedusaLearner
+from lookahead.utils.atomic import write_atomically
+from lookahead.utils.fingerprints import model_fingerprint
+from lookahead.utils.locks import locked
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+KINDS = ("medusa", "eagle3")
+_SETTINGS = "run.json"
+_ANSWERS = "answers.json"  # the model's answers to the prompts of the data
+_DONE = "trainer_state.json"  # written last into a checkpoint
+_SHOWN = ("loss", "eval_accuracy", "eval_top_5")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of a run, see `lookahead train --help`; TrainingError if a value is out of range."""
+
+    kind: str
+    heads: int = 4
+    draft_vocab: int = DRAFT_VOCAB
+    steps: int | None = None
+    batch_size: int = 8
+    learning_rate: float = 1e-3
+    max_length: int = 1024
+    max_new_tokens: int = 256
+    hold_out_every: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            state = "was removed" if self.kind in ("eagle", "mtp") else "is unknown"
+            raise TrainingError(f"the kind of heads must be {' or '.join(KINDS)}; {self.kind!r} {state}")
+        ones = ("heads", "draft_vocab", "steps", "batch_size", "max_new_tokens")
+        for name, least in {**dict.fromkeys(ones, 1), "max_length": 2, "hold_out_every": 2}.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise TrainingError(f"{name} must be at least {least}, got {value}")
+        if not 0 <= self.seed < 1 << 32:
+            raise TrainingError(f"seed must be from 0 to 2^32 - 1, got {self.seed}")
+        if not self.learning_rate > 0:
+            raise TrainingError(f"learning_rate must be more than 0, got {self.learning_rate}")
+
+
+def check_trainer() -> None:
+    """Raise a TrainingError if accelerate is missing, which transformers' Trainer needs."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise TrainingError(
+            "training needs accelerate, which is not installed; pip install 'lookahead-decoding[train]'"
+        )
+
+
+def train_heads(
+    loaded: LoadedModel,
+    data: Path,
+    output: Path,
+    settings: Settings,
+    *,
+    resume: bool = False,
+    say: Say = lambda line: None,
+) -> dict[str, float]:
+    """Train heads for a model with the examples of a file (`read_records`), and write them.
+
+    Args:
+        loaded: The model, which stays as it is.
+        data: The file of examples.
+        output: The folder for the heads and the checkpoints.
+        settings: The settings of the run.
+        resume: Whether to continue the run in `output` from its last checkpoint.
+        say: Receives progress messages.
+
+    Returns:
+        For each guessed token, the top-1 accuracy on held-out examples, `eval_accuracy_1` and so on, and the top-5
+        accuracy, `eval_top_5_1` and so on.
+
+    Raises:
+        TrainingError: accelerate is missing, the data is unusable, or the folder belongs to another run.
+        HeadsError: The model does not support heads.
+    """
+    check_trainer()
+    records = data_of.read_records(data)
+    lm_head(loaded.model)
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(records).encode())
+    run = {**asdict(settings), "model": model_fingerprint(loaded.model), "data": digest}
+    with _entered(output, run, resume=resume):
+        prompts = [prompt for prompt, text in records if text is None and prompt is not None]
+        answers: dict[str, list[int]] = {}
+        if prompts:
+            say(f"{len(prompts):,} prompts without an output: the model answers them first")
+            answers = data_of.answer_prompts(loaded, prompts, output / _ANSWERS, settings.max_new_tokens, say)
+        examples = data_of.make_examples(records, loaded.tokenizer, answers, settings.max_length)
+        was_training = loaded.model.training
+        try:
+            trainer, heads = _prepare(loaded.model.eval(), examples, output, settings, say)
+            last = _last_checkpoint(output)
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+            metrics: dict[str, float] = trainer.evaluate()
+        finally:
+            loaded.model.train(was_training)
+        write_heads(heads, output, loaded.model)
+    return metrics
+
+
+def _last_checkpoint(output: Path) -> Path | None:
+    whole = [path for path in output.glob("checkpoints/checkpoint-*") if (path / _DONE).is_file()]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+@contextmanager
+def _entered(output: Path, run: dict[str, Any], *, resume: bool) -> Iterator[None]:
+    """Lock the folder of a run, and create it. TrainingError if it holds another run or another process uses it.
+
+    A run that has neither answers, a checkpoint nor heads is begun anew.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    path = output / _SETTINGS
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(output, timeout_s=0))
+        except TimeoutError as error:
+            what = "is being written by another process; wait for it, stop it, or choose another --output"
+            raise TrainingError(f"{output} {what}") from error
+        has_files = any((output / name).exists() for name in (_ANSWERS, "config.json"))
+        if has_files or _last_checkpoint(output) is not None:
+            if not resume:
+                raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
+            before = read_object(path, TrainingError)
+            for name, value in run.items():
+                if before.get(name) != value:
+                    raise TrainingError(
+                        f"{output} holds a run with {name} = {before.get(name)}, not {value}: repeat its options, its "
+                        "model and its data, or choose another --output"
+                    )
+        output.mkdir(exist_ok=True)
+        write_atomically(path, json.dumps(run, indent=2) + "\n")
+        yield
+
+
+def _prepare(
+    model: PreTrainedModel, examples: list[Example], output: Path, settings: Settings, say: Say
+) -> tuple[Trainer, TrainedHeads]:
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    class LogLines(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+            shown = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith(_SHOWN)}
+            if shown:
+                figures = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+                say(f"step {state.global_step:,} of {state.max_steps:,}: {figures}")
+
+    train, held_out = data_of.split_examples(examples, settings.hold_out_every)
+    say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)  # a resumed run begins with the same weights
+        learner, heads = untrained(model, train, settings)
+    on_cpu = model.device.type == "cpu"
+    arguments = TrainingArguments(
+        output_dir=str(output / "checkpoints"),
+        per_device_train_batch_size=1,  # an item is a batch of examples
+        per_device_eval_batch_size=1,
+        max_steps=settings.steps or -1,
+        num_train_epochs=1,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.03,
+        save_steps=0.05,
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=0.25,
+        logging_steps=0.01,
+        # On a CPU only for a bfloat16 model: without bfloat16 instructions it is slower.
+        bf16=model.dtype == torch.bfloat16 if on_cpu else torch.cuda.is_bf16_supported(),
+        use_cpu=on_cpu,
+        label_names=["wanted"],
+        disable_tqdm=True,
+        report_to=[],
+        remove_unused_columns=False,
+        seed=settings.seed,
+    )
+    batches = data_of.make_batches(train, settings.batch_size)
+    trainer = Trainer(  # also sets the seed
+        model=learner,
+        args=arguments,
+        data_collator=lambda items: items[0],
+        train_dataset=batches,
+        eval_dataset=data_of.make_batches(held_out, settings.batch_size, len(batches)),
+        compute_metrics=_accuracies,
+        callbacks=[LogLines()],
+    )
+    trainer.remove_callback(PrinterCallback)  # which would write to stdout
+    return trainer, heads
+
+
+def _accuracies(evaluated: Any) -> dict[str, float]:
+    """The shares of hits, of the counts `[batches, depth, 3]` of `Learner.forward`."""
+    metrics = {}
+    for place, (first, five, trials) in enumerate(evaluated.predictions.sum(0).tolist(), start=1):
+        metrics[f"accuracy_{place}"] = round(first / max(1, trials), 4)
+        metrics[f"top_5_{place}"] = round(five / max(1, trials), 4)
+    return metrics
+
+
+def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) -> tuple[Learner, TrainedHeads]:
+    """Untrained heads of a kind, float32 on the model's device, and their learner."""
+    if settings.kind == "medusa":
+        heads = MedusaHeads.fresh(model, heads=settings.heads).float()
+        return MedusaLearner(heads, model), heads
+    head = EagleHead.fresh(model, frequent_tokens(train, model, settings.draft_vocab)).float()
+    return EagleLearner(head, model, settings.heads), head
+
+
+def frequent_tokens(examples: list[Example], model: PreTrainedModel, most: int) -> list[int]:
+    """The `most` most frequent output tokens of examples, ascending; at most the vocabulary."""
+    written = torch.cat([example["input_ids"][example["wanted"]] for example in examples])
+    counts = torch.bincount(written, minlength=len(lm_head(model).weight))
+    chosen: list[int] = counts.argsort(descending=True, stable=True)[:most].sort().values.tolist()
+    return chosen
