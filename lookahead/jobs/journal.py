@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ Sink = Callable[[Record], None]  # receives the lines of results
 
 VERSION = 1  # of the manifest
 _REMEMBERED = 4096  # newest lines of a stream that can be copied
+_read_reject = partial(Line.from_json, is_reject=True)
 
 
 def manifest_path(results: Path) -> Path:
@@ -87,10 +89,12 @@ class OutputPaths:
         return self.results is not None and (self.results.is_file() or not self.results.exists())
 
     @property
-    def all(self) -> list[Path]:
-        """Every file of the job, existing or not."""
-        journal = (self.running, manifest_path(self.results)) if self.results is not None and self.is_journal else ()
-        return list(dict.fromkeys(path for path in (self.results, *journal, self.rejects) if path is not None))
+    def files(self) -> dict[str, Path]:
+        """The files of the job by what they hold, existing or not."""
+        files = {"the summaries": self.results, "the running job": self.running, "the rejects": self.rejects}
+        if self.results is not None and self.is_journal:
+            files["the manifest"] = manifest_path(self.results)
+        return {content: path for content, path in files.items() if path is not None}
 
     def check(self, inputs: Sequence[Input]) -> None:
         """Raise a ConfigError, before any work, for a path that cannot be written or that holds something else."""
@@ -99,11 +103,9 @@ class OutputPaths:
             raise ConfigError("--resume continues an output and --overwrite replaces it; pass one of them")
         if self.resume and not self.is_journal:
             raise ConfigError("--resume needs --output, the file to continue")
-        if results is not None and self.rejects is not None:
-            named = {self.running: "the running job", results: "the summaries", manifest_path(results): "the manifest"}
-            for path, content in named.items():
-                if path is not None and path.resolve() == self.rejects.resolve():
-                    raise ConfigError(f"output {path} cannot hold both {content} and the rejects")
+        for content, path in self.files.items():
+            if self.rejects is not None and content != "the rejects" and path.resolve() == self.rejects.resolve():
+                raise ConfigError(f"output {path} cannot hold both {content} and the rejects")
         manifest = read_manifest(results) if results is not None and self.is_journal and not self.overwrite else None
         if manifest is None and self.resume:
             if self.running is not None and not _begins_with_result(self.running):
@@ -118,7 +120,7 @@ class OutputPaths:
             )
         if self.is_parquet:
             load_packages("parquet", str(results))
-        for path in self.all:
+        for path in self.files.values():
             check_output(path, inputs, overwrite=self.overwrite or self.resume)
 
     def clear(self) -> None:
@@ -126,8 +128,8 @@ class OutputPaths:
 
         The manifest of that job stays until it is replaced.
         """
-        for path in self.all if self.overwrite else ():
-            if path.is_file() and not (self.results and path == manifest_path(self.results)):
+        for content, path in self.files.items() if self.overwrite else ():
+            if path.is_file() and content != "the manifest":
                 with replacing(path):
                     pass
 
@@ -190,6 +192,7 @@ class Journal(ExitStack):
         assert paths.results is not None and paths.running is not None and paths.rejects is not None
         self._identity, self._notes, self._is_part, self._is_parquet = identity, notes, is_part, paths.is_parquet
         self._results, self._running, self._rejects = paths.results, paths.running, paths.rejects
+        self._read = partial(Line.from_json, job=identity.fingerprint)
         self._finished: Counter[bytes] = Counter()  # unmatched lines of earlier runs, by key
         self._offsets: dict[bytes, int] = {}  # the offset of the first line of each text, by text hash
         self._order: list[bytes] = []  # keys of the documents of the inputs
@@ -208,32 +211,24 @@ class Journal(ExitStack):
                     "--overwrite to start over"
                 )
             with write_errors(self._results):
-                self._prepare(paths)
                 self._read_earlier(paths)
                 write_manifest(self._results, identity)  # after reading the lines, which may be of another job
             files.callback(self._keep_manifest)
-            self._file = files.enter_context(LineFile(self._running, self._result_of))
-            self._reject_file = files.enter_context(LineFile(self._rejects, _reject_of, lazy=True))
+            self._file = files.enter_context(LineFile(self._running, self._read))
+            self._reject_file = files.enter_context(LineFile(self._rejects, _read_reject, lazy=True))
             self.enter_context(files.pop_all())
 
-    def _prepare(self, paths: OutputPaths) -> None:
-        """Remove leftovers, and unpack an existing Parquet file to JSON lines with its mode."""
-        for path in paths.all:
+    def _read_earlier(self, paths: OutputPaths) -> None:
+        """Read the documents that earlier runs finished and rejected. A Parquet file is unpacked to JSON lines."""
+        for path in paths.files.values():
             remove_leftovers(path)
         if self._is_parquet and self._results.is_file() and not self._running.exists():
-            if self._results.stat().st_size == 0:  # emptied to start over
-                with replacing(self._running, like=self._results.stat()):
-                    pass
-            else:
-                unpack_parquet(self._results, self._running, self._result_of)
-
-    def _read_earlier(self, paths: OutputPaths) -> None:
-        """Read the documents that earlier runs finished and rejected."""
-        for line, offset in read_earlier(self._running, self._result_of, self._notes):
+            unpack_parquet(self._results, self._running, self._read)
+        for line, offset in read_earlier(self._running, self._read, self._notes):
             self._finished[line.key] += 1
             self._offsets.setdefault(bytes.fromhex(line.document or ""), offset)
-        known = {line.key for line, _ in read_earlier(self._rejects, _reject_of, self._notes)}
-        self._rejected = set() if paths.retry_rejects else known  # keys of the lines of rejects
+        rejected = {line.key for line, _ in read_earlier(self._rejects, _read_reject, self._notes)}
+        self._rejected = set() if paths.retry_rejects else rejected  # keys of the lines of rejects
 
     def _keep_manifest(self) -> None:
         """Write the manifest again if it was deleted while the job ran, so that it can be resumed."""
@@ -295,8 +290,6 @@ class Journal(ExitStack):
                 lambda line: key_of(line.id) in others or line.key in taken,
                 newest_only=True,
             )
-            if self._rejects.stat().st_size == 0:
-                self._rejects.unlink()
         if self._is_parquet:
             write_parquet(self._running, self._results)
         write_manifest(self._results, self._identity, kept)
@@ -313,17 +306,6 @@ class Journal(ExitStack):
         """The first line with a text hash; `None` if there is none."""
         offset = self._offsets.get(content)
         return None if offset is None else self._file.line_at(offset, content)
-
-    def _result_of(self, record: Record) -> Line:
-        """A line of results of this job; ValueError if it is not one."""
-        line, fingerprint = Line.from_json(record), self._identity.fingerprint
-        if line.fingerprint != fingerprint:
-            raise ValueError(f"is of job {line.fingerprint}, not of {fingerprint}")
-        return line
-
-
-def _reject_of(record: Record) -> Line:
-    return Line.from_json(record, is_reject=True)
 
 
 def _begins_with_result(path: Path) -> bool:

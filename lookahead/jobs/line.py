@@ -88,12 +88,15 @@ class Line:
         return cls(id=done.document.id, **done.summary.to_dict(), **job)
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any], *, is_reject: bool = False, leaves_gaps: bool = False) -> Line:
+    def from_json(
+        cls, record: Mapping[str, Any], *, is_reject: bool = False, job: str | None = None, leaves_gaps: bool = False
+    ) -> Line:
         """The line of a JSON object, or of a Parquet row, where objects and lists are JSON text.
 
         Args:
             record: The values of its fields; `None` stands for a missing field.
             is_reject: Whether it is a line of rejects.
+            job: The fingerprint that it must have.
             leaves_gaps: Replace missing or wrong values by `None`, or for an id or model by its JSON text.
 
         Raises:
@@ -105,7 +108,10 @@ class Line:
             raise ValueError(what)
         known = _FIELDS[is_reject]
         values = {name: _value_in(record, name, is_reject, leaves_gaps) for name in known}
-        return cls(**values, others={name: value for name, value in record.items() if name not in known})
+        line = cls(**values, others={name: value for name, value in record.items() if name not in known})
+        if job not in (None, line.fingerprint):
+            raise ValueError(f"is of job {line.fingerprint}, not of {job}")
+        return line
 
     def to_json(self) -> Record:
         """The JSON object of the line."""

@@ -275,8 +275,9 @@ def unpack_parquet(path: Path, lines: Path, read: Callable[[Record], Line]) -> N
         ConfigError: A row is not of this job, or the file cannot be read.
     """
     try:
-        with replacing(lines, like=path.stat()) as file:
-            for entry in read_rows(path, read):
+        status = path.stat()
+        with replacing(lines, like=status) as file:
+            for entry in read_rows(path, read) if status.st_size else ():  # an empty file was emptied to start over
                 if entry.line is None:
                     raise ValueError(f"row {entry.number} is not of this job: it {entry.problem}")
                 file.write(encode_line(entry.line.to_json()))

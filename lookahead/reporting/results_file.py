@@ -153,28 +153,22 @@ class Aggregate:
         known = self.known(name)
         return float(known.sum()) if known.size else math.nan
 
-    def ratio(self, above: str, below: str, *names: str) -> float:
-        """Ratio of the sums of two columns, over the lines that have both and `names`; NaN if there are none."""
-        above_sum, below_sum, *_ = self.known(above, below, *names).sum(axis=1).tolist()
+    def ratio(self, above: str, below: str, *names: str, is_straight: bool = False) -> float:
+        """Ratio of the sums of two columns, over the lines that have both and `names`; NaN if there are none.
+
+        With `is_straight` it is over those lines whose summaries are known not to loop.
+        """
+        columns = self.known(above, below, *names, *["is_looping"] * is_straight)
+        if is_straight:
+            columns = columns[:, columns[-1] == 0]
+        above_sum, below_sum, *_ = columns.sum(axis=1).tolist()
         return above_sum / below_sum if below_sum else math.nan
 
-    @property
-    def speedup(self) -> float:
+    def speedup(self, *, is_straight: bool = False) -> float:
         """Speedup in tokens per second over plain decoding, for all documents decoded both ways."""
         ours, plain = ("decoded", "decode_s"), ("plain_decoded", "plain_decode_s")
-        return self.ratio(*ours, *plain) / (self.ratio(*plain, *ours) or math.nan)
-
-    def straight_ratio(self, above: str, below: str, *names: str) -> float:
-        """`ratio` over the lines whose summaries are known not to loop."""
-        columns = self.known(above, below, "is_looping", *names)
-        above_sum, below_sum, *_ = columns[:, columns[2] == 0].sum(axis=1).tolist()
-        return above_sum / below_sum if below_sum else math.nan
-
-    @property
-    def straight_speedup(self) -> float:
-        """`speedup` over the documents whose summaries do not loop."""
-        ours, plain = ("decoded", "decode_s"), ("plain_decoded", "plain_decode_s")
-        return self.straight_ratio(*ours, *plain) / (self.straight_ratio(*plain, *ours) or math.nan)
+        plain_speed = self.ratio(*plain, *ours, is_straight=is_straight)
+        return self.ratio(*ours, *plain, is_straight=is_straight) / (plain_speed or math.nan)
 
     def _add(self, line: Line) -> None:
         text, stats = line.summary or "", line.stats or {}
