@@ -31,7 +31,6 @@ from lookahead.errors import TrainingError as TrainingError
 from lookahead.errors import UnsupportedModelError as UnsupportedModelError
 
 if TYPE_CHECKING:
-    from lookahead.backend.step_costs import calibrate_costs as calibrate_costs
     from lookahead.backend.step_costs import load_costs as load_costs
     from lookahead.backend.step_costs import prepare_costs as prepare_costs
     from lookahead.backend.step_costs import save_costs as save_costs
@@ -74,7 +73,7 @@ _NAMES_BY_MODULE = {
     "decoding.path_report": ["backend_report"],
     "decoding.scheduler": ["Completion"],
     "decoding.trace": ["Trace", "trace"],
-    "backend.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
+    "backend.step_costs": ["load_costs", "prepare_costs", "save_costs"],
     "loading.loading": ["LoadedModel", "load", "prepare_process"],
     "plugins.draft_models.draft_model": ["DraftModel"],
     "plugins.heads.heads": ["Heads"],
@@ -90,6 +89,8 @@ __all__ = sorted({*_HOME, *(name for name in globals() if name.endswith("Error")
 
 def __getattr__(name: str) -> Any:
     """Import a public name from the module that defines it."""
+    if name == "calibrate_costs":
+        raise AttributeError("calibrate_costs was removed: prepare_costs(model) measures the costs of drafts")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

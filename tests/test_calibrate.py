@@ -14,12 +14,11 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.backend import calibration
-from lookahead.backend.calibration import NODES, calibrate, calibrate_quickly
+from lookahead.backend.calibration import calibrate_quickly
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.step_costs import cost_path
 from lookahead.cli.app import app
 from lookahead.drafting.cost_model import StepCost
-from lookahead.errors import ConfigError
 from lookahead.model.model_state import LearnedState, use_learned
 from tests.support.families import FAMILIES, build
 
@@ -70,30 +69,6 @@ def reads(monkeypatch):
     reads = itertools.count(0.0)
     monkeypatch.setattr(calibration, "perf_counter", reads.__next__)
     return reads
-
-
-def test_a_sweep_measures_every_number_of_nodes_and_teaches_the_costs(tiny_llama, reads) -> None:
-    cost = StepCost()
-    calibration = calibrate(tiny_llama, cost, contexts=(20, 40), nodes=(1, 2, 8))
-    assert [sweep.context for sweep in calibration.sweeps] == [20, 40]
-    assert [point.nodes for point in calibration.sweeps[0].points] == [1, 2, 8]
-    assert [point.seconds for point in calibration.sweeps[0].points] == [1.0, 1.0, 1.0]
-    np.testing.assert_allclose(cost.curve(1, 8, context=30)[1:], 1.0, rtol=0.05)
-
-
-def test_arithmetic_and_traffic_follow_from_parameters_dtype_and_cache(tiny_llama, reads) -> None:
-    calibration = calibrate(tiny_llama, StepCost(), contexts=(20,), nodes=(1, 4))
-    one, four = calibration.sweeps[0].points
-    config = tiny_llama.config
-    read = sum(p.numel() for p in tiny_llama.parameters()) - tiny_llama.get_input_embeddings().weight.numel()
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
-    attention = 4 * config.num_hidden_layers * config.hidden_size
-    assert one.flop == 2 * read + attention * 21
-    assert four.flop == 4 * (2 * read + attention * 24)
-    assert one.moved == 4 * (read + kv * 22)
-    assert four.moved == 4 * (read + kv * 28)
-    assert 3 < four.intensity / one.intensity < 4
-    assert (one.break_even, four.break_even, four.acceptance_needed) == (1.0, 1.0, 0.0)
 
 
 def test_a_quick_sweep_teaches_the_costs_of_few_sizes(tiny_llama, reads, monkeypatch) -> None:
@@ -268,7 +243,7 @@ def test_saved_costs_are_loaded_into_the_model_they_were_saved_for(tiny_llama, t
     assert lookahead.load_costs(tiny_llama, str(tmp_path))
 
 
-# The command
+# The first use
 
 
 def test_costs_are_measured_and_saved_where_there_is_no_file_and_loaded_where_there_is(
@@ -292,46 +267,9 @@ def test_a_folder_that_takes_no_file_is_a_warning_and_decoding_goes_on(model_fol
     assert "step costs are not kept for the next time" in " ".join(outcome.output.split())
 
 
-def test_the_command_prints_tables_and_writes_the_file(model_folder, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    arguments = ["calibrate", "--model", str(model_folder), "--context", "16", "--context", "32", "--device", "cpu"]
-    result = CliRunner().invoke(app, [*arguments, "--cache", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert "context of 16 tokens" in result.stdout and "context of 32 tokens" in result.stdout
-    assert "FLOP per byte" in result.stdout
-    assert "tokens to" in result.stdout
-    [file] = tmp_path.glob("*.json")
-    assert file.name in result.stderr
-
-
-def test_the_command_prints_one_json_object(model_folder, tmp_path) -> None:
-    arguments = ["calibrate", "--model", str(model_folder), "--context", "16", "--json", "--device", "cpu"]
-    result = CliRunner().invoke(app, [*arguments, "--cache", str(tmp_path)])
-    figures = json.loads(result.stdout)
-    assert Path(figures["file"]).is_file()
-    assert figures["machine"]["flops"] > 0
-    points = figures["sweeps"][0]["points"]
-    assert [point["nodes"] for point in points] == [1, 2, 4, 8, 16, 24, 32, 48, 64, 128]
-    assert {"seconds", "intensity", "bound_s", "break_even", "acceptance_needed"} <= points[0].keys()
-
-
-def test_a_context_that_does_not_fit_is_one_line_and_no_file(model_folder, tmp_path) -> None:
-    result = CliRunner().invoke(app, ["calibrate", "--model", str(model_folder), "--context", "0"])
-    assert result.exit_code == 2
-    result = CliRunner().invoke(app, ["calibrate", "--model", str(tmp_path / "none"), "--cache", str(tmp_path)])
+def test_the_command_that_measured_more_is_refused_by_name() -> None:
+    result = CliRunner().invoke(app, ["calibrate", "--context", "16"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, ["calibrate", "--model", str(model_folder), "--cache", str(tmp_path / "file")])
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "cache must be a folder, got the file" in result.stderr
-
-
-def test_a_context_longer_than_the_models_is_refused_before_anything_is_measured(tiny_llama, monkeypatch) -> None:
-    monkeypatch.setattr(calibration, "calibrate", lambda *_, contexts, **__: contexts)
-    most = tiny_llama.config.max_position_embeddings - max(NODES) - 1
-    assert lookahead.calibrate_costs(tiny_llama, [1, most]) == [1, most]
-    for context in (most + 1, 10**9):
-        with pytest.raises(ConfigError, match=f"context must be from 1 to {most} tokens, .*, got {context}"):
-            lookahead.calibrate_costs(tiny_llama, [1, context])
+    assert result.stderr.startswith("error: calibrate was removed: ")
+    with pytest.raises(AttributeError, match="calibrate_costs was removed"):
+        _ = lookahead.calibrate_costs

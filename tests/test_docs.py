@@ -23,7 +23,6 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead.backend import calibration
 from lookahead.cli.app import app
 from lookahead.loading import loading
 
@@ -207,7 +206,6 @@ def desk(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket.socket, "connect", _refuse)
     monkeypatch.setattr(loading, "_default_file", lambda: float32_summarizer)
-    monkeypatch.setattr(calibration, "_ROUNDS", 1)  # what is printed is as long
     loading.load_default.cache_clear()
     # The commands set up their process, which here is that of all tests.
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

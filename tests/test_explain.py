@@ -279,8 +279,7 @@ def test_what_cannot_be_read_or_written_is_one_line(explain, tmp_path, arguments
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["calibrate", "explain"])
-def test_every_help_shows_an_example(command) -> None:
-    result = CliRunner().invoke(app, [command, "--help"])
+def test_the_help_shows_an_example() -> None:
+    result = CliRunner().invoke(app, ["explain", "--help"])
     assert result.exit_code == 0
-    assert f"lookahead {command} " in result.stdout.split("For example")[1]
+    assert "lookahead explain " in result.stdout.split("For example")[1]

@@ -260,7 +260,6 @@ def test_an_option_of_the_wrong_type_or_name_is_refused_with_what_is_meant(
 DOORS = {
     "LookaheadConfig": LookaheadConfig,
     "replace": partial(replace, LookaheadConfig()),
-    "calibrate_costs": lookahead.calibrate_costs,
     "save_costs": lookahead.save_costs,
     **{call.__name__: call for call in CALLS},
 }
@@ -269,7 +268,7 @@ DOORS = {
 @pytest.mark.parametrize("name", REMOVED)
 @pytest.mark.parametrize("door", [*DOORS, "command", "command with a value", "job file"])
 def test_a_removed_option_is_refused_by_name_and_with_why_it_went(tiny_llama, tiny_tokenizer, tmp_path, door, name):
-    given, job = {"calibrate_costs": [tiny_llama], "save_costs": [tiny_llama]}, tmp_path / "job.toml"
+    given, job = {"save_costs": [tiny_llama]}, tmp_path / "job.toml"
     given.update({call.__name__: [tiny_llama, tiny_tokenizer, "abc"] for call in CALLS})
     refused = f"{name} was removed: {REMOVED[name]}; leave it out"
     if door in DOORS:
@@ -280,7 +279,7 @@ def test_a_removed_option_is_refused_by_name_and_with_why_it_went(tiny_llama, ti
     job.write_text(f"{name} = false")
     flag = f"--{name.replace('_', '-')}"
     commands = {
-        "command": [["generate", "abc", flag], ["calibrate", flag], ["summarize", flag, "a.txt"]],
+        "command": [["generate", "abc", flag], ["summarize", flag, "a.txt"]],
         "command with a value": [["generate", "abc", f"{flag}=yes"]],
         "job file": [["summarize", "--job", str(job), "a.txt"]],
     }

@@ -349,7 +349,6 @@ def test_heads_of_a_quantized_model_are_refused_by_name(folders):
     [
         (["generate", "3 4 5", "--max-new-tokens", "4"], "bf16", "int8"),
         (["generate", "3 4 5", "--max-new-tokens", "4"], "fp32", "int4"),
-        (["calibrate", "--context", "16"], "auto", "int8"),
     ],
 )
 def test_commands_take_a_quantized_model(command, dtype, name, named, tmp_path, monkeypatch):
@@ -359,7 +358,7 @@ def test_commands_take_a_quantized_model(command, dtype, name, named, tmp_path, 
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("command", [["generate", "3 4 5"], ["calibrate"], ["chat"], ["serve"]])
+@pytest.mark.parametrize("command", [["generate", "3 4 5"], ["chat"], ["serve"]])
 def test_a_command_says_in_one_line_what_cannot_be_quantized_so(command, named):
     model = [str(named)] if command == ["serve"] else ["--model", str(named)]
     result = CliRunner().invoke(app, [*command, *model, "--quantize", "int2"])

@@ -1,4 +1,4 @@
-"""Calibration: measure the cost of a step by its number of nodes."""
+"""Quick measurements: the cost of a step by its number of nodes, and the speed of a device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -23,17 +23,13 @@ from lookahead.backend.support import support_of
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
-from lookahead.loading.block_layers import weight_count
 from lookahead.model.facts import input_device, position_limit
 from lookahead.verification.exact import likeliest
 
-NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
-CONTEXTS = (256,)
-_ROUNDS = 9
 _WARM_UPS = 2
-QUICK_NODES = (1, 2, 4, 8, 16, 32, 64)
-_QUICK_CONTEXT = 64  # tokens; a longer prefill would take longer than the sweep
-_QUICK_ROUNDS = 3
+NODES = (1, 2, 4, 8, 16, 32, 64)
+_CONTEXT = 64  # tokens; a longer prefill would take longer than the sweep
+_ROUNDS = 3
 QUICK_S = 3.0  # target of a quick sweep; a slow model takes longer: one warm-up and one round
 LONGEST_QUICK_S = 30.0
 _STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in steps of one node
@@ -47,64 +43,6 @@ class Machine:
     bytes_per_s: float  # read and written by a copy of a buffer of the size of the weights
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The cost of a step with a certain number of nodes, the root of the tree included."""
-
-    nodes: int
-    seconds: float  # median of the rounds
-    flop: float  # computed from parameters and context
-    moved: float  # bytes: weights once, KV once; all experts of a mixture, an overestimate for few nodes
-    bound_s: float  # the longer of the times for `flop` and for `moved` at the machine's measured speed
-    break_even: float  # tokens that a step must emit to be as fast as plain decoding
-    intensity: float  # floating-point operations per byte
-    acceptance_needed: float  # share of the drafted nodes that must be accepted to break even
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """Step costs for one length of context, in tokens: a point per number of nodes."""
-
-    context: int
-    points: list[Point]
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Sweeps of a model on a machine."""
-
-    machine: Machine
-    sweeps: list[Sweep]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures, JSON-ready."""
-        return asdict(self)
-
-
-def calibrate(
-    model: PreTrainedModel,
-    cost: StepCost,
-    *,
-    contexts: Sequence[int] = CONTEXTS,
-    nodes: Sequence[int] = NODES,
-) -> Calibration:
-    """Measure steps of one row for every number of nodes and every context, and store the costs in `cost`.
-
-    Takes a few seconds for a small model: the costs are medians of 9 rounds. `nodes` must contain 1, the root alone.
-
-    Raises:
-        UnsupportedModelError: The model cannot verify drafts.
-    """
-    weights = sum(each.nbytes for each in model.parameters())
-    machine = measure_machine(input_device(model), model.dtype, weights)
-    sweeps = []
-    for context in contexts:
-        seconds, kv_bytes = _sweep(model, context, nodes, rounds=_ROUNDS)
-        cost.calibrate(nodes, seconds, rows=1, context=context + max(nodes))
-        sweeps.append(Sweep(context, _points(model, machine, context, kv_bytes, nodes, seconds)))
-    return Calibration(machine, sweeps)
-
-
 def calibrate_quickly(model: PreTrainedModel, cost: StepCost) -> bool:
     """Measure a few sizes over a short context; returns False if that would take longer than 30 seconds.
 
@@ -112,16 +50,16 @@ def calibrate_quickly(model: PreTrainedModel, cost: StepCost) -> bool:
     returns False if the model cannot verify drafts, or if the machine is so busy that a step of `n` nodes took longer
     than `n` steps of one node, which would turn drafting off for good.
     """
-    context = min(_QUICK_CONTEXT, (position_limit(model) or sys.maxsize) - max(QUICK_NODES) - 1)
+    context = min(_CONTEXT, (position_limit(model) or sys.maxsize) - max(NODES) - 1)
     if context < 1 or model.config.is_encoder_decoder:
         return False
     try:
-        seconds, _ = _sweep(model, context, QUICK_NODES, rounds=_QUICK_ROUNDS, within_s=LONGEST_QUICK_S)
+        seconds = _sweep(model, context, NODES, rounds=_ROUNDS, within_s=LONGEST_QUICK_S)
     except UnsupportedModelError:
         return False
-    if not seconds or any(spent > n * seconds[0] for n, spent in zip(QUICK_NODES[1:], seconds[1:], strict=True)):
+    if not seconds or any(spent > n * seconds[0] for n, spent in zip(NODES[1:], seconds[1:], strict=True)):
         return False
-    cost.calibrate(QUICK_NODES, seconds, rows=1, context=context + max(QUICK_NODES))
+    cost.calibrate(NODES, seconds, rows=1, context=context + max(NODES))
     return True
 
 
@@ -132,11 +70,8 @@ def _sweep(
     *,
     rounds: int,
     within_s: float = math.inf,
-) -> tuple[list[float], float]:
-    """Median seconds of a step for every number of nodes, and the KV bytes per token.
-
-    Returns no seconds if the sweep would take longer than `within_s`.
-    """
+) -> list[float]:
+    """Median seconds of a step for every number of nodes; none if the sweep would take longer than `within_s`."""
     length = context + max(nodes) + 1
     support = support_of(model, shortest=context, max_length=length)
     if support.shape == "none":
@@ -165,50 +100,17 @@ def _sweep(
         if captures:
             warm_ups = CAPTURE_AT + 1  # the last one compares a replay with its pass
         if round_s * (warm_ups + rounds) > within_s:
-            return [], 0.0
+            return []
         backend.read([prompt])
         backend.commit(0, root)
         for _ in range(warm_ups + rounds):
             spent.append([timed(partial(_step, backend, tree, policy), device) for tree in trees])
-    kv_bytes = sum(each.nbytes / each.shape[1] for each in backend.cache.buffers())
-    return [statistics.median(each) for each in zip(*spent[warm_ups:], strict=True)], kv_bytes
+    return [statistics.median(times) for times in zip(*spent[warm_ups:], strict=True)]
 
 
 def _step(backend: Backend, tree: TokenTree, policy: BitPolicy) -> None:
     """Score a tree and read the argmax, as decoding does."""
     likeliest(backend.score([tree], policy)).cpu()
-
-
-def _points(
-    model: PreTrainedModel,
-    machine: Machine,
-    context: int,
-    kv_bytes: float,
-    nodes: Sequence[int],
-    seconds: Sequence[float],
-) -> list[Point]:
-    """The points of a sweep; the operations and bytes of a step are computed from the model's sizes."""
-    config: Any = model.config.get_text_config()
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    parameters = weight_count(model)
-    weights = float(sum(each.nbytes for each in model.parameters()))
-    if head is None or head.weight is not embedding.weight:
-        # A step reads one row per node of an embedding that is not tied to the output layer.
-        parameters -= weight_count(embedding)
-        weights -= embedding.weight.nbytes
-    heads = getattr(config, "num_attention_heads", 0)
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
-    points = []
-    for n, spent in zip(nodes, seconds, strict=True):
-        attention = 4.0 * config.num_hidden_layers * width * (context + n)
-        flop = n * (2.0 * parameters + attention)
-        moved = weights + kv_bytes * (context + 2 * n)
-        bound = max(flop / machine.flops, moved / machine.bytes_per_s)
-        break_even = spent / seconds[nodes.index(1)]
-        needed = round(max(0.0, break_even - 1.0) / max(1, n - 1), 4)
-        points.append(Point(n, spent, flop, moved, bound, break_even, round(flop / moved, 3), needed))
-    return points
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, weights: int) -> Machine:
@@ -237,5 +139,5 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:
     """Median seconds of a pass over one token after 64 others."""
-    context = min(_QUICK_CONTEXT, (position_limit(model) or sys.maxsize) - 2)
-    return _sweep(model, context, (1,), rounds=rounds)[0][0]
+    context = min(_CONTEXT, (position_limit(model) or sys.maxsize) - 2)
+    return _sweep(model, context, (1,), rounds=rounds)[0]

@@ -1,16 +1,14 @@
 """Step costs of a model, saved between processes.
 
 The library learns costs from its steps, and writes files only on request: a program can prepare or load costs before
-its first call, and save what was learned. The command line prepares them; `lookahead calibrate` measures more of them.
+its first call, and save what was learned. The command line prepares them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,11 @@ from platformdirs import user_cache_path
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.backend import calibration
+from lookahead.backend.calibration import calibrate_quickly
 from lookahead.config import refuses_removed
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError, warn
 from lookahead.loading.block_layers import QUANTIZED_LAYERS
-from lookahead.model.facts import context_limit, validate_causal_lm
 from lookahead.model.model_state import state_of
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked
@@ -103,7 +100,7 @@ def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> b
     """
     if load_costs(model, folder):
         return True
-    if not calibration.calibrate_quickly(model, state_of(model).learned.cost):
+    if not calibrate_quickly(model, state_of(model).learned.cost):
         return False
     save_costs(model, folder)
     return True
@@ -143,28 +140,3 @@ def _read_costs(path: Path, known: dict[str, Any]) -> Any:
     if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, known):
         raise ConfigError("it is not of this version or for this model")
     return content["costs"]
-
-
-@refuses_removed
-def calibrate_costs(model: PreTrainedModel, contexts: Sequence[int] = calibration.CONTEXTS) -> calibration.Calibration:
-    """Measure the costs of steps of every size at some context lengths, instead of learning them while decoding.
-
-    Args:
-        model: A causal language model.
-        contexts: Context lengths in tokens.
-
-    Raises:
-        ConfigError: A context is out of range.
-        UnsupportedModelError: The model cannot verify drafts.
-    """
-    validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
-    cost = state_of(model).learned.cost
-    nodes, limit = calibration.NODES, context_limit(model)
-    most, span = math.inf, "at least 1 token"
-    if limit is not None:
-        most = limit - max(nodes) - 1
-        span = f"from 1 to {most} tokens, which with {max(nodes)} nodes fill the model's context"
-    for context in contexts:
-        if not 1 <= context <= most:
-            raise ConfigError(f"context must be {span}, got {context}")
-    return calibration.calibrate(model, cost, contexts=contexts, nodes=nodes)

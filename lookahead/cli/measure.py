@@ -1,4 +1,4 @@
-"""The commands that measure costs, trace a decoding and train heads."""
+"""The commands that trace a decoding and train heads."""
 
 from __future__ import annotations
 
@@ -28,60 +28,6 @@ from lookahead.loading.loading import locate_model
 from lookahead.utils.atomic import write_atomically
 
 _STYLES = ("black on green", "black on yellow", "white on blue", "white on magenta")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(ModelOptions):
-    context: list[int] | None = option(None, "Tokens in the cache; may be repeated. (default: 256)", min=1)
-    cache: Path | None = option(None, "Folder of the cost files. (default: the platform's)")
-    as_json: bool = option(False, "Print one JSON object.", "--json")
-
-
-def calibrate(options: CalibrateOptions) -> None:
-    """Measure the cost of drafts with a model on this machine, and save it.
-
-    Steps of every number of nodes are timed and compared with the least time that this machine needs. A step of that
-    size must emit "tokens to break even" to be as fast as plain decoding. The costs are written to a file that later
-    commands read; in Python, `load_costs` reads it. Without this file, a command quickly measures a few sizes and saves
-    them.
-
-    For example:
-
-      lookahead calibrate --model ./my-model --dtype bf16
-      lookahead calibrate --context 256 --context 4096 --json
-    """
-    if options.cache is not None and options.cache.exists() and not options.cache.is_dir():
-        raise ConfigError(f"cache must be a folder, got the file {str(options.cache)!r}")
-    loaded = load(options, measures_costs=False)
-    from lookahead.backend.calibration import CONTEXTS
-
-    with console(sys.stderr).status("measuring"):
-        calibration = lookahead.calibrate_costs(loaded.model, options.context or CONTEXTS)
-    path = lookahead.save_costs(loaded.model, options.cache)
-    if options.as_json:
-        print(json.dumps({**calibration.to_dict(), "file": str(path)}))
-    else:
-        out = console(sys.stdout)
-        for sweep in calibration.sweeps:
-            out.print(f"context of {sweep.context} tokens")
-            rows = [
-                {
-                    "nodes": str(point.nodes),
-                    "ms\nmeasured": f"{1e3 * point.seconds:.3f}",
-                    "ms at\nbest": f"{1e3 * point.bound_s:.3f}",
-                    "FLOP\nper byte": f"{point.intensity:.2f}",
-                    "tokens to\nbreak even": f"{point.break_even:.2f}",
-                    "accepted\nto break even": f"{point.acceptance_needed:.0%}" if point.nodes > 1 else "-",
-                }
-                for point in sweep.points
-            ]
-            out.print(table(rows))
-        machine = calibration.machine
-        out.print(
-            f"at best {machine.flops / 1e9:.1f} GFLOP/s and {machine.bytes_per_s / 1e9:.1f} GB/s, so a step is bound "
-            f"by memory below {machine.flops / machine.bytes_per_s:.1f} FLOP per byte"
-        )
-    show_line(sys.stderr, f"written to {path}")
 
 
 @dataclass(frozen=True, kw_only=True)
