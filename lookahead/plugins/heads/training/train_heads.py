@@ -201,6 +201,8 @@ def _prepare(
         remove_unused_columns=False,
         seed=settings.seed,
     )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # else Trainer would split a batch among GPUs, and the model is on one
     batches = data_of.make_batches(train, settings.batch_size)
     trainer = Trainer(  # also sets the seed
         model=learner,
