@@ -186,7 +186,7 @@ def test_the_lookahead_branch_is_verified_for_one_input(name: str) -> None:
 
 
 def test_a_decoder_that_shows_no_positions_for_nodes_is_decoded_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.model.model_inputs._position_tables", lambda model: [[], []])
+    monkeypatch.setattr("lookahead.plugins.encoder_decoder.decoder_inputs._position_tables", lambda model: [[], []])
     for name in ("Bart", "T5"):
         model = build(ENCODER_DECODERS[name])
         assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "none"

@@ -25,8 +25,8 @@ from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
 from lookahead.drafting.tree import TokenTree
-from lookahead.model.encoding import encode
-from lookahead.model.model_inputs import EncoderInputs
+from lookahead.plugins.encoder_decoder.decoder_inputs import EncoderInputs
+from lookahead.plugins.encoder_decoder.encoding import encode
 from tests.support.families import ENCODER_DECODERS, build
 from tests.support.products import kept_choice
 from tests.test_encoder_decoder import NEW_TOKENS, ONE, READ, WANDERING, generate

@@ -187,8 +187,15 @@ def test_a_plug_in_that_lacks_a_method_of_its_seam_is_refused_when_it_is_registe
     with pytest.raises(TypeError, match="HalfALoop cannot be"):
         seams.register("loop", "contrastive_search", type("HalfALoop", (), {"run": lambda self: iter(())}))
     assert seams.plugin_for("loop", "contrastive_search") is None
-    with pytest.raises(ValueError, match="seam must be one of loop, processor"):
+    with pytest.raises(ValueError, match="seam must be one of kind, loop"):
         seams.register("loops", "contrastive_search", object)
+
+
+def test_the_core_does_not_ask_whether_a_model_has_an_encoder():
+    """A configuration without a model is asked, and the model once; transformers has an argument of this name."""
+    rooms = {"model.facts": 1, "model.calls": 1, "loading.checkpoints": 1, "cli.terminal": 1}
+    found = {module.room: module.path.read_text(encoding="utf-8").count("is_encoder_decoder") for module in MODULES}
+    assert {room: count for room, count in found.items() if count} == rooms
 
 
 def test_every_plug_in_is_found_under_its_name():

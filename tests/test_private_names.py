@@ -32,6 +32,9 @@ ROOMS_OF_TORCH = ("model", "loading", "backend.cpu", "backend.gpu", "kernels")
 ELSEWHERE = {
     # It stands in for a model in transformers' own beam search.
     "plugins.beams.beam_tree": {"_prefill", "_reorder_cache", "_update_model_kwargs_for_generation"},
+    # The base class of the outputs of encoders.
+    "plugins.encoder_decoder.encoded_rows": {"transformers.utils.generic"},
+    "plugins.encoder_decoder.encoding": {"transformers.utils.generic"},
     "plugins.heads.native_mtp": {"transformers.modeling_layers"},
     "ngram.pool_file": {"_version"},  # its own
 }

@@ -17,8 +17,8 @@ import lookahead
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.backend.support import support_of
 from lookahead.errors import ProposerError, UnsupportedModelError
-from lookahead.model.encoding import encode_probe
 from lookahead.model.facts import calls_registered_attention
+from lookahead.plugins.encoder_decoder.encoding import encode_probe
 from tests.support.adversarial_proposers import always_wrong, among_decoys, drafting_by, nothing, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, FEATURE_ENCODERS, build, cases
 from tests.support.feature_encoders import CONFORMER, features

@@ -24,6 +24,7 @@ from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.model.facts import input_device, position_limit
+from lookahead.model.model_kind import kind_of
 from lookahead.verification.exact import likeliest
 
 _WARM_UPS = 2
@@ -51,7 +52,7 @@ def calibrate_quickly(model: PreTrainedModel, cost: StepCost) -> bool:
     than `n` steps of one node, which would turn drafting off for good.
     """
     context = min(_CONTEXT, (position_limit(model) or sys.maxsize) - max(NODES) - 1)
-    if context < 1 or model.config.is_encoder_decoder:
+    if context < 1 or kind_of(model).has_encoder:
         return False
     try:
         seconds = _sweep(model, context, NODES, rounds=_ROUNDS, within_s=LONGEST_QUICK_S)

@@ -10,7 +10,7 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.gpu import cuda_graphs
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.torch_backend import TorchBackend
-from lookahead.model.facts import input_device
+from lookahead.model.facts import decoder_of, input_device
 
 _KINDS: dict[str, type[TorchBackend]] = {"cpu": CpuBackend, "cuda": GpuBackend}
 _OPTIONS = {"packs": CpuBackend, "has_kernels": CpuBackend, "captures": GpuBackend, "most_nodes": GpuBackend}
@@ -32,5 +32,4 @@ def backend_for(model: PreTrainedModel, **options: Any) -> TorchBackend:
 
 def records_graphs(model: PreTrainedModel) -> bool:
     """Whether passes over drafts of a model are recorded as CUDA graphs: on one GPU, until a recording fails."""
-    is_decoder = not model.config.is_encoder_decoder
-    return is_decoder and cuda_graphs.graphs_unsupported_reason(model, input_device(model)) is None
+    return decoder_of(model) is model and cuda_graphs.graphs_unsupported_reason(model, input_device(model)) is None

@@ -15,7 +15,7 @@ from lookahead.backend.cpu.exact_attention import attend_per_node
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass
 from lookahead.kernels import dispatch
 from lookahead.model.attention import real_config
-from lookahead.model.facts import attention_name, is_sdpa, own_attention
+from lookahead.model.facts import attention_name, own_attention
 
 Spans = dict[int, AttentionSpan]
 """The attention spans of the layers by module id, filled on first use within `serving`."""
@@ -56,7 +56,8 @@ def attend(
     """
     if tree_pass.cross is not None and not _is_of(key, tree_pass.cross.own.layers[module.layer_idx].keys):
         options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, **kwargs}
-        return _attend_across(module, query, key, value, tree_pass, options)
+        attended: Tensor = tree_pass.cross.attend(module, query, key, value, tree_pass, options)
+        return attended
     if softcap is not None and attention_name(real_config(module.config)) == "sdpa":
         softcap = None  # transformers' SDPA attention does not apply it
     slots = key.shape[2]
@@ -106,36 +107,6 @@ def _causal(tree_pass: TreePass, query: Tensor, key: Tensor, value: Tensor, scal
 def _is_of(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors share their memory."""
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _attend_across(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, tree_pass: TreePass, options: dict[str, Any]
-) -> Tensor:
-    """Cross-attention of nodes to the encoder's output, by the model's own function; `[rows, width, heads, dim]`."""
-    assert tree_pass.cross is not None
-    own = own_attention(module, real_config(module.config))
-    options = {name: option for name, option in options.items() if option is not None}
-
-    def attend(nodes: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        mask = None if mask is None else mask.to(query.device)
-        if mask is not None and not is_sdpa(own):
-            mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
-        return own(module, nodes, keys, values, mask, **options)[0]
-
-    if not tree_pass.attends_per_node:
-        return attend(query, key, value, tree_pass.cross.mask, **options)
-    rows, heads, width, _ = query.shape
-    out, bias = query.new_zeros(rows, width, heads, value.shape[3]), options.get("position_bias")
-    per_node = tree_pass.per_node
-    for row, (tokens, mask) in enumerate(tree_pass.cross.alone):
-        one = slice(row, row + 1)
-        nodes = slice(len(per_node.trees[row]) - per_node.scored[row])  # padding attends to nothing
-        keys, values = key[one, :, :tokens], value[one, :, :tokens]
-        if bias is not None:
-            options["position_bias"] = bias[one if len(bias) > 1 else slice(1), :, -1:, :tokens]
-        alone = [attend(node, keys, values, mask, **options) for node in query[one, :, nodes].split(1, 2)]
-        out[one, nodes] = torch.cat(alone, 1)
-    return out
 
 
 def _kernel_of(

@@ -14,10 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import Shape
-from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
-from lookahead.model.encoding import encode_probe
 from lookahead.model.facts import (
     cache_input,
     calls_registered_attention,
@@ -27,7 +25,7 @@ from lookahead.model.facts import (
     is_offloaded,
     picks_keys,
 )
-from lookahead.model.model_inputs import EncoderInputs
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import state_of
 from lookahead.model.state_layers import has_states, states_in
 from lookahead.utils.kept_values import truth
@@ -38,7 +36,7 @@ _TOLERANCE_FP32 = 1e-3
 # In half precision rounding may change the routing to experts, so one correct probe of three is enough.
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
 _PICKED = 4  # keys that the indexers of a probed model pick: fewer than the tokens of its texts
-_PADDING = 3  # tokens before a text that is compared with the text alone
+PADDING = 3  # tokens before a text that is compared with the text alone
 
 TREE = (0, 0, 1, 2, 0)
 CHAIN = (0, 0, 1, 2, 3)
@@ -51,11 +49,7 @@ def own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) 
     """
     longest, device = max(map(len, texts)), input_device(model)
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        encoded = encode_probe(model, read, len(texts))
-        inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask, "decoder_input_ids": ids}
-    logits: Tensor = model(**inputs).logits
+    logits: Tensor = model(**kind_of(model).inputs_of_text(model, ids, read)).logits
     return logits
 
 
@@ -117,30 +111,12 @@ def heeds_padding(model: PreTrainedModel) -> bool:
 
     The first call probes it.
     """
-    probe = _decoder_heeds_padding if model.config.is_encoder_decoder else _heeds_padding
-    return state_of(model).probed("padding", model, partial(probe, model), truth)
-
-
-@torch.inference_mode()
-def _decoder_heeds_padding(model: Any) -> bool:
-    """Prepared as `generate` does: some models derive positions from the mask, others count padding too."""
-    vocabulary, device = decoder_vocabulary(model), input_device(model)
-    text = [token * vocabulary // 9 for token in PROBES[0]]
-    ids = torch.tensor([[0] * _PADDING + text], device=device)
-    mask = torch.tensor([[0] * _PADDING + [1] * len(text)], device=device)
-    try:
-        encoded = encode_probe(model, text, 1)
-        given = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask, "decoder_attention_mask": mask}
-        given = model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=False, **given)
-        return agree(model, model(**given).logits[0, -1], own_logits(model, [text], text)[0, -1])
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        state_of(model).note_problem(f"{type(model).__name__} reads no padding", with_place(error))
-        return False
+    return state_of(model).probed("padding", model, partial(_heeds_padding, model), truth)
 
 
 def _heeds_padding(model: PreTrainedModel) -> bool:
+    if (answer := kind_of(model).heeds_padding(model)) is not None:
+        return answer
     probed = picking_few(model) if picks_keys(model) else model
     return probed is not None and all(_reads_behind_padding(probed, probe) for probe in (PROBES[0], PROBES[0][:2]))
 
@@ -149,11 +125,11 @@ def _heeds_padding(model: PreTrainedModel) -> bool:
 def _reads_behind_padding(model: Any, probe: Sequence[int]) -> bool:
     vocabulary, device, config = decoder_vocabulary(model), input_device(model), model.config.get_text_config()
     text = np.array([token * vocabulary // 9 for token in probe], np.int32)
-    mask = torch.tensor([[0] * _PADDING + [1] * len(text)], device=device)
+    mask = torch.tensor([[0] * PADDING + [1] * len(text)], device=device)
     padded, alone = (DynamicCache(config=config) for _ in range(2))
     given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(0)}
     given = {name: each for name, each in given.items() if name in inputs_of(model)}
-    ids = torch.tensor([[0] * _PADDING + text.tolist()], device=device)
+    ids = torch.tensor([[0] * PADDING + text.tolist()], device=device)
     logits = model(input_ids=ids, **given, **{cache_input(model): padded}, use_cache=True).logits[0, -1]
     own = own_pass(model, text, alone, 0)
     for at, layer in enumerate(padded.layers):
@@ -197,23 +173,21 @@ def scores_like_the_model(
     With `behind_own` the model's passes are over single tokens, after a prompt of one token.
     """
     drafted, pad = list(tokens[2:]), getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-    if model.config.is_encoder_decoder and pad is not None:
+    kind = kind_of(model)
+    if kind.has_encoder and pad is not None:
         drafted[0] = pad  # some decoders restart positions after padding
     tree = TokenTree.from_parents([tokens[2], *drafted], TREE if shape == "trees" else CHAIN)
     path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
     paths: list[list[int]] = []  # tokens from the root to every node
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*(paths[parent] if paths else []), token])
-    is_batch = shape == "trees" and (not model.config.is_encoder_decoder or calls_registered_attention(model))
+    is_batch = shape == "trees" and (not kind.has_encoder or calls_registered_attention(model))
     texts = [list(tokens[: 1 if behind_own else 2]), list(tokens[1:2])][: 2 if is_batch else 1]
     rows = len(texts)
-    backend: TorchBackend
     # Weights packed for a batch are useless for later passes over one row.
-    if not model.config.is_encoder_decoder:
-        backend = backend_for(model, rows=rows, capacity=16, shape=shape, packs=False)
-    else:
-        make_inputs = partial(EncoderInputs, encoded=encode_probe(model, tokens, rows))
-        backend = backend_for(model, rows=rows, capacity=256, packs=False, make_inputs=make_inputs)
+    make_inputs = kind.probe(model, tokens, rows).make_inputs
+    options: dict[str, Any] = {"shape": shape, "packs": False, "make_inputs": make_inputs}
+    backend = backend_for(model, rows=rows, capacity=256, **options)
     with backend.serving():
         backend.read([np.array(text, np.int32) for text in texts])
         for row in range(rows):

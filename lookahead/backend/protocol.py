@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.model.cache import TreeCache
-from lookahead.model.encoded_rows import Encoded
 
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
@@ -108,7 +107,7 @@ class Backend(Protocol):
         prompts: Sequence[IntArray],
         first: int = 0,
         *,
-        encoded: Encoded | None = None,
+        encoded: Any = None,
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
         """Read prompts into the cache. The last token of each is the first root, and is not committed yet.

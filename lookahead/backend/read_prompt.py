@@ -17,6 +17,7 @@ from lookahead.backend.probes import continues_texts
 from lookahead.drafting.tree import IntArray
 from lookahead.model.cache import RowCopy, RowStates, TreeCache
 from lookahead.model.facts import may_keep_states, picks_keys, prefills_at_once
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import recognise, state_of
 from lookahead.model.state_scope import mixers_of
 
@@ -210,7 +211,7 @@ def prefixes_of(model: PreTrainedModel, most_bytes: int) -> PrefixStore:
     if plan.prefixes is None:
         plan.prefixes = PrefixStore(0)
     store: PrefixStore = plan.prefixes
-    copies = not (model.config.is_encoder_decoder or picks_keys(model) or prefills_at_once(model))
+    copies = not (kind_of(model).has_encoder or picks_keys(model) or prefills_at_once(model))
     is_here = all(each.numel() and not each.is_meta for each in model.parameters())  # not with weights elsewhere
     copies = copies and not plan.user_code and is_here
     copies = copies and (reads_apart(model) or continues_texts(model))

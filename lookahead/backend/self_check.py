@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.cpu_backend import CpuBackend
@@ -20,16 +20,13 @@ from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
-from lookahead.model.encoding import encode_probe
 from lookahead.model.facts import (
     attention_name,
     calls_registered_attention,
     decoder_vocabulary,
-    empty_cache,
-    encoder_of,
     input_device,
 )
-from lookahead.model.model_inputs import EncoderInputs
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
@@ -114,7 +111,7 @@ def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
     has_experts = any("experts" in name for name, _ in model.named_modules())
     # Recurrent mixers split calls to keep bits, and an encoder reads no nodes.
     apart = list(map(model.get_submodule, mixers_of(model).layers))
-    apart += [] if (encoder := encoder_of(model)) is None else [encoder]
+    apart += kind_of(model).modules_beside(model)
     layers = layers_with_solo_bits(model)
     if layers is None or has_experts or has_other_products(model, [*apart, *layers]) or not keeps_bits(model, layers):
         return False
@@ -133,21 +130,14 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
     tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
-    caches, inputs = list[Any](), dict[str, Any]()
-    if model.config.is_encoder_decoder:
-        encoded = encode_probe(model, prompt.tolist(), 1)
-        caches.append(empty_cache(model))
-        inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
-        backend = CpuBackend(model, rows=1, capacity=64, make_inputs=partial(EncoderInputs, encoded=encoded))
-    else:
-        caches.append(DynamicCache(config=model.config.get_text_config()))
-        backend = CpuBackend(model, rows=1, capacity=64)
+    make_inputs, past, inputs = kind_of(model).probe(model, prompt.tolist(), 1)
+    backend = CpuBackend(model, rows=1, capacity=64, make_inputs=make_inputs)
     with backend.serving():
         backend.read([prompt])
         backend.commit(0, _ROOT)
         scores = backend.score([tree], BitPolicy.SOLO)[0]
-    own_pass(model, prompt, caches[0], 0, inputs)
-    caches.append(deepcopy(caches[0]))
+    own_pass(model, prompt, past, 0, inputs)
+    caches = past, deepcopy(past)
     branch = MAX_ROWS - 1
     for path, cache in zip((range(_LONGEST + 1), [*range(tree.depths[branch]), branch]), caches, strict=True):
         for depth, node in enumerate(path):

@@ -26,6 +26,7 @@ from lookahead.errors import is_out_of_memory, named, with_place
 from lookahead.model.calls import changed_loop
 from lookahead.model.facts import (
     calls_registered_attention,
+    decoder_of,
     decoder_vocabulary,
     is_sequential,
     may_keep_states,
@@ -36,6 +37,7 @@ from lookahead.model.facts import (
     vocabulary_size,
 )
 from lookahead.model.known_code import attention_code, changed_caches, hooks_of, is_known, name_of
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import recognise, state_of
 from lookahead.model.stamp import version_of
 from lookahead.model.state_scope import mixers_of
@@ -87,9 +89,9 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int, truste
     if getattr(config, "expert_capacity", None) is not None:
         return Support("none", "its experts take a limited number of tokens of a pass")
     windows, longest, what = [getattr(config, "keep_window_size", None)], max_length, "its own attention code"
-    if model.config.is_encoder_decoder:  # its cache comes from transformers
+    if kind_of(model).has_encoder:  # its cache comes from transformers
         longest, what = max_length + MAX_NODES_LIMIT + 1, "the cache of its decoder"
-    if model.config.is_encoder_decoder or not calls_registered_attention(model):
+    if kind_of(model).has_encoder or not calls_registered_attention(model):
         windows.append(getattr(config, "sliding_window", None))
     for window in windows:
         if window is not None and longest > window:
@@ -140,7 +142,7 @@ def unsupported_reason(model: PreTrainedModel) -> str:
 
 def _probe(model: PreTrainedModel, config: Any) -> Support:
     """Try trees, then chains."""
-    decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
+    decoder = decoder_of(model)
     if any(module.training for module in decoder.modules()) and (reason := _training_reason(model)):
         return Support("none", f"it is in training mode, and {reason}; call its eval() first")
     if odd := odd_window(model, decoder.modules()):
@@ -215,7 +217,7 @@ def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
             reason = _mismatch_of(model, "trees")
     if not reason:
         return Support("trees")
-    if model.config.is_encoder_decoder:
+    if kind_of(model).has_encoder:
         return Support("none", reason)
     mismatch = _mismatch_of(model, "chains")
     if not mismatch:
@@ -237,7 +239,7 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape, *, behind_own: bool = Fal
     probes = [[token * vocabulary // 9 for token in probe] for probe in PROBES]
     is_tree, agrees = shape == "trees", False
     # Decoder attention that looks at single tokens may hide a wrong relative bias in some probes.
-    needs_all = is_tree and model.config.is_encoder_decoder and model.dtype == torch.float32
+    needs_all = is_tree and kind_of(model).has_encoder and model.dtype == torch.float32
     for tokens in probes:
         try:
             agrees = not behind_own or attends_ahead(model, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
-from lookahead.model.encoded_rows import Encoded
 from lookahead.model.facts import (
     attention_name,
     calls_registered_attention,
@@ -30,6 +29,7 @@ from lookahead.model.facts import (
     windows_of,
 )
 from lookahead.model.model_inputs import ModelInputs
+from lookahead.model.model_kind import MakeInputs
 from lookahead.model.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute
 from lookahead.model.stamp import stamp_of
 from lookahead.model.state_layers import cache_layers
@@ -37,8 +37,6 @@ from lookahead.model.state_scope import StateScope, mixers_of
 
 PREFILL_CHUNK = 1024  # tokens per pass of a prompt that is read in parts
 _MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention
-
-MakeInputs = Callable[[PreTrainedModel, TreeCache], ModelInputs]
 
 
 class TorchBackend:
@@ -137,7 +135,7 @@ class TorchBackend:
         prompts: Sequence[IntArray],
         first: int = 0,
         *,
-        encoded: Encoded | None = None,
+        encoded: Any = None,
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
         """See `Backend.read`."""

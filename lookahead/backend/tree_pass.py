@@ -14,7 +14,6 @@ from torch import Tensor
 from lookahead.backend.cpu.exact_attention import PerNodeAttention
 from lookahead.drafting.tree import TokenTree
 from lookahead.model.cache import TreeSlots
-from lookahead.model.encoded_rows import Cross
 from lookahead.utils.jit import njit
 
 
@@ -72,7 +71,7 @@ class TreePass:
         is_one = slots.width == 1 and slots.is_even
         self.prefix = int(slots.lengths[: slots.active].min()) if trees else 0  # first slots that all nodes see
         self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)  # needs no mask
-        self.cross: Cross | None = None
+        self.cross: Any = None  # attention to what an encoder has read
         self._biased: tuple[Tensor, Tensor] | None = None  # the newest bias, and the mask with it
         self.kernels: dict[Hashable, Callable[..., Any] | None] = {}  # by shapes; None for torch's own kernel
         self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device, int], Tensor] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.backend import self_check
 from lookahead.backend.choice import backend_for, records_graphs
 from lookahead.backend.protocol import BitPolicy, Shape
-from lookahead.backend.torch_backend import MakeInputs
 from lookahead.config import LookaheadConfig
 from lookahead.decoding.prompt_reading import PromptInputs, PromptReading
 from lookahead.drafting.branch import LookaheadBranch
@@ -24,9 +24,8 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
-from lookahead.model.encoded_rows import Encoded
 from lookahead.model.facts import decoder_vocabulary, input_device, may_keep_states, processes_of
-from lookahead.model.model_inputs import EncoderInputs, ModelInputs
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of, most_nodes
 from lookahead.model.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
@@ -50,7 +49,7 @@ def assemble(
     slots: int = 0,
     shape: Shape = "trees",
     warp: Callable[[Tensor], Tensor] | None = None,
-    encoded: Encoded | None = None,
+    encoded: Any = None,
     reading: PromptReading | None = None,
     memory: Memory | None = None,
     keep_cache: bool = False,
@@ -80,7 +79,6 @@ def assemble(
     """
     config = _bounded(config, model, len(batch) or slots)
     rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
-    has_encoder = model.config.is_encoder_decoder
     captures = records_graphs(model) and reading is None and not (may_keep_states(model) and mixers_of(model))
     by_rejection = config.acceptance == "rejection" and warp is not None
     call = Call(
@@ -106,18 +104,14 @@ def assemble(
         memory,
         is_padded=captures,
         runs_to_limit=not (stopping.custom or stopping.eos_tokens),
-        shows_hidden=not has_encoder and reading is None,
+        shows_hidden=not kind_of(model).has_encoder and reading is None,
     )
     # `generate` masks padding.
     is_separate = isolates or (rows == 1 and not batch[0].padding)
     policy = BitPolicy.ROUNDED
     if is_separate and shape == "trees" and not is_rounded and self_check.keeps_solo_bits(model):
         policy = BitPolicy.SOLO
-    make_inputs: MakeInputs = ModelInputs
-    if has_encoder:
-        make_inputs = partial(EncoderInputs, encoded=encoded)
-    elif reading is not None:
-        make_inputs = partial(PromptInputs, reading=reading)
+    make_inputs = kind_of(model).make_inputs(encoded) if reading is None else partial(PromptInputs, reading=reading)
     backend = backend_for(
         model,
         rows=rows,
@@ -138,7 +132,7 @@ def has_kernels(model: PreTrainedModel, policy: BitPolicy | None = None, shape: 
     """Whether kernels may replace modules of a model, by default for rows decoded alone."""
     is_solo = self_check.keeps_solo_bits(model) if policy is None else policy is BitPolicy.SOLO
     # The bits were compared with all kernels.
-    return is_solo or model.config.is_encoder_decoder or self_check.kernels_agree(model, shape)
+    return is_solo or kind_of(model).has_encoder or self_check.kernels_agree(model, shape)
 
 
 def _node_budget(config: LookaheadConfig, captures: bool) -> int:

@@ -17,6 +17,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.decoding.api import generate
 from lookahead.decoding.loops import loops
 from lookahead.decoding.prompts import PromptReader, pad_prompts, pad_token_of
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.stats import DecodingStats, total_in_sequence
 
@@ -93,7 +94,7 @@ def decode_plainly(
         max_new_tokens: Maximum new tokens of each, at least 1.
         options: Options of `model.generate`; greedy by default.
     """
-    pad, has_encoder = pad_token_of(tokenizer), model.config.is_encoder_decoder
+    pad, has_encoder = pad_token_of(tokenizer), kind_of(model).has_encoder
     ids, mask = pad_prompts(prompts, pad, on_the_right=has_encoder)
     ticks: list[tuple[float, int]] = []  # time and length after each pass; the first ends the prefill
 
@@ -165,7 +166,7 @@ def compare(
     def by_transformers(ids: list[int], seed: int, **options: Any) -> tuple[list[int], DecodingStats]:
         torch.manual_seed(seed)
         options = {**generate_kwargs, **options}
-        if reader.limit is not None and not model.config.is_encoder_decoder:  # lookahead ends there
+        if reader.limit is not None and not kind_of(model).has_encoder:  # lookahead ends there
             options["max_new_tokens"] = min(options["max_new_tokens"], reader.limit + 1 - len(ids))
         (tokens,), stats = decode_plainly(model, tokenizer, [ids], **options)
         return tokens, stats

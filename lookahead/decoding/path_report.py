@@ -11,6 +11,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.decoding import validation
 from lookahead.decoding.plan import shape_of
 from lookahead.model.facts import validate_model
+from lookahead.model.model_kind import kind_of
 
 
 def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None) -> BackendReport:
@@ -37,7 +38,7 @@ def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None
     config = config if config is not None else LookaheadConfig()
     found = support.support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
     shape, reason = shape_of(model, found, config)
-    if shape == "none" or model.config.is_encoder_decoder:
+    if shape == "none" or kind_of(model).has_encoder:
         paths = (PathReport("drafts", shape != "none", reason or f"its decoder verifies {shape}"),)
         name = "transformers' own loop" if shape == "none" else "a backend behind its encoder"
         return BackendReport(name, type(model).__name__, paths)

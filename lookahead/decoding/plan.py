@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, StaticCache
 
-from lookahead.backend import probes, self_check, support
+from lookahead.backend import probes, support
 from lookahead.backend.protocol import Shape
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import validation
@@ -26,20 +26,14 @@ from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError, warn
 from lookahead.model.call_caches import cache_in, tokens_in
 from lookahead.model.calls import ResolvedCall, own_sample, unserved_reason
-from lookahead.model.encoded_rows import Encoded
-from lookahead.model.encoding import note_outputs
 from lookahead.model.facts import (
     calls_registered_attention,
-    decoder_vocabulary,
-    empty_cache,
-    encoder_of,
     input_device,
     may_keep_states,
     picks_keys,
-    reads_text,
-    vocabulary_size,
 )
 from lookahead.model.known_code import changed_cache
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import checkpointed, outside_passes, recognise, undisturbed
 from lookahead.model.private_names import missing_names
 from lookahead.model.state_layers import takes_states
@@ -133,28 +127,9 @@ class RequestPlan:
                 row.placeholders, row.stats.prefill_s = places, self.reading.seconds
         return rows
 
-    def encoded(self) -> Encoded | None:
-        """The encoded inputs, with the cache of `generate` if it can be cropped; None without an encoder."""
-        model, options, inputs = self.call.model, self.call.model_kwargs, self.call.inputs_tensor
-        if not model.config.is_encoder_decoder:
-            return None
-        past, mask = cache_in(options), options.get("attention_mask")
-        if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
-            past = empty_cache(model)
-        outputs = options["encoder_outputs"]
-        tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
-        if mask is not None and len(mask) != len(tokens):
-            mask = None  # Whisper's mask, which its decoder never sees, includes audios that ended
-        is_shared = reads_text(model) and vocabulary_size(model, encoder_of(model)) == decoder_vocabulary(model)
-        if inputs is not None and inputs.ndim == 2 and is_shared:
-            inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # several sampled outputs of each
-            # If encoder outputs are given without inputs, `generate` fills the inputs with -100.
-            seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()
-            tokens = [ids[kept].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
-        heard = None
-        if inputs is not None and not reads_text(model):
-            heard = inputs.repeat_interleave(len(tokens) // len(inputs), 0)
-        return Encoded(outputs, mask, past, self.keeps_cache, tokens, heard)
+    def encoded(self) -> Any:
+        """What the encoder has read; None without an encoder."""
+        return kind_of(self.call.model).encoded(self.call, is_returned=self.keeps_cache)
 
     def begin(self, *, warns: bool = True) -> Loop:
         """The loop that decodes the request; a warning says why if it is the loop of transformers and `warns`.
@@ -292,7 +267,7 @@ def plan_request(
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if shape == "none" or reason:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
-    if not model.config.is_encoder_decoder and tokens_in(past) > 0:
+    if tokens_in(past) > 0:
         validation.validate_past(model, past, call.input_ids, generation_config, options.get("attention_mask"))
     if others or found.behind_own:
         reading = PromptReading(call, lengths, keeps_cache=plan.keeps_cache)
@@ -309,9 +284,8 @@ def _found(
 ) -> support.Support:
     """The support of the model for drafts, given the cache and the padding of the call."""
     model, past, is_cached = call.model, cache_in(call.model_kwargs), call.generation_config.use_cache is not False
-    is_padded, hears = bool(lengths.min() < call.input_ids.shape[1]), not reads_text(model)
-    if hears and (hears := model.config.is_encoder_decoder):
-        note_outputs(model, call.model_kwargs["encoder_outputs"])
+    is_padded, kind = bool(lengths.min() < call.input_ids.shape[1]), kind_of(model)
+    kind.note(call)
     given: Any = {"shortest": int(lengths.min()), "max_length": max_length, "trusted": config.trust_user_code}
     found, why = support.support_of(model, **given), ""
     if is_cached and checkpointed(model):
@@ -330,8 +304,8 @@ def _found(
             why = "its indexer has its own keys, which the caches of callers do not hold"
         elif is_padded and not probes.heeds_padding(model):
             why = "its indexer picks keys, which the padding of a batch changes"
-    elif hears and not (is_cached and isinstance(getattr(past, "self_attention_cache", past), DynamicCache)):
-        why = "its encoder reads no text, and the cache of its decoder does not grow"
+    else:
+        why = kind.cache_reason(call)
     return support.Support("none", why) if why else found
 
 
@@ -354,17 +328,12 @@ def shape_of(
         is_padded: Whether their lengths differ.
         is_rounded: As in `RequestPlan`.
     """
-    shape, why, has_encoder = found.shape, found.reason, model.config.is_encoder_decoder
+    shape, why = found.shape, found.reason
     if found.behind_own:
         shape = "trees"
-    if has_encoder and shape == "trees":
-        is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
-        if is_padded and not probes.heeds_padding(model):
-            shape, why = "none", "its decoder counts the padding of decoder_attention_mask"
-        elif rows > 1 and not calls_registered_attention(model):
-            shape, why = "none", "the rows of a batch must keep one length for its own attention code"
-        elif is_half and not is_rounded and (rows > 1 or is_padded or not self_check.keeps_solo_bits(model)):
-            shape, why = "none", "trees would change its bits in half precision on a CPU"
+    batch: Any = {"rows": rows, "is_padded": is_padded, "is_rounded": is_rounded}
+    if shape == "trees" and (reason := kind_of(model).trees_reason(model, **batch)):
+        shape, why = "none", reason
     acceptance = config.acceptance
     obstacles = {
         f"be decoded speculatively: {why}": shape == "none",

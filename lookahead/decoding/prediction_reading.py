@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.drafting.proposal import IntArray
 from lookahead.errors import PromptError
 from lookahead.model.facts import decoder_vocabulary
+from lookahead.model.model_kind import kind_of
 
 Prediction: TypeAlias = "str | Sequence[int] | Tensor | NDArray[np.integer[Any]]"
 """Text, or token ids `[tokens]`."""
@@ -68,9 +69,7 @@ def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, give
             given.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"{name} must be text, got half of a surrogate pair as character {error.start}") from None
-        # The outputs of a translation model may have their own vocabulary. Tokenizers of causal models have no target.
-        name_of_text = "text_target" if model.config.is_encoder_decoder else "text"
-        given = tokenizer(**{name_of_text: given}, add_special_tokens=False, verbose=False)["input_ids"]
+        given = tokenizer(**{kind_of(model).text: given}, add_special_tokens=False, verbose=False)["input_ids"]
     if isinstance(given, Tensor):
         given = np.asarray(given.tolist())
     if isinstance(given, list | tuple | range) and not all(map(_is_id, given)):

@@ -25,7 +25,6 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.probes import agree
 from lookahead.backend.protocol import Shape
 from lookahead.decoding.hf_outputs import copy_prefix_from
-from lookahead.decoding.validation import SERVED
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.model.cache import TreeCache
@@ -33,6 +32,7 @@ from lookahead.model.call_caches import CACHE, cache_in, tokens_in
 from lookahead.model.calls import ResolvedCall, inputs_of_step, read_prompt
 from lookahead.model.facts import decoder_vocabulary, input_device, position_limit
 from lookahead.model.model_inputs import ModelInputs
+from lookahead.model.model_kind import SERVED
 from lookahead.model.model_state import outside_passes, state_of
 
 _OF_STEP = SERVED | {"input_ids"}

@@ -26,7 +26,8 @@ from lookahead.decoding.prediction_reading import read_prediction, read_predicti
 from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.model.calls import resolve_call
-from lookahead.model.facts import context_limit, input_device, inputs_of, side_positions, vocabulary_size
+from lookahead.model.facts import input_device, inputs_of, vocabulary_size
+from lookahead.model.model_kind import kind_of
 from lookahead.verification.stopping import has_own
 
 Message: TypeAlias = Mapping[str, Any]
@@ -117,12 +118,12 @@ class PromptReader:
         )
         self._special, self._truncate, self.further = add_special_tokens, truncate, dict[str, Any]()
         self._chat_kwargs = {} if chat_template_kwargs is None else template_options(chat_template_kwargs)
-        has_encoder = model.config.is_encoder_decoder
-        self._names = ("input", "encoder") if has_encoder else ("prompt", "model")
+        self._kind = kind_of(model)
+        self._names = self._kind.nouns
         self._vocabulary = vocabulary_size(model)
-        self.limit = side_positions(model, "encoder") if has_encoder else context_limit(model)
+        self.limit = self._kind.prompt_limit(model)
         reserved = self.option("max_new_tokens") or 1
-        self.room = self.limit if has_encoder or self.limit is None else self.limit - reserved
+        self.room = self.limit if self._kind.has_encoder or self.limit is None else self.limit - reserved
         if truncate is not None and self.room is not None and self.room < 1:
             raise ConfigError(
                 f"max_new_tokens must be less than the model's context of {self.limit} tokens to truncate a prompt, "
@@ -149,7 +150,7 @@ class PromptReader:
         expected = () if predictions is None else read_predictions(*given)
         causal_lm: Any = self.model
         device, pad = input_device(causal_lm), pad_token_of(self.tokenizer)
-        has_encoder = causal_lm.config.is_encoder_decoder
+        has_encoder = self._kind.has_encoder
         padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
         longest, context = (1, None) if has_encoder else (padded.shape[1], self.limit)
         options = dict(self.options)
@@ -197,7 +198,7 @@ class PromptReader:
 
     def _further_of(self, given: Mapping[str, Any], mask: Any) -> dict[str, Any]:
         """Inputs of the model in a mapping other than tokens and their mask."""
-        if self.model.config.is_encoder_decoder:
+        if self._kind.has_encoder:
             return {}
         taken, shape = inputs_of(self.model), np.shape(given["input_ids"])
         others = {name: each for name, each in given.items() if name not in _APART and each is not None}

@@ -26,6 +26,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.model.facts import input_device, prefills_at_once
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import recognise
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, stateful_name
@@ -102,7 +103,7 @@ class Scheduler:
                 f"{name} may keep a state, which would pass from one prompt to another; pass per_row, a function that "
                 "makes one for each prompt, or call lookahead.generate for one prompt at a time"
             )
-        has_encoder, kind = self._model.config.is_encoder_decoder, input_device(self._model).type
+        has_encoder, kind = kind_of(self._model).has_encoder, input_device(self._model).type
         own = reader.has_own or not all(isinstance(each, str) for each in config.proposers)
         found = support_of(self._model, shortest=1, max_length=1, trusted=config.trust_user_code)
         # Draws, beams, stop strings, time limits and decoder prompts belong to one call.
@@ -299,7 +300,7 @@ class Scheduler:
 
     def _tokens_of(self, request: Request) -> int:
         """Tokens whose keys and values a request may need, including an encoder's input."""
-        return self._slots_of(request) + (len(request.ids) if self._model.config.is_encoder_decoder else 0)
+        return self._slots_of(request) + (len(request.ids) if kind_of(self._model).has_encoder else 0)
 
     def _make_room(self, first: Row, longest: int) -> None:
         """Grow the cache for the running requests, each of at most `longest` tokens."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
@@ -27,11 +27,10 @@ from lookahead.model.facts import (
     described,
     embedding_of,
     input_device,
-    position_limit,
     reads_text,
-    side_positions,
     validate_model,
 )
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import recognise, state_of
 from lookahead.model.state_layers import is_filled
 from lookahead.proposers.pool_files import pool_of
@@ -48,14 +47,6 @@ _PROMPTS = ("input_ids", "attention_mask", "inputs", "inputs_embeds", "messages"
 _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_config": "config"}
 _LEAST_SHARE = 0.8  # minimum share of embedding rows with a token; the rest is padding
 
-SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
-"""Inputs of a model that passes set themselves, or do not need since they have their own cache and positions."""
-_SERVED_BEHIND_ENCODER = frozenset(
-    {
-        *("encoder_outputs", "attention_mask", "decoder_attention_mask", CACHE, "use_cache"),
-        *("global_attention_mask", "inputs_embeds", "logits_to_keep"),  # the encoder has read them already
-    }
-)
 # transformers extends these by repeating the last column, so zeros stay zeros.
 TOKEN_TYPES = frozenset(("token_type_ids", "mm_token_type_ids"))
 """Inputs of which zeros may mean nothing to a model, which a pass tells."""
@@ -126,7 +117,7 @@ def check_options(
         UnsupportedModelError: The model cannot be used.
     """
     validate_model(model)
-    if model.config.is_encoder_decoder and not reads_text(model):
+    if kind_of(model).has_encoder and not reads_text(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} reads {model.main_input_name}, not text: call model.generate under "
             "lookahead.enable(model)"
@@ -217,7 +208,7 @@ def validate_call(
 ) -> None:
     """Raise UnsupportedModelError if a resolved call of `model.generate` cannot be served."""
     validate_model(model)
-    mode, past, has_encoder = config.get_generation_mode(), cache_in(model_kwargs), model.config.is_encoder_decoder
+    mode, kind = config.get_generation_mode(), kind_of(model)
     if config.guidance_scale is not None and config.guidance_scale != 1:
         raise _left_out(
             f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token"
@@ -230,8 +221,7 @@ def validate_call(
         raise _left_out(f"{mode.value.replace('_', ' ')} ({named}) is not served here", hint)
     if config.cache_implementation == "quantized":
         raise _left_out("a quantized cache changes tokens and is not served")
-    if has_encoder and may_be_callers(past, config) and not isinstance(past, EncoderDecoderCache):
-        raise UnsupportedModelError(f"{CACHE} must be an EncoderDecoderCache, got a {type(past).__name__}")
+    kind.check_cache(cache_in(model_kwargs), config)
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise _left_out(f"{name}=True is not served")
@@ -239,20 +229,13 @@ def validate_call(
         # Beam search and encoder-decoder models take only tokens.
         if mode not in LOOPS and name == "mm_encoder_outputs":  # made of them by `generate`
             raise _left_out(f"{mode.value.replace('_', ' ')} is not served after images, videos or sound")
-        if has_encoder or mode not in LOOPS or name == "inputs_embeds":
+        if kind.has_encoder or mode not in LOOPS or name == "inputs_embeds":
             raise _left_out(f"the model input {name!r} is not served")
-    if isinstance(past, EncoderDecoderCache):
-        if past.get_seq_length() > 0:
-            got = f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens"
-            raise UnsupportedModelError(f"{got}; leave out custom_generate to continue from them")
-        kind = type(past.self_attention_cache)
-        if is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
-            raise _left_out(f"a {kind.__name__} is not given back")
 
 
 def other_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> list[str]:
     """Names of inputs of a call that may change its output, other than tokens and the inputs of every pass."""
-    served = _SERVED_BEHIND_ENCODER if model.config.is_encoder_decoder else SERVED
+    served = kind_of(model).served
     names = []
     for name, value in model_kwargs.items():
         # transformers passes an empty dictionary for no images
@@ -362,8 +345,8 @@ def prompt_lengths(
     Refuses tokens outside the vocabulary, unless other inputs may replace them, and prompts longer than the model's
     position table: on a GPU they would crash the process.
     """
-    has_encoder, vocab_size = model.config.is_encoder_decoder, decoder_vocabulary(model)
-    given = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+    kind, vocab_size = kind_of(model), decoder_vocabulary(model)
+    given = model_kwargs.get(kind.mask)
     input_ids, given = input_ids[::beams], None if given is None else given[::beams]
     batch_size, longest = input_ids.shape
     if not batch_size:
@@ -383,9 +366,9 @@ def prompt_lengths(
         )
     for row, ids in enumerate(() if other_inputs(model, model_kwargs) else input_ids.cpu().numpy()):
         check_token_ids(ids[longest - lengths[row] :], row, vocab_size)
-    limit = side_positions(model, "decoder") if has_encoder else position_limit(model)
-    most = longest if has_encoder else int(lengths.max())
+    limit = kind.positions(model)
+    most = longest if kind.has_encoder else int(lengths.max())
     if limit is not None and most > limit:
-        prompt = "the decoder's prompt" if has_encoder else f"prompt {int(lengths.argmax())}"
+        prompt = "the decoder's prompt" if kind.has_encoder else f"prompt {int(lengths.argmax())}"
         raise PromptError(f"{prompt} has {most} tokens and the model positions for {limit}; shorten it")
     return lengths

@@ -22,6 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from lookahead.model.call_caches import CACHE, cache_in, may_be_callers
 from lookahead.model.known_code import is_known, is_known_class
+from lookahead.model.model_kind import kind_of
 
 GenerateOutput = utils.GenerateOutput
 
@@ -174,6 +175,6 @@ def inputs_of_step(call: ResolvedCall, past: Cache, tokens: Tensor) -> dict[str,
 
 
 def generate_output(model: PreTrainedModel, sequences: Tensor, past: Any, **others: Any) -> GenerateOutput:
-    """The output class of `model.generate` for greedy search and sampling."""
-    kind = utils.GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else utils.GenerateDecoderOnlyOutput
-    return cast(GenerateOutput, kind(**{"sequences": sequences, CACHE: past, **others}))
+    """The output of `model.generate` for greedy search and sampling."""
+    output: GenerateOutput = kind_of(model).output(**{"sequences": sequences, CACHE: past, **others})
+    return output

@@ -39,7 +39,7 @@ def is_sdpa(attention: Attention) -> bool:
 
 def calls_registered_attention(model: Any) -> bool:
     """Whether the layers of a model, or of its decoder, call the configured attention function with all keys."""
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    decoder = decoder_of(model)
     own = not isinstance(decoder, PreTrainedModel) or decoder._can_set_attn_implementation()
     return bool(own and model._can_set_attn_implementation()) and not picks_keys(model)
 
@@ -159,15 +159,20 @@ def reads_text(model: Any) -> bool:
     return bool(model.main_input_name == "input_ids")
 
 
+def decoder_of(model: Any) -> Any:
+    """The part that writes: the model, or the decoder behind its encoder."""
+    return model.get_decoder() if model.config.is_encoder_decoder else model
+
+
 def encoder_of(model: Any) -> Any:
     """The encoder of a model, or None."""
-    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
+    encoder = None if decoder_of(model) is model else model.get_encoder()
     return None if encoder is model else encoder
 
 
 def validate_causal_lm(model: PreTrainedModel, purpose: str) -> None:
     """Raise UnsupportedModelError if the model has an encoder; `purpose` is a verb phrase for the message."""
-    if model.config.is_encoder_decoder:
+    if decoder_of(model) is not model:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model, which cannot {purpose}")
 
 
@@ -179,7 +184,7 @@ def validate_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} cannot generate; lookahead serves what AutoModelForCausalLM and AutoModelForSeq2SeqLM load"
         )
-    is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
+    is_decoder = decoder_of(model) is not model or getattr(config, "is_decoder", True) is not False
     # GPT-NeoX is not configured as a decoder either, but its attention layers are causal.
     if not is_decoder and not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
@@ -212,7 +217,8 @@ def vocabulary_size(model: PreTrainedModel, side: Any = None) -> int:
 
 def decoder_vocabulary(model: PreTrainedModel) -> int:
     """Number of token ids that the model, or its decoder, has embeddings for."""
-    return vocabulary_size(model, model.get_decoder() if model.config.is_encoder_decoder else None)
+    decoder = decoder_of(model)
+    return vocabulary_size(model, None if decoder is model else decoder)
 
 
 def described(value: object) -> str:
@@ -228,7 +234,7 @@ def modules_of_text(model: nn.Module) -> list[nn.Module]:
 
     Modules of the base model outside of the decoder read images or audio.
     """
-    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+    if not isinstance(model, PreTrainedModel) or decoder_of(model) is not model:
         return list(model.modules())
     text = {part for each in (model.get_decoder(), model.get_output_embeddings()) if each for part in each.modules()}
     if model.get_input_embeddings() not in text:  # some models call their head a decoder

@@ -1,31 +1,19 @@
-"""The inputs of a transformers model in a pass: tokens, positions, and encoder outputs."""
+"""The inputs of a transformers model in a pass: tokens and positions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from threading import get_ident
-from typing import Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.errors import UnsupportedModelError
 from lookahead.model.cache import TreeCache
-from lookahead.model.encoded_rows import Cross, Encoded, EncodedRows, rows_of
-from lookahead.model.facts import (
-    cache_input,
-    calls_registered_attention,
-    inputs_of,
-    position_limit,
-    side_positions,
-)
+from lookahead.model.facts import cache_input, inputs_of, position_limit
 
 
 class ModelInputs:
-    """The inputs of a model without an encoder.
+    """The inputs of a causal model.
 
     Args:
         model: The model.
@@ -35,6 +23,7 @@ class ModelInputs:
     prefix = ""  # of input names
     counts_nodes = False
     joins_alone = False  # whether rows join one at a time
+    has_cross = False  # whether nodes attend to more than their text, all in one call
     shifts: Tensor | None = None  # int64 `[rows, 1]`, position after a prompt minus its tokens; None for zeros
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache) -> None:
@@ -43,10 +32,10 @@ class ModelInputs:
         self.takes_positions = f"{self.prefix}position_ids" in names
         self.keeps_logits = "logits_to_keep" in names
         self.positions = position_limit(model)
-        self.cross: Cross | None = None  # cross-attention of the running pass
+        self.cross: Any = None  # attention of the running pass to what an encoder has read
 
-    def join(self, encoded: Encoded) -> None:
-        """Set the encoder outputs for the rows of the next prompts."""
+    def join(self, encoded: Any) -> None:
+        """Set what an encoder has read for the rows of the next prompts."""
 
     def joining(self) -> AbstractContextManager[None]:
         """A block whose passes are only over the rows of new prompts."""
@@ -70,110 +59,3 @@ class ModelInputs:
         if self.takes_positions:
             options[f"{self.prefix}position_ids"] = positions
         return nullcontext(options)
-
-
-class EncoderInputs(ModelInputs):
-    """The inputs of the decoder of an encoder-decoder model.
-
-    Position embeddings and relative biases that the decoder looks up by slot are replaced by those for the positions of
-    the nodes.
-
-    Args:
-        model: The model.
-        cache: The cache of the decoder's own text.
-        encoded: Encoder outputs, one row per input; None if all rows join later.
-    """
-
-    prefix = "decoder_"
-    counts_nodes = True
-
-    def __init__(self, model: PreTrainedModel, cache: TreeCache, encoded: Encoded | None = None) -> None:
-        super().__init__(model, cache)
-        self.positions, self.joins_alone = side_positions(model, "decoder"), encoded is None
-        self._vectors, self._biases = _position_tables(model)
-        if self.takes_positions:  # it looks up embeddings by position itself
-            self._vectors, self.counts_nodes = [], False
-        self._known = dict[nn.Module, Tensor]()  # vectors by position, of `_vectors`
-        # Our attention function follows distances itself.
-        self._follows_slots = [] if calls_registered_attention(model) else self._biases
-        self._rows, self._joining, self._is_returned = (
-            EncodedRows(cache, cast(Any, model).get_decoder()),
-            encoded,
-            False,
-        )
-
-    def join(self, encoded: Encoded) -> None:
-        """See `ModelInputs.join`."""
-        self._joining = encoded
-
-    def joining(self) -> AbstractContextManager[None]:
-        """A block whose passes compute cross-attention keys and values for new rows."""
-        encoded, self._joining = self._joining, None
-        if encoded is None:
-            return nullcontext()
-        self._is_returned = encoded.is_returned
-        return self._rows.joining(encoded)
-
-    def retire(self, row: int, last: int) -> None:
-        """See `ModelInputs.retire`."""
-        if self._joining is None:
-            self._rows.retire(row)
-            return
-        # before the first pass
-        kept = torch.tensor([last if each == row else each for each in range(last)], dtype=torch.int64)
-        outputs, mask = rows_of(self._joining.outputs, self._joining.mask, kept)
-        self._joining = replace(self._joining, outputs=outputs, mask=mask)
-
-    @contextmanager
-    def of_pass(self, tokens: Tensor, positions: Tensor) -> Iterator[dict[str, Any]]:
-        """See `ModelInputs.of_pass`."""
-        encoded, self.cross = self._rows.of_pass()
-        # Passes run in inference mode. A returned cache must be usable outside of it.
-        is_inner, given = not self._is_returned, super().of_pass(tokens, positions)
-        with torch.inference_mode(is_inner), torch.no_grad(), self._placed(positions) as found, given as options:
-            yield {**options, **encoded}
-        if not (found or self.takes_positions or self._biases):
-            raise UnsupportedModelError(f"{type(self.model).__name__} takes no positions for the nodes of a tree")
-
-    @contextmanager
-    def _placed(self, positions: Tensor) -> Iterator[list[nn.Module]]:
-        """Let this thread's pass use positions int64 `[rows, nodes]` instead of its slots.
-
-        No position is beyond the last slot, so its embedding was looked up in this pass or an earlier one. Yields the
-        modules that looked up embeddings.
-        """
-        thread, width, found = get_ident(), positions.shape[1], list[nn.Module]()
-        slots = self.cache.slots
-
-        def by_position(module: nn.Module, _inputs: Any, vectors: Tensor) -> Tensor:  # `[rows or 1, nodes, size]`
-            if get_ident() != thread or vectors.shape[-2] != width:
-                return vectors
-            found.append(module)
-            new, end = vectors.reshape(-1, width, vectors.shape[-1])[0], slots.kv_length
-            known = self._known.get(module, new[:0])
-            if len(known) < end:  # doubled, so that a step does not copy the whole text
-                self._known[module] = known = torch.cat([known, new.new_empty(end, new.shape[1])])
-            known[end - width : end] = new
-            return known[positions.to(known.device)]
-
-        def by_distance(_module: nn.Module, _inputs: Any, biases: Tensor) -> Tensor:  # `[nodes, keys, heads]`
-            past = slots.kv_length - width
-            if get_ident() != thread or biases.shape[:2] != (width, slots.kv_length):
-                return biases
-            keys = torch.cat([torch.arange(past, device=biases.device), positions[0].to(biases.device)])
-            return biases[keys[past:, None] - past, keys]
-
-        handles = [each.register_forward_hook(by_position) for each in self._vectors]
-        handles += [each.register_forward_hook(by_distance) for each in self._follows_slots]
-        try:
-            yield found
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _position_tables(model: Any) -> list[list[nn.Module]]:
-    """The modules in which a decoder that counts slots looks up position embeddings, and relative biases."""
-    named = list(model.get_decoder().named_modules())
-    kinds = ("embed_positions", "position_embeddings", "wpe"), "relative_attention_bias"
-    return [[module for name, module in named if name.endswith(kind)] for kind in kinds]

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lookahead.errors import is_out_of_memory
 from lookahead.model.cache import TreeCache
-from lookahead.model.facts import cache_input, input_device
+from lookahead.model.facts import cache_input, decoder_of, input_device
 from lookahead.model.level_calls import LevelCalls, SharedLinear, thread
 from lookahead.model.model_state import patched_attribute, state_of
 from lookahead.model.state_layers import cache_layers, has_states, states_in, unserved_layers
@@ -110,7 +110,7 @@ def mixers_of(model: PreTrainedModel) -> Mixers:
     The first call for a model finds them by a pass over one token.
     """
     layers = cache_layers(model.config.get_text_config(decoder=True))
-    if not layers or model.config.is_encoder_decoder or any(unserved_layers(layers)):
+    if not layers or decoder_of(model) is not model or any(unserved_layers(layers)):
         return _NONE
     return state_of(model).probed("mixers", model, partial(_find_mixers, model, layers))
 

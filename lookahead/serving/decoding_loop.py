@@ -32,7 +32,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import ConfigError
 from lookahead.kernels.jobs import torch_on_threads
-from lookahead.model.facts import input_device, prefills_at_once
+from lookahead.model.facts import decoder_of, input_device, prefills_at_once
 from lookahead.serving.alone import AloneWorker
 from lookahead.serving.output import Output
 from lookahead.serving.requests import GenerationRequest, LoopClosedError, OnUpdate, QueueFullError, Ticket
@@ -87,7 +87,7 @@ class DecodingLoop:
         self._cache_tokens = _cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
         check_whole("cache_tokens", self._cache_tokens, 1)
         self._queue, self._numbers = queue, itertools.count()
-        self._joins_none = model.config.is_encoder_decoder or prefills_at_once(model)
+        self._joins_none = decoder_of(model) is not model or prefills_at_once(model)
         self._reads_beside = input_device(model).type == "cpu"
         self._reads_apart = reads_apart(model)  # prompts with states or indexer keys are read in the rows' cache
         self._prefix_bytes, self.store = prefix_bytes, prefixes_of(model, prefix_bytes)

@@ -14,6 +14,7 @@ from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.validation import resolved
 from lookahead.errors import ConfigError, LogitsError, PromptError, UnsupportedModelError
 from lookahead.model.facts import context_limit
+from lookahead.model.model_kind import kind_of
 from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.request_schemas import (
     ChatBody,
@@ -64,7 +65,7 @@ class Translator:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> None:
         self._model, self._tokenizer, self._most = model, tokenizer, max_new_tokens
-        self.context = None if model.config.is_encoder_decoder else context_limit(model)
+        self.context = None if kind_of(model).has_encoder else context_limit(model)
 
     def of_chat(self, body: ChatBody) -> list[GenerationRequest]:
         """A request for every choice."""

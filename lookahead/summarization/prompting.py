@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from lookahead.errors import ConfigError, DocumentError
+from lookahead.model.model_kind import kind_of
 from lookahead.summarization.chunking import MeasuredText, Part, Parts, cut, truncate
 from lookahead.summarization.segmentation import Break, Piece, split_pieces
 
@@ -87,7 +88,7 @@ class Prompting:
         self._prefix = ""
         templates = tokenizer.chat_template
         self.template: Literal["encoder", "summarize", "chat", "plain"]
-        if model is not None and model.config.is_encoder_decoder:
+        if model is not None and kind_of(model).has_encoder:
             self.template = "encoder"
             tasks = getattr(model.config, "task_specific_params", None) or {}
             self._prefix = str((tasks.get("summarization") or {}).get("prefix") or "")
@@ -172,7 +173,7 @@ class PromptFitter(Prompting):
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         super().__init__(tokenizer, request, model)
         self.max_new_tokens = max_new_tokens
-        context, has_encoder = context_length(model, tokenizer), model.config.is_encoder_decoder
+        context, has_encoder = context_length(model, tokenizer), kind_of(model).has_encoder
         # The encoder's context holds only the document; the summary is in the decoder's context.
         self._prompt_limit = context - (0 if has_encoder else max_new_tokens)
         self._document_limit = self._prompt_limit - self.count_tokens(self.render(""))

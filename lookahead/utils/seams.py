@@ -9,12 +9,18 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    ("kind", "encoder-decoder"): "lookahead.plugins.encoder_decoder.decoder_kind",
     ("loop", "beam_search"): "lookahead.plugins.beams.beam_search",
     ("loop", "beam_sample"): "lookahead.plugins.beams.beam_search",
     ("processor", "grammar"): "lookahead.plugins.grammar.grammar",
 }
-# What the core calls. A loop is made for a call whose generation mode has its name, a processor for options of one.
+# What the core calls. A kind answers what it asks about a model, as `ModelKind` does for a causal one. A loop is made
+# for a call whose generation mode has its name, a processor for options of one.
 _METHODS = {
+    "kind": (
+        *("make_inputs", "probe", "inputs_of_text", "heeds_padding", "modules_beside", "prompt_limit", "positions"),
+        *("check_cache", "encoded", "note", "cache_reason", "trees_reason"),
+    ),
     "loop": ("run", "serving", "report_prefill"),
     "processor": ("objects",),
 }

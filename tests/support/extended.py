@@ -33,7 +33,7 @@ EXTENDED = {
     "tests/test_encoder_decoder_*.py": (
         "lookahead/backend/*",
         "lookahead/engine/*",
-        "lookahead/model/enc*",
+        "lookahead/plugins/encoder_decoder/*",
         "lookahead/*/scheduler.py",
     ),
     "tests/test_foreign_layers.py": ("lookahead/backend/*", "lookahead/model/*"),

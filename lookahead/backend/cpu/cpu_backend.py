@@ -96,7 +96,7 @@ class CpuBackend(TorchBackend):
         # The nodes of a single row attend per node if a kernel supports it, which is faster than a mask. An encoder's
         # output is the exception: all nodes attend to it in one call. Transformers' own attention over several rows has
         # other bits than over each row alone.
-        takes_rows = self._takes_rows and is_one and (is_exact or not self._model.config.is_encoder_decoder)
+        takes_rows = self._takes_rows and is_one and (is_exact or not self._inputs.has_cross)
         windows = self._windows if is_exact or takes_rows else None
         return windows, not takes_rows and (is_one or not is_exact)
 

@@ -36,11 +36,12 @@ from lookahead.errors import PromptError, UnsupportedModelError, warn, with_plac
 from lookahead.model.cache import TreeCache
 from lookahead.model.call_caches import CACHE, cache_in, is_callers, tokens_in
 from lookahead.model.calls import ResolvedCall, is_left_padded, own_beam_search, read_prompt
-from lookahead.model.encoded_rows import held_layers, rows_of
 from lookahead.model.facts import attention_name, empty_cache, picks_keys, processes_of, vocabulary_size
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.plugins.beams.beam_tree import DEAD_NODES, BeamModel, BeamTree
+from lookahead.plugins.encoder_decoder.encoded_rows import held_layers, rows_of
 from lookahead.utils.kept_values import truth
 from lookahead.utils.seams import register
 from lookahead.verification.per_row import is_per_row
@@ -132,7 +133,7 @@ class BeamLoop(PlainLoop):
         past, beams = cache_in(options), generation_config.num_beams
         if is_callers(past) or tokens_in(past) > 0:
             raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
-        mask = None if model.config.is_encoder_decoder else options.get("attention_mask")
+        mask = None if kind_of(model).has_encoder else options.get("attention_mask")
         if mask is not None and not is_left_padded(mask):
             raise UnsupportedModelError("with beams attention_mask must be zeros and then ones in every row")
         room = None if context is None else context + 1
@@ -142,7 +143,7 @@ class BeamLoop(PlainLoop):
                 f"has {input_ids.shape[1]} tokens and the model a context of {room - 1}"
             )
         lengths = read = validation.prompt_lengths(model, input_ids, options, beams)
-        if model.config.is_encoder_decoder and call.inputs_tensor is not None:
+        if kind_of(model).has_encoder and call.inputs_tensor is not None:
             seen = options.get("attention_mask")
             read = lengths + (len(call.inputs_tensor[0]) if seen is None else seen[::beams].sum(1).cpu().numpy())
         sequences = np.repeat(read, cast(int, generation_config.num_return_sequences))
@@ -188,7 +189,7 @@ class BeamLoop(PlainLoop):
         if reason := users_reason(model, trusted=trusted):
             warn(f"{reason}; the beams are searched as transformers does")
             return search(model, **options)
-        if model.config.is_encoder_decoder:
+        if kind_of(model).has_encoder:
             if model.dtype != torch.float32:
                 self._policy = BitPolicy.BATCH  # transformers runs all passes
             inputs = self._with_shared_input()

@@ -21,8 +21,6 @@ from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError, warn
 from lookahead.loading.block_layers import weight_count
-from lookahead.model.encoded_rows import Encoded
-from lookahead.model.encoding import are_alike, encode, encode_heard
 from lookahead.model.facts import (
     decoder_vocabulary,
     encoder_of,
@@ -33,11 +31,14 @@ from lookahead.model.facts import (
     validate_model,
     vocabulary_size,
 )
-from lookahead.model.model_inputs import EncoderInputs
+from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.plugins.draft_models.draft_tree import LEVELS, DraftTree, DraftTreeBatch
+from lookahead.plugins.encoder_decoder.decoder_inputs import EncoderInputs
+from lookahead.plugins.encoder_decoder.encoded_rows import Encoded
+from lookahead.plugins.encoder_decoder.encoding import are_alike, encode, encode_heard
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 _SHAPE = 8, 4  # children of a node, nodes scored per pass
@@ -119,7 +120,7 @@ class DraftModel:
             validate_causal_lm(self.model, "draft for a causal one")
         validate_model(self.model)
         vocabulary = self._shared_vocabulary(call)
-        name, has_encoder = type(self.model).__name__, self.model.config.is_encoder_decoder
+        name, has_encoder = type(self.model).__name__, kind_of(self.model).has_encoder
         if has_encoder and (own := self.model.main_input_name) != (read := call.model.main_input_name):
             raise ProposerError(
                 f"{name} cannot draft: it reads {own}, and the target {read}; choose another draft model"
@@ -155,7 +156,7 @@ class DraftModel:
 def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
     """Warn of a draft model larger than its target, with the times of their passes."""
     own, others = map(weight_count, (draft, target))
-    if own > others and not (draft.config.is_encoder_decoder or target.config.is_encoder_decoder):
+    if own > others and not (kind_of(draft).has_encoder or kind_of(target).has_encoder):
         with torch.inference_mode():
             pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
         warn(
@@ -185,7 +186,7 @@ class ModelProposer(BatchProposer):
 
     def __init__(self, draft: DraftModel, call: Call, state: DraftModelState, vocabulary: int, shape: Shape) -> None:
         self.sources = (draft.name,)
-        self.has_encoder = draft.model.config.is_encoder_decoder  # it reads the inputs of the call
+        self.has_encoder = kind_of(draft.model).has_encoder  # it reads the inputs of the call
         self._model = draft.model
         self._call = call
         inputs = call.inputs if self.has_encoder else None

@@ -10,14 +10,48 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
 from lookahead.drafting.tree import IntArray
-from lookahead.model.encoded_rows import Encoded, rows_of, with_tensors
-from lookahead.model.facts import empty_cache, encoder_of, input_device, reads_text
+from lookahead.model.call_caches import cache_in
+from lookahead.model.calls import ResolvedCall
+from lookahead.model.facts import (
+    decoder_vocabulary,
+    empty_cache,
+    encoder_of,
+    input_device,
+    reads_text,
+    vocabulary_size,
+)
 from lookahead.model.model_state import state_of
+from lookahead.plugins.encoder_decoder.encoded_rows import Encoded, rows_of, with_tensors
+
+
+def encoded_by(call: ResolvedCall, *, is_returned: bool) -> Encoded:
+    """The encoded inputs of a call, with the cache of `generate` if it can be cropped.
+
+    With `is_returned` the caller gets the cache.
+    """
+    model, options, inputs = call.model, call.model_kwargs, call.inputs_tensor
+    past, mask = cache_in(options), options.get("attention_mask")
+    if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
+        past = empty_cache(model)
+    outputs = options["encoder_outputs"]
+    tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
+    if mask is not None and len(mask) != len(tokens):
+        mask = None  # Whisper's mask, which its decoder never sees, includes audios that ended
+    is_shared = reads_text(model) and vocabulary_size(model, encoder_of(model)) == decoder_vocabulary(model)
+    if inputs is not None and inputs.ndim == 2 and is_shared:
+        inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # several sampled outputs of each
+        # If encoder outputs are given without inputs, `generate` fills the inputs with -100.
+        seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()
+        tokens = [ids[kept].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
+    heard = None
+    if inputs is not None and not reads_text(model):
+        heard = inputs.repeat_interleave(len(tokens) // len(inputs), 0)
+    return Encoded(outputs, mask, past, is_returned, tokens, heard)
 
 
 def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from transformers.utils.generic import ModelOutput
 
 from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError
+from lookahead.model.attention import real_config
 from lookahead.model.cache import TreeCache
 from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import is_sdpa, own_attention
 
 
 class Cross:
@@ -41,6 +43,43 @@ class Cross:
         if not all(bool(mask.all()) for mask in masks) or len({len(mask) for mask in masks}) > 1:
             self.mask = pad_sequence(list(masks), batch_first=True)[:, None, None]
         self.alone = [(len(mask), None if bool(mask.all()) else mask[None, None, None]) for mask in masks]
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, tree_pass: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """Attention of nodes to the encoder's output, by the model's own function; `[rows, width, heads, dim]`.
+
+        Args:
+            module: The attention layer.
+            query: `[rows, heads, width, dim]`.
+            key: `[rows, heads, tokens, dim]`, as `value`.
+            value: The values.
+            tree_pass: The `TreePass`.
+            options: Other arguments of the layer.
+        """
+        own = own_attention(module, real_config(cast(Any, module.config)))
+        options = {name: option for name, option in options.items() if option is not None}
+
+        def attend(nodes: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+            mask = None if mask is None else mask.to(query.device)
+            if mask is not None and not is_sdpa(own):
+                mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+            return own(module, nodes, keys, values, mask, **options)[0]
+
+        if not tree_pass.attends_per_node:
+            return attend(query, key, value, self.mask, **options)
+        rows, heads, width, _ = query.shape
+        out, bias = query.new_zeros(rows, width, heads, value.shape[3]), options.get("position_bias")
+        per_node = tree_pass.per_node
+        for row, (tokens, mask) in enumerate(self.alone):
+            one = slice(row, row + 1)
+            nodes = slice(len(per_node.trees[row]) - per_node.scored[row])  # padding attends to nothing
+            keys, values = key[one, :, :tokens], value[one, :, :tokens]
+            if bias is not None:
+                options["position_bias"] = bias[one if len(bias) > 1 else slice(1), :, -1:, :tokens]
+            alone = [attend(node, keys, values, mask, **options) for node in query[one, :, nodes].split(1, 2)]
+            out[one, nodes] = torch.cat(alone, 1)
+        return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,96 @@
+"""What the core asks of a kind of model: a causal model here, a decoder behind an encoder by its plug-in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation import utils
+
+from lookahead.model.cache import TreeCache
+from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import context_limit, decoder_of, position_limit
+from lookahead.model.model_inputs import ModelInputs
+from lookahead.utils.seams import plugin_for
+
+MakeInputs = Callable[[PreTrainedModel, TreeCache], ModelInputs]
+
+
+SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
+"""Inputs of a model that passes set themselves, or do not need since they have their own cache and positions."""
+
+
+class Probe(NamedTuple):
+    """What a probe of a model passes to it."""
+
+    make_inputs: MakeInputs  # of a backend
+    past: Any  # an empty cache for the model's own passes
+    inputs: dict[str, Any]  # of these passes, beside tokens, positions and the cache
+
+
+class ModelKind:
+    """A causal model, which reads its prompt by itself. A plug-in overrides what differs for another kind."""
+
+    has_encoder = False
+    output: type[Any] = utils.GenerateDecoderOnlyOutput
+    served = SERVED
+    mask = "attention_mask"  # the input that masks the padding of the text that is continued
+    text = "text"  # the argument of a tokenizer for an output
+    nouns = "prompt", "model"  # what is read, and what reads it
+
+    def make_inputs(self, encoded: Any = None) -> MakeInputs:
+        """Makes the inputs of a backend's passes for `encoded` rows, or for rows that join later."""
+        return ModelInputs
+
+    def probe(self, model: PreTrainedModel, tokens: Sequence[int], rows: int) -> Probe:
+        """What a probe over `rows` equal prompts passes to the model; an encoder reads `tokens`."""
+        return Probe(self.make_inputs(), DynamicCache(config=model.config.get_text_config()), {})
+
+    def inputs_of_text(self, model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> dict[str, Any]:
+        """The inputs of the model's own pass over texts, int64 `[rows, tokens]`; an encoder reads `tokens`."""
+        return {"input_ids": ids}
+
+    def heeds_padding(self, model: PreTrainedModel) -> bool | None:
+        """Whether a padded prompt is read as it is alone; None if a probe of causal models tells."""
+        return None
+
+    def prompt_limit(self, model: PreTrainedModel) -> int | None:
+        """Maximum tokens of a prompt; None for no limit."""
+        return context_limit(model)
+
+    def positions(self, model: PreTrainedModel) -> int | None:
+        """Maximum tokens of the text that is continued; None if positions are computed."""
+        return position_limit(model)
+
+    def check_cache(self, past: Any, config: GenerationConfig) -> None:
+        """Raise UnsupportedModelError if the cache of a call of `model.generate` cannot be served."""
+
+    def encoded(self, call: Any, *, is_returned: bool) -> Any:
+        """What the encoder has read of a `ResolvedCall`, whose cache the caller may get; None without an encoder."""
+        return None
+
+    def note(self, call: Any) -> None:
+        """Remember of a `ResolvedCall` what probes need to know."""
+
+    def cache_reason(self, call: Any) -> str:
+        """Why the cache of a `ResolvedCall` holds no drafts, or an empty string."""
+        return ""
+
+    def trees_reason(self, model: PreTrainedModel, *, rows: int, is_padded: bool, is_rounded: bool) -> str:
+        """Why a batch cannot verify trees, though its model can; or an empty string. As in `plan.shape_of`."""
+        return ""
+
+    def modules_beside(self, model: PreTrainedModel) -> list[nn.Module]:
+        """Modules that read no drafts."""
+        return []
+
+
+_CAUSAL = ModelKind()
+
+
+def kind_of(model: Any) -> ModelKind:
+    """The kind of a model."""
+    kind: ModelKind = _CAUSAL if decoder_of(model) is model else plugin_for("kind", "encoder-decoder")()
+    return kind

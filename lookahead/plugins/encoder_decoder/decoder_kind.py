@@ -1,0 +1,126 @@
+"""The kind of a decoder behind an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers.generation import utils
+
+from lookahead.backend.probes import PADDING, PROBES, agree, heeds_padding, own_logits
+from lookahead.backend.self_check import keeps_solo_bits
+from lookahead.decoding import validation
+from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
+from lookahead.model.call_caches import CACHE, cache_in, may_be_callers
+from lookahead.model.facts import (
+    calls_registered_attention,
+    decoder_vocabulary,
+    empty_cache,
+    encoder_of,
+    input_device,
+    reads_text,
+    side_positions,
+)
+from lookahead.model.model_kind import MakeInputs, ModelKind, Probe
+from lookahead.model.model_state import state_of
+from lookahead.plugins.encoder_decoder.decoder_inputs import EncoderInputs
+from lookahead.plugins.encoder_decoder.encoded_rows import Encoded
+from lookahead.plugins.encoder_decoder.encoding import encode_probe, encoded_by, note_outputs
+from lookahead.utils.seams import register
+
+
+class DecoderKind(ModelKind):
+    """See `ModelKind`: the encoder reads the prompt once, and the decoder writes after a prompt of its own."""
+
+    has_encoder = True
+    output: type[Any] = utils.GenerateEncoderDecoderOutput
+    served = frozenset(
+        {
+            *("encoder_outputs", "attention_mask", "decoder_attention_mask", CACHE, "use_cache"),
+            *("global_attention_mask", "inputs_embeds", "logits_to_keep"),  # the encoder has read them already
+        }
+    )
+    mask = "decoder_attention_mask"
+    text = "text_target"  # the outputs of a translation model may have their own vocabulary
+    nouns = "input", "encoder"
+
+    def make_inputs(self, encoded: Any = None) -> MakeInputs:
+        return partial(EncoderInputs, encoded=encoded)
+
+    def probe(self, model: PreTrainedModel, tokens: Sequence[int], rows: int) -> Probe:
+        encoded = encode_probe(model, tokens, rows)
+        inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
+        return Probe(self.make_inputs(encoded), empty_cache(model), inputs)
+
+    def inputs_of_text(self, model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> dict[str, Any]:
+        return {**self.probe(model, tokens, len(ids)).inputs, "decoder_input_ids": ids}
+
+    @torch.inference_mode()
+    def heeds_padding(self, model: Any) -> bool:
+        """Prepared as `generate` does: some models derive positions from the mask, others count padding too."""
+        vocabulary, device = decoder_vocabulary(model), input_device(model)
+        text = [token * vocabulary // 9 for token in PROBES[0]]
+        ids = torch.tensor([[0] * PADDING + text], device=device)
+        mask = torch.tensor([[0] * PADDING + [1] * len(text)], device=device)
+        try:
+            given = {**self.probe(model, text, 1).inputs, "decoder_attention_mask": mask}
+            given = model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=False, **given)
+            return agree(model, model(**given).logits[0, -1], own_logits(model, [text], text)[0, -1])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            state_of(model).note_problem(f"{type(model).__name__} reads no padding", with_place(error))
+            return False
+
+    def prompt_limit(self, model: PreTrainedModel) -> int | None:
+        return side_positions(model, "encoder")
+
+    def positions(self, model: PreTrainedModel) -> int | None:
+        return side_positions(model, "decoder")
+
+    def check_cache(self, past: Any, config: GenerationConfig) -> None:
+        if may_be_callers(past, config) and not isinstance(past, EncoderDecoderCache):
+            raise UnsupportedModelError(f"{CACHE} must be an EncoderDecoderCache, got a {type(past).__name__}")
+        if not isinstance(past, EncoderDecoderCache):
+            return
+        if past.get_seq_length() > 0:
+            got = f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens"
+            raise UnsupportedModelError(f"{got}; leave out custom_generate to continue from them")
+        kind = type(past.self_attention_cache)
+        if validation.is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
+            raise UnsupportedModelError(f"a {kind.__name__} is not given back; leave out custom_generate for it")
+
+    def encoded(self, call: Any, *, is_returned: bool) -> Encoded:
+        return encoded_by(call, is_returned=is_returned)
+
+    def note(self, call: Any) -> None:
+        if not reads_text(call.model):
+            note_outputs(call.model, call.model_kwargs["encoder_outputs"])
+
+    def cache_reason(self, call: Any) -> str:
+        past = cache_in(call.model_kwargs)
+        grows = isinstance(getattr(past, "self_attention_cache", past), DynamicCache)
+        if reads_text(call.model) or (grows and call.generation_config.use_cache is not False):
+            return ""
+        return "its encoder reads no text, and the cache of its decoder does not grow"
+
+    def trees_reason(self, model: PreTrainedModel, *, rows: int, is_padded: bool, is_rounded: bool) -> str:
+        is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
+        if is_padded and not heeds_padding(model):
+            return "its decoder counts the padding of decoder_attention_mask"
+        if rows > 1 and not calls_registered_attention(model):
+            return "the rows of a batch must keep one length for its own attention code"
+        if is_half and not is_rounded and (rows > 1 or is_padded or not keeps_solo_bits(model)):
+            return "trees would change its bits in half precision on a CPU"
+        return ""
+
+    def modules_beside(self, model: PreTrainedModel) -> list[nn.Module]:
+        encoder = encoder_of(model)
+        return [] if encoder is None else [encoder]
+
+
+register("kind", "encoder-decoder", DecoderKind)
