@@ -44,7 +44,7 @@ FLOORS = (
 )
 CORE = {"config", "drafting", "model", "loading", "verification", "backend", "proposers", "engine", "decoding"}
 APPS = {"cli", "documents", "jobs", "reporting", "serving", "summarization"}
-ON_PUBLIC_NAMES = {"jobs", "reporting"}  # apps that need nothing else of the engine
+ON_PUBLIC_NAMES = {"documents", "jobs", "reporting"}  # apps that need nothing else of the engine
 SHARED = {"errors", "stats", "utils"}
 KNOW_TRANSFORMERS = {
     "serving",

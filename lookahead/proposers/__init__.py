@@ -49,10 +49,10 @@ def make_proposers(
     Args:
         config: The options.
         learned: The learned state for the model, which the proposers update.
-        pool: The corpus, in token ids of the model; None without one.
+        pool: The pool, in token ids of the model; None without one.
         call: The call that they are made for.
         branch: Turns the lookahead branch on and off, unless it always runs.
-        request: The store of `memory="request"`, shared by the calls of one request; None for an empty one.
+        request: The memory of `memory="request"`, shared by the calls of one request; None for an empty one.
 
     Raises:
         ProposerError: Two sources have one name, there are more than 31 sources, or a factory made no proposer.
