@@ -93,7 +93,7 @@ def test_fresh_heads_say_what_the_lm_head_says(tiny_llama):
             assert torch.equal(logits, tiny_llama.lm_head(hidden))
 
 
-def test_a_published_checkpoint_without_a_fingerprint_is_read_whatever_its_configuration_counts(tmp_path, tiny_llama):
+def test_a_published_checkpoint_has_as_many_heads_as_its_weights(tmp_path, tiny_llama):
     tensors = {}
     for head in range(5):
         tensors[f"{head}.0.linear.weight"] = torch.randn(32, 32)
@@ -270,7 +270,7 @@ def test_a_head_that_lacks_a_tensor_is_refused(folder, tiny_llama):
         open_heads(str(folder), tiny_llama)
 
 
-def test_a_copy_in_another_precision_has_the_same_fingerprint_and_a_trained_one_has_not(tiny_llama, looping_llama):
+def test_a_copy_in_another_precision_has_the_same_fingerprint_and_no_trained_one(tiny_llama, looping_llama):
     import copy
 
     assert model_fingerprint(copy.deepcopy(tiny_llama).bfloat16()) == model_fingerprint(tiny_llama)

@@ -111,7 +111,7 @@ def test_heads_and_other_sources_make_one_tree(looping_llama, kind, trained, pro
     assert {kind.rstrip("3"), "prompt"} <= set(result.stats.drafted_by_source)
 
 
-def test_a_conversation_that_goes_on_from_a_filled_cache_gives_the_tokens_of_generate(looping_llama, trained, prompt):
+def test_a_conversation_from_a_filled_cache_gives_the_tokens_of_generate(looping_llama, trained, prompt):
     """The heads then see the end of the text alone."""
     config = drafting(Heads(trained))
     answers = []

@@ -86,7 +86,7 @@ def test_a_run_of_several_epochs_that_was_killed_goes_on_to_the_very_same_heads(
     assert whole == cut
 
 
-def test_the_loss_of_eagle3_is_the_cross_entropy_with_the_model_at_every_step_of_every_start(tiny_llama):
+def test_the_loss_of_eagle3_is_the_cross_entropy_with_the_model_at_every_step(tiny_llama):
     torch.manual_seed(3)
     known = [*range(4, 60)]
     examples = [make_example([5, 9, 31], [7, 5, 90, 2, 8, 4], 99), make_example([7], [8, 9, 40, 41], 99)]

@@ -91,7 +91,7 @@ def test_the_layer_of_a_checkpoint_drafts_and_changes_no_token(deepseek_model, o
 
 @needs_mtp_layers
 @torch.no_grad()
-def test_what_the_layer_promises_is_what_transformers_computes_for_the_whole_text_anew(deepseek_model):
+def test_what_the_layer_promises_is_what_transformers_computes_for_the_whole_text(deepseek_model):
     from transformers.cache_utils import MtpCache
 
     network = open_native(deepseek_model)

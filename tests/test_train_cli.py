@@ -89,7 +89,7 @@ def test_a_wrong_argument_is_one_line_and_status_2(lookahead, arguments, says):
 
 @pytest.mark.parametrize("error", [TrainingError("too few examples"), RuntimeError("out of memory")])
 @pytest.mark.parametrize("has_outputs", [True, False])
-def test_a_run_that_fails_before_its_first_checkpoint_is_begun_anew_unless_it_has_answers(
+def test_a_run_that_fails_before_a_checkpoint_is_begun_anew_unless_it_has_answers(
     lookahead, folder, monkeypatch, error, has_outputs
 ):
     line = {"prompt": "abc", **({"output": "def"} if has_outputs else {})}
