@@ -118,7 +118,7 @@ def train_heads(
             trainer, heads = _prepare(loaded.model.eval(), examples, output, settings, say)
             last = _last_checkpoint(output)
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
-            metrics: dict[str, float] = trainer.evaluate()
+            metrics = {name: value for name, value in trainer.evaluate().items() if name.startswith(_SHOWN)}
         finally:
             loaded.model.train(was_training)
         write_heads(heads, output, loaded.model)
