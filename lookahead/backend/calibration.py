@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backend.choice import backend_for, records_graphs
-from lookahead.backend.gpu.cuda_graphs import CAPTURE_AT
 from lookahead.backend.protocol import Backend, BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
@@ -99,7 +98,7 @@ def _sweep(
         if within_s < math.inf:
             rounds, warm_ups = max(1, min(rounds, int(QUICK_S / round_s) - 1)), 1
         if captures:
-            warm_ups = CAPTURE_AT + 1  # the last one compares a replay with its pass
+            warm_ups = backend.warm_ups
         if round_s * (warm_ups + rounds) > within_s:
             return []
         backend.read([prompt])

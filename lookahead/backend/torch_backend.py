@@ -54,6 +54,8 @@ class TorchBackend:
         make_inputs: Makes the `ModelInputs` of the model and its cache.
     """
 
+    warm_ups = 0  # passes of a shape before its later ones are as fast as they will be
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -112,7 +112,7 @@ class Call:
             greedy decoding.
         inputs: The encoder's input of an encoder-decoder target, int32 `[tokens]` for every row without padding; empty
             if it is not text in the decoder's vocabulary. None for a causal target.
-        encoded: The encoder's input and output, a `lookahead.model.encoded_rows.Encoded`; None for a causal target.
+        encoded: The encoder's input and output, as `ModelKind.encoded` gives it; None for a causal target.
         predicts: Rows may have predictions, which are passed to `Proposer.expect`.
         is_constrained: Rows may follow a grammar, whose forced tokens are drafted.
     """
@@ -148,12 +148,14 @@ class Proposer(Protocol):
         hidden_layers: The hidden states that `observe` reads from `Feedback.hidden`, numbered as in
             `output_hidden_states` of transformers: 0 is the embeddings, 1 the output of the first layer, and -1 the
             output of the last, which the LM head reads.
+        reads_inputs: Whether it reads `Call.inputs` by itself: `start` then gets only what the target's decoder wrote.
     """
 
     sources: tuple[str, ...]
     needs_argmax: bool = False
     needs_top: bool = False
     hidden_layers: tuple[int, ...] = ()
+    reads_inputs: bool = False
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Begin a new row; `prompt` (int32 `[tokens]`, at least one) ends with the first root."""

@@ -71,6 +71,26 @@ class ModelKind:
         """What the encoder has read of a `ResolvedCall`, whose cache the caller may get; None without an encoder."""
         return None
 
+    def encode_for_drafts(
+        self, model: PreTrainedModel, call: Any, rows: Sequence[int], *, is_shared: bool
+    ) -> tuple[list[int], Any]:
+        """Let a draft model's encoder read what the target's has read.
+
+        Args:
+            model: The draft model.
+            call: The `Call` of the target.
+            rows: The rows to encode.
+            is_shared: Whether `shares_encoder` is true.
+
+        Returns:
+            The rows whose inputs the draft model can read, and what its encoder made of them.
+        """
+        return list(rows), None
+
+    def shares_encoder(self, model: PreTrainedModel, target: PreTrainedModel) -> bool:
+        """Whether a draft model can take the outputs of the target's encoder, which is not one of text."""
+        return False
+
     def note(self, call: Any) -> None:
         """Remember of a `ResolvedCall` what probes need to know."""
 

@@ -56,7 +56,7 @@ class ValidatedProposer(BatchProposer):
         self.needs_argmax = bool(proposer.needs_argmax)
         self.needs_top = bool(proposer.needs_top)
         self.hidden_layers = tuple(proposer.hidden_layers)
-        self.has_encoder = bool(getattr(proposer, "has_encoder", False))
+        self.reads_inputs = bool(getattr(proposer, "reads_inputs", False))
 
     @property
     def reads_hidden(self) -> bool:

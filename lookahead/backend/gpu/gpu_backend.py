@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.backend.gpu import cuda_graphs
-from lookahead.backend.gpu.cuda_graphs import GraphRunner, KeptGraphs
+from lookahead.backend.gpu.cuda_graphs import CAPTURE_AT, GraphRunner, KeptGraphs
 from lookahead.backend.gpu.kernel_trial import try_kernels
 from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
@@ -29,6 +29,8 @@ class GpuBackend(TorchBackend):
         most_nodes: Nodes of the largest expected tree, its root included.
         **options: Options of `TorchBackend`.
     """
+
+    warm_ups = CAPTURE_AT + 1  # the last one compares a replay with its pass
 
     def __init__(self, model: PreTrainedModel, *, captures: bool = False, most_nodes: int = 64, **options: Any) -> None:
         super().__init__(model, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,22 +22,15 @@ from lookahead.errors import ConfigError, ProposerError, warn
 from lookahead.loading.block_layers import weight_count
 from lookahead.model.facts import (
     decoder_vocabulary,
-    encoder_of,
-    reads_text,
-    side_positions,
     uncompiled,
     validate_causal_lm,
     validate_model,
-    vocabulary_size,
 )
 from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.plugins.draft_models.draft_tree import LEVELS, DraftTree, DraftTreeBatch
-from lookahead.plugins.encoder_decoder.decoder_inputs import EncoderInputs
-from lookahead.plugins.encoder_decoder.encoded_rows import Encoded
-from lookahead.plugins.encoder_decoder.encoding import are_alike, encode, encode_heard
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 _SHAPE = 8, 4  # children of a node, nodes scored per pass
@@ -164,7 +156,7 @@ def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
             f"{1e3 * pass_s:.2f} ms, {pass_s / target_s:.1f} times one of the target, so that drafting with it will "
             "hardly pay"
         )
-    return DraftModelState(shares_encoder=not reads_text(draft) and are_alike(encoder_of(draft), encoder_of(target)))
+    return DraftModelState(shares_encoder=kind_of(draft).shares_encoder(draft, target))
 
 
 @dataclass(slots=True)
@@ -186,10 +178,10 @@ class ModelProposer(BatchProposer):
 
     def __init__(self, draft: DraftModel, call: Call, state: DraftModelState, vocabulary: int, shape: Shape) -> None:
         self.sources = (draft.name,)
-        self.has_encoder = kind_of(draft.model).has_encoder  # it reads the inputs of the call
+        self.reads_inputs = kind_of(draft.model).has_encoder
         self._model = draft.model
         self._call = call
-        inputs = call.inputs if self.has_encoder else None
+        inputs = call.inputs if self.reads_inputs else None
         self._max_length = call.max_length - max(map(len, inputs or ((),)))
         self._vocabulary = vocabulary
         self._shape = shape
@@ -246,30 +238,18 @@ class ModelProposer(BatchProposer):
         del self._rows[row]
 
     def _open(self) -> Backend | None:
-        """Create a cache for all current rows; their tokens are read again."""
-        self._slots, inputs = list(self._rows), self._call.inputs
-        if self.has_encoder and inputs is not None:
-            if (encoded := self._encoded(inputs)) is not None:
-                make_inputs = partial(EncoderInputs, encoded=encoded)
-                rows = len(self._slots)
-                self._backend = backend_for(self._model, rows=rows, capacity=256, make_inputs=make_inputs)
-        elif self._slots:
-            capacity = max(len(state.ids) for state in self._rows.values()) + 256
-            self._backend = backend_for(self._model, rows=len(self._slots), capacity=capacity, shape=self._shape)
+        """Create a cache for all current rows that the draft model can read; their tokens are read again."""
+        self._slots, kind, encoded = list(self._rows), kind_of(self._model), None
+        if self.reads_inputs:
+            self._slots, encoded = kind.encode_for_drafts(
+                self._model, self._call, self._slots, is_shared=self._shares_encoder
+            )
+        if self._slots:
+            capacity = max(len(self._rows[row].ids) for row in self._slots) + 256
+            inputs = kind.make_inputs(encoded)
+            options = {"rows": len(self._slots), "capacity": capacity, "shape": self._shape, "make_inputs": inputs}
+            self._backend = backend_for(self._model, **options)
         return self._backend
-
-    def _encoded(self, inputs: Sequence[IntArray]) -> Encoded | None:
-        """The encoded inputs for the rows that the draft model's encoder can read; None if there are none."""
-        if not reads_text(self._model):
-            if not self._slots:
-                return None
-            return encode_heard(self._model, self._call.encoded, self._slots, is_shared=self._shares_encoder)
-        # The encoder must know all tokens of an input, and have positions for it.
-        known, limit = vocabulary_size(self._model, encoder_of(self._model)), side_positions(self._model, "encoder")
-        self._slots = [
-            row for row in self._slots if 0 < len(inputs[row]) <= (limit or math.inf) and inputs[row].max() < known
-        ]
-        return encode(self._model, [inputs[row] for row in self._slots]) if self._slots else None
 
     def _can_read(self, row: int, backend: Backend) -> bool:
         """Whether the draft model knows all tokens of a row, and has positions for it and a draft."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -24,12 +25,20 @@ from lookahead.model.facts import (
     input_device,
     reads_text,
     side_positions,
+    vocabulary_size,
 )
 from lookahead.model.model_kind import MakeInputs, ModelKind, Probe
 from lookahead.model.model_state import state_of
 from lookahead.plugins.encoder_decoder.decoder_inputs import EncoderInputs
 from lookahead.plugins.encoder_decoder.encoded_rows import Encoded
-from lookahead.plugins.encoder_decoder.encoding import encode_probe, encoded_by, note_outputs
+from lookahead.plugins.encoder_decoder.encoding import (
+    are_alike,
+    encode,
+    encode_heard,
+    encode_probe,
+    encoded_by,
+    note_outputs,
+)
 from lookahead.utils.seams import register
 
 
@@ -96,6 +105,20 @@ class DecoderKind(ModelKind):
 
     def encoded(self, call: Any, *, is_returned: bool) -> Encoded:
         return encoded_by(call, is_returned=is_returned)
+
+    def encode_for_drafts(
+        self, model: PreTrainedModel, call: Any, rows: Sequence[int], *, is_shared: bool
+    ) -> tuple[list[int], Any]:
+        if not reads_text(model):
+            encoded = encode_heard(model, call.encoded, rows, is_shared=is_shared) if rows else None
+            return [] if encoded is None else list(rows), encoded
+        # The encoder must know all tokens of an input, and have positions for it.
+        known, limit = vocabulary_size(model, encoder_of(model)), self.prompt_limit(model) or math.inf
+        read = [row for row in rows if 0 < len(call.inputs[row]) <= limit and call.inputs[row].max() < known]
+        return read, encode(model, [call.inputs[row] for row in read]) if read else None
+
+    def shares_encoder(self, model: PreTrainedModel, target: PreTrainedModel) -> bool:
+        return not reads_text(model) and are_alike(encoder_of(model), encoder_of(target))
 
     def note(self, call: Any) -> None:
         if not reads_text(call.model):
