@@ -187,6 +187,19 @@ def test_what_failed_before_rejects_were_changed_is_kept_or_tried_again(kind: st
     assert [json.loads(line)["id"] for line in lines_of(file)] == [*"abcd"]
 
 
+def test_rejects_of_a_job_without_an_output_that_were_written_to_are_told() -> None:
+    rejects = Path("rejects.jsonl")
+
+    def items() -> Iterator[Document | Reject]:
+        yield Reject("a", "a: it failed")
+        write(rejects, rejects.read_bytes(), b"mine")
+        yield Reject("b", "b: it failed")
+
+    with pytest.raises(ResultsError, match=r"^rejects\.jsonl: another program wrote to the file while the job ran$"):
+        run_job(items(), Worker().summarize_all, OutputPaths(None, rejects), JOB, totals=JobTotals())
+    assert [json.loads(line)["id"] for line in lines_of(rejects)] == ["a", "b"]
+
+
 def test_every_file_that_was_changed_is_named() -> None:
     items = [Document("a", "text a"), Reject("b", "b: it failed")]
 

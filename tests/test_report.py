@@ -214,6 +214,11 @@ def test_a_last_line_without_its_line_break_counts_where_it_is_whole(report) -> 
     assert "torn" not in page
 
 
+def test_a_last_line_with_its_line_break_is_not_called_torn(report) -> None:
+    shown = words(report([line(1), b"{edited\n"]))
+    assert "line 2 is no JSON" in shown and "torn" not in shown
+
+
 def test_a_job_of_which_every_document_failed_has_a_report(report) -> None:
     shown = words(report([], [{"id": "a", "error": "a: the document is empty"}]))
     assert "0 documents summarized 1 failed" in shown

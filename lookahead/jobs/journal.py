@@ -141,7 +141,7 @@ class Stream(ExitStack):
         super().__init__()
         self.lines = 0  # lines of results written by this run
         paths.clear()
-        self._rejects = self.enter_context(LineFile(paths.rejects, lazy=True)) if paths.rejects else None
+        self._rejects = self.enter_context(LineFile(paths.rejects, _read_reject, lazy=True)) if paths.rejects else None
         self._sink = self.enter_context(LineFile(paths.results)).write if paths.results else shown
         self._lines: dict[bytes, Line] = {}  # by text hash, the newest last
 

@@ -170,7 +170,7 @@ class Entry(NamedTuple):
     size: int  # in bytes
     line: Line | None
     problem: str = ""  # a predicate: "is no JSON: …"
-    is_torn: bool = False  # whether it is the last one and no JSON object, as after a crash
+    is_torn: bool = False  # whether it is no JSON object and the last one, leniently only without a line break
 
 
 def read_entries(
@@ -192,7 +192,8 @@ def read_entries(
                 try:
                     record = parse_line(encoded + b"\n" if is_lenient else encoded)
                 except ValueError as error:
-                    yield Entry(number, offset, len(encoded), None, str(error), not file.peek(1))
+                    is_torn = not (encoded.endswith(b"\n") if is_lenient else file.peek(1))
+                    yield Entry(number, offset, len(encoded), None, str(error), is_torn)
                 else:
                     yield Entry(number, offset, len(encoded), *_read_record(read, record))
 
