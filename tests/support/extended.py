@@ -69,7 +69,7 @@ EXTENDED = {
     "tests/test_packaging.py": ("MANIFEST.in", "kernels/*", "lookahead/*/__init__.py", "lookahead/__*.py", "ngram/*"),
     "tests/test_platforms.py": ("kernels/*", "lookahead/documents/*", "lookahead/utils/*", "lookahead/*/pool_files.py"),
     "tests/test_ray*.py": ("lookahead/jobs/*", "lookahead/summarization/*"),
-    "tests/test_shared_files.py": ("lookahead/jobs/*", "lookahead/utils/*", "lookahead/proposers/memory_files.py"),
+    "tests/test_shared_files.py": ("lookahead/jobs/*", "lookahead/utils/*", "lookahead/proposers/*_file*.py"),
     # Libraries that `make test-all` installs
     "tests/test_foreign_quantizers.py": ("lookahead/*/layer_probes.py", "lookahead/*/foreign_layers.py"),
     "tests/test_tensor_parallel.py": ("lookahead/*/tensor_parallel.py", "lookahead/*/linears.py"),
