@@ -43,7 +43,7 @@ test-gpu: $(VENV)/.installed-test ## what a machine with an NVIDIA GPU runs firs
 	status=0; \
 	$(BIN)/python -m pytest -m gpu --junitxml=build/gpu/tests.xml || status=1; \
 	$(BIN)/python -m bench.kernel --output build/gpu/kernel.json || status=1; \
-	$(BIN)/python -m bench.gpu_decode --output build/gpu/gpu_decode.json || status=1; exit $$status
+	$(BIN)/lookahead bench --device cuda --json > build/gpu/bench.json || status=1; exit $$status
 
 # The wheel is made from the sdist; the tests install both, and import the package from a new environment.
 dist: $(VENV)/.installed-dist ## build the sdist and the wheel into dist/, and check both

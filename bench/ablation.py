@@ -6,8 +6,8 @@
 
 Every prompt is decoded with at most `--nodes` draft nodes per step and without a cost model, so that the figures do not
 depend on the machine. `window W N G` is the lookahead branch with these sizes. `heads DIR` are trained heads. The best
-three rules of other projects that were measured run alone: `racer`, `sam + token recycling` (SAM decoding) and
-`logitspec`. They draft from both text and logits. Their docstrings say what is scaled to `--nodes`.
+rules of other projects that were measured run alone: `racer`, and `sam + token recycling` (SAM decoding). They draft
+from both text and logits. Their docstrings say what is scaled to `--nodes`.
 
 With `--memory shared` each combination remembers the previous prompts; with `request` it remembers none, and with a
 memory file the content of the file. "Before loops" counts the tokens up to the place where 16 tokens of an output
@@ -29,7 +29,7 @@ from bench.llm import add_prompt_options, read_prompts, sampling
 from bench.llm_figures import Prompt
 from bench.prompts import loop_start
 from bench.racer import Racer
-from bench.rules import LogitSpec, SamRecycling
+from bench.rules import SamRecycling
 from lookahead import Heads, LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.loading.loading import DEFAULT_MODEL, load
@@ -40,7 +40,6 @@ SOURCES = "prompt,recycled,prompt+outputs+recycled,prompt+outputs+recycled+windo
 RULES: dict[str, Callable[[Call, int], Proposer]] = {
     "sam + token recycling": lambda call, nodes: SamRecycling(call.vocab_size, nodes, call.model),
     "racer": lambda call, nodes: Racer(call.vocab_size, call.model),
-    "logitspec": lambda call, nodes: LogitSpec(nodes, call.model),
 }
 
 

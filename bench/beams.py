@@ -11,7 +11,6 @@ random weights, and inputs of 700 tokens. Seconds are of whole searches, prompts
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def bart_base() -> PreTrainedModel:
     return model
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True)
     parser.add_argument("--encoder-decoder", action="store_true", help="a model of BART-base's shape instead")
     parser.add_argument("--prompts", type=Path, help="JSON lines with a category, as Spec-Bench has them")
@@ -89,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-beams", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args(argv)
-    warnings.simplefilter("ignore", UserWarning)
     stay_on_cores(arguments.core)
     if arguments.encoder_decoder:
         model, arguments.model = bart_base(), "BART-base's shape, random weights"
@@ -111,8 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = compare(model, prompts, ways, is_exact=is_exact)
     report = {**setting_of(arguments, "num_beams", "max_new_tokens"), "prompts": len(prompts)}
     publish({**report, "summary": summary(rows), "rows": rows}, arguments.output)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

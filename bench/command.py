@@ -10,12 +10,11 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -26,8 +25,6 @@ from lookahead.engine.engine import Engine
 from lookahead.loading.quantized import OWN_BLOCKS, QUANTIZED
 from lookahead.model.calls import resolve_call
 from lookahead.utils.machine import processor
-
-_Name = TypeVar("_Name")
 
 
 def parser_of(
@@ -104,16 +101,16 @@ def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.pro
     return clock() - begin
 
 
-def in_turn(names: Sequence[_Name], number: int) -> Iterator[_Name]:
+def in_turn(names: Sequence[str], number: int) -> list[str]:
     """The names, from another one on for every number, so that no method is always the first."""
     turn = number % len(names)
-    yield from (*names[turn:], *names[:turn])
+    return [*names[turn:], *names[:turn]]
 
 
 def make_engine(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **options: Any) -> Engine:
     """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy by default."""
     shared = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
-    engine = replace(plan_request(resolve_call(model, ids, **shared), config)).begin()
+    engine = plan_request(resolve_call(model, ids, **shared), config).begin()
     assert isinstance(engine, Engine)
     return engine
 

@@ -8,8 +8,8 @@
 In fp32 every output must be the same, seed for seed; the command fails and names every difference. In half precision a
 pass over several tokens rounds differently from a pass over one, unless every node attends alone. Models that pass
 lookahead's own check of bits must give the same outputs too. For the others the command reports the share of prompts
-that diverge from greedy decoding, and the gap of the two likeliest logits there, along with transformers' own prompt
-lookup. With `proposers=()` no prompt may diverge. `--prompts` adds the tests' summarizer on real passages, in fp32 and
+that diverge from greedy decoding, and the gap of the two likeliest logits there. With `proposers=()` no prompt may
+diverge. `--prompts` adds the tests' summarizer on real passages, in fp32 and
 bf16. `--model` compares only that model, in bf16, on prompts spread over the file. At the end real prompts are also
 decoded together, and each must give the same tokens as alone.
 """
@@ -55,10 +55,9 @@ STATEFUL: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 DRAFTS = ("empty", "perfect", "always wrong", "real")
 CONFIG = LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=16)
-LOOKUP_TOKENS = 10
 PLAIN = LookaheadConfig(proposers=())
 OURS = {"custom_generate": lookahead.decode}
-WAYS = ("without_drafts", "lookahead", "sampled", "prompt_lookup")  # of decoding in half precision
+WAYS = ("without_drafts", "lookahead", "sampled")  # of decoding in half precision
 
 
 def seeded(model: PreTrainedModel, **options: Any) -> Any:
@@ -156,18 +155,14 @@ def is_exact(model: PreTrainedModel) -> bool:
 
 @dataclass(slots=True)
 class Divergences:
-    """Divergence without drafts, with drafts, sampled, and of transformers' prompt lookup."""
+    """Divergence without drafts, with drafts, and sampled with drafts."""
 
     ways: dict[str, Divergence] = field(default_factory=lambda: {way: Divergence() for way in WAYS})
     promised: int = 0  # outputs that diverged although the model is exact
 
     def compare(self, model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> list[int]:
         """Decode one prompt in every way and record where each diverges; returns the new tokens of greedy decoding."""
-        kwargs = {"do_sample": False, "pad_token_id": 0, **options}
-        try:
-            peer = model.generate(ids, **kwargs, prompt_lookup_num_tokens=LOOKUP_TOKENS)
-        except ValueError:
-            return []  # transformers has no prompt lookup for this model: there is nothing to compare with
+        kwargs = {"pad_token_id": 0, **options}
         begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
         is_promised = is_exact(model)
         greedy: list[int] = []
@@ -180,7 +175,6 @@ class Divergences:
             if mode == "greedy":
                 greedy = whole.sequences[0, begin:].tolist()
                 self.ways["without_drafts"].note(whole, begin, ours(lookahead_config=PLAIN))
-                self.ways["prompt_lookup"].note(whole, begin, peer)
         return greedy
 
     def report(self) -> dict[str, Any]:

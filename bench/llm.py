@@ -6,7 +6,7 @@
 Prompts are chat messages by category, in the format of Spec-Bench; its eight MT-bench categories count as one, "chat".
 Methods run in turn on every prompt, in rotating order, on one core or on `--threads`. Each of ours has its own memory:
 a "warm" method has learned from the previous prompts, never from the same one. "Cold" is a fresh process per prompt.
-With several `fixed NODES` (drafts of fixed size), `lookahead` is compared with the fastest of them on each prompt.
+`fixed NODES` drafts as many nodes in every step.
 Seconds are CPU time and wall time; figures use wall time with several threads, else CPU time. Decode seconds begin at
 the first token, end-to-end seconds with the call. Tokens per pass do not count the prefill. "Without loops" excludes,
 for every method, prompts with an output that repeats 16 of its own tokens.
@@ -207,7 +207,6 @@ def setting(
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     return {
         **setting_of(arguments, "offset", "max_new_tokens", "temperature"),
-        **({"model": arguments.label} if arguments.label else {}),
         "prompts": len(prompts),
         "categories": {each: sum(prompt.category == each for prompt in prompts) for each in categories},
         "prompt_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
@@ -229,7 +228,6 @@ def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argpars
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True, threads=True, quantize=True)
-    parser.add_argument("--label", help="what the result calls the model; its last part when left out")
     add_prompt_options(parser, per_category=2)
     parser.add_argument("--warmup", type=int, default=2, help="prompts beside those measured, to warm up with")
     parser.add_argument("--cold", type=int, default=1, help="prompts of each category for fresh processes")
@@ -269,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = run_peer(peer, job_of(model, prompts, arguments))
         runs |= {name: [Run(**run) for run in each] for name, each in found.items()}
     result = {**setting(prompts, runs, arguments), "methods": llm_figures.figures_of(runs, prompts, clock)}
-    result |= llm_figures.headline(result["methods"], clock) | llm_figures.of_best_fixed(runs, clock)
+    result |= llm_figures.headline(result["methods"], clock)
     if cold:
         result["cold"] = llm_figures.cold_figures(cold, runs, places, arguments.dtype, clock)
     llm_figures.print_table(result, clock)

@@ -147,17 +147,6 @@ def headline(methods: Mapping[str, Mapping[str, Any]], clock: str) -> dict[str, 
     return figures
 
 
-def of_best_fixed(runs: Mapping[str, Sequence[Run]], clock: str) -> dict[str, Any]:
-    """Tokens per second of `lookahead` over the fastest fixed draft size on each prompt, including plain decoding."""
-    fixed = [each for name, each in runs.items() if name.split()[0] in ("fixed", "no")]
-    places = [i for i, run in enumerate(runs.get(OURS, ())) if run.decoded >= 16]
-    if not places or len(fixed) < 2:
-        return {}
-    shares = [min(each[i].decode(clock) for each in fixed) / runs[OURS][i].decode(clock) for i in places]
-    figures = {"lowest": min(shares), "median": statistics.median(shares), "mean": statistics.mean(shares)}
-    return {"of_best_fixed": {name: round(share, 3) for name, share in figures.items()}}
-
-
 def print_table(result: Mapping[str, Any], clock: str = "cpu") -> None:
     prompts = result["prompts"]
     print(f"{'':26} {'ms/token':>9} {'(wall)':>8} {'x greedy':>9} {'no loops':>9} {'end to end':>11} "
@@ -168,8 +157,6 @@ def print_table(result: Mapping[str, Any], clock: str = "cpu") -> None:
         gain, straight, whole, lowest, passes = ("-" if cell is None else f"{cell:.2f}" for cell in cells)
         print(f"{name:26} {each['ms_per_token'][clock]:9.2f} {each['ms_per_token']['wall']:8.2f} {gain:>9} "
               f"{straight:>9} {whole:>11} {lowest:>7} {passes:>9} {each['identical']:5d}/{prompts}")  # fmt: skip
-    if shares := result.get("of_best_fixed"):
-        print(f"{OURS} over the best fixed size, by prompt: {shares}")
     if cold := result.get("cold"):
         print(f"fresh processes, {cold['prompts']} prompts: {cold['cold']['speedup'][clock]}x greedy, "
               f"{cold['cold']['tokens_per_pass']} tokens/pass, {cold['tokens_per_pass_of_warm']} of warm")  # fmt: skip

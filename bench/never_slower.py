@@ -15,72 +15,45 @@ The gate comes first: both, and in fp32 `model.generate`, must write the given t
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import geometric_mean, median
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from bench.command import make_engine, parser_of, publish, use_one_thread
-from bench.llm_figures import CLOCKS
 from bench.llm_peers import read_clocks
 from bench.prompts import SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.loading.loading import load
 from lookahead.stats import DecodingStats, total
 
-TEXTS = ("shuffled", "novel")
+PLAIN = LookaheadConfig(proposers=())
 ENDLESS = {"eos_token_id": None, "pad_token_id": 0}
 _RAISE = 1e4  # far above any logit of a model, and still finite
 
 
-class Case(NamedTuple):
-    """One batch: int64 `[rows, prompt + new]`. The first `prompt` tokens are read, the others written."""
-
-    script: torch.Tensor
-    prompt: int
-
-    @property
-    def prompts(self) -> torch.Tensor:
-        return self.script[:, : self.prompt]
-
-    @property
-    def new(self) -> int:
-        return self.script.shape[1] - self.prompt
-
-
-class Decoded(NamedTuple):
-    """The seconds of an engine by clock, and its stats."""
-
-    seconds: dict[str, float]
-    stats: DecodingStats
-
-
-def make_cases(texts: list[list[int]], kind: str, batch_size: int, count: int, prompt: int, new: int) -> Iterator[Case]:
-    """Cut the texts into batches. Every row is from a different text and position."""
-    length = prompt + new
+def make_scripts(texts: list[list[int]], kind: str, rows: int, count: int, length: int) -> list[torch.Tensor]:
+    """Cut the texts into batches, int64 `[rows, length]`. Every row is from a different text and position."""
     pieces = [text[i : i + length] for i in range(0, 64 * length, length) for text in texts if len(text) >= i + length]
-    if len(pieces) < count * batch_size:
-        sys.exit(f"the texts give {len(pieces)} pieces of {length} tokens; {count * batch_size} are needed")
+    if len(pieces) < count * rows:
+        sys.exit(f"the texts give {len(pieces)} pieces of {length} tokens; {count * rows} are needed")
     rng = np.random.default_rng(0)
-    for first in range(0, count * batch_size, batch_size):
-        rows = np.array(pieces[first : first + batch_size])
-        if kind == "shuffled":
-            rows = rng.permuted(rows, axis=1)
-        yield Case(torch.from_numpy(rows), prompt)
+    batches = [np.array(pieces[first : first + rows]) for first in range(0, count * rows, rows)]
+    return [torch.from_numpy(rng.permuted(batch, axis=1) if kind == "shuffled" else batch) for batch in batches]
 
 
 @contextmanager
-def dictating(model: PreTrainedModel, case: Case, rows: Callable[[], list[int]]) -> Iterator[None]:
+def dictating(model: PreTrainedModel, script: torch.Tensor, rows: Callable[[], list[int]]) -> Iterator[None]:
     """Let a model write the given text; `rows()` returns the rows of the batch in a pass."""
-    following = torch.nn.functional.pad(case.script[:, 1:], (0, 1))
+    following = torch.nn.functional.pad(script[:, 1:], (0, 1))
 
     def hook(module: Any, arguments: Any, options: dict[str, Any], output: Any) -> None:
         logits, positions = output.logits, options["position_ids"]
@@ -95,15 +68,17 @@ def dictating(model: PreTrainedModel, case: Case, rows: Callable[[], list[int]])
         handle.remove()
 
 
-def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | None) -> list[Decoded]:
-    """Step engines in turn to their ends."""
-    options = {"max_new_tokens": case.new, **ENDLESS}
-    engines = [make_engine(model, case.prompts, config, **options) for config in configs]
+def run_in_turn(
+    model: PreTrainedModel, script: torch.Tensor, prompt: int, configs: list[LookaheadConfig | None]
+) -> list[tuple[dict[str, float], DecodingStats]]:
+    """Step engines in turn to their ends, after `prompt` tokens; returns the seconds by clock and the stats of each."""
+    options = {"max_new_tokens": script.shape[1] - prompt, **ENDLESS}
+    engines = [make_engine(model, script[:, :prompt], config, **options) for config in configs]
     loops = {i: engine.run() for i, engine in enumerate(engines)}
-    outputs = [[list[int]() for _ in case.script] for _ in engines]
-    spent = [dict.fromkeys(CLOCKS, 0.0) for _ in engines]
+    outputs = [[list[int]() for _ in script] for _ in engines]
+    spent = [dict.fromkeys(read_clocks(), 0.0) for _ in engines]
     now = [0]
-    with engines[0].serving(), dictating(model, case, lambda: [row.index for row in engines[now[0]]._rows]):
+    with engines[0].serving(), dictating(model, script, lambda: [row.index for row in engines[now[0]]._rows]):
         while loops:
             for i in list(loops):
                 now[0], begin = i, read_clocks()
@@ -114,36 +89,36 @@ def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | 
                     del loops[i]
                 for step in steps or ():
                     outputs[i][step.row].extend(step.tokens.tolist())
-    if any(output != case.script[:, case.prompt :].tolist() for output in outputs):
+    if any(output != script[:, prompt:].tolist() for output in outputs):
         sys.exit("not lossless: the given text was not written; nothing is reported")
-    return [Decoded(seconds, total(engine.stats)) for seconds, engine in zip(spent, engines, strict=True)]
+    return [(seconds, total(engine.stats)) for seconds, engine in zip(spent, engines, strict=True)]
 
 
-def measure(model: PreTrainedModel, cases: list[Case], config: LookaheadConfig | None) -> dict[str, Any]:
+def measure(
+    model: PreTrainedModel, scripts: list[torch.Tensor], prompt: int, config: LookaheadConfig | None
+) -> dict[str, float]:
     """Seconds of plain decoding over seconds of lookahead, for all batches but the first, which warms up."""
-    plain = LookaheadConfig(proposers=())
-    run_in_turn(model, cases[0], plain, config)
-    runs = list[tuple[Decoded, Decoded]]()
-    for i, case in enumerate(cases[1:]):
-        order = (plain, config) if i % 2 else (config, plain)
-        first, second = run_in_turn(model, case, *order)
-        runs.append((first, second) if i % 2 else (second, first))
+    configs = [PLAIN, config]
+    run_in_turn(model, scripts[0], prompt, configs)
+    runs = []
+    for i, script in enumerate(scripts[1:]):
+        order = 1 if i % 2 else -1
+        runs.append(run_in_turn(model, script, prompt, configs[::order])[::order])
+    ratios = {clock: [plain[0][clock] / ours[0][clock] for plain, ours in runs] for clock in read_clocks()}
     pairs = {
-        clock: pair_means([theirs.seconds[clock] / ours.seconds[clock] for theirs, ours in runs]) for clock in CLOCKS
+        clock: list(map(geometric_mean, zip(each[::2], each[1::2], strict=True))) for clock, each in ratios.items()
     }
-    stats = total([ours.stats for _, ours in runs])
-    figures = {"speedup": statistics.median(pairs["wall"]), "cpu_speedup": statistics.median(pairs["cpu"])}
-    figures |= {"lowest": min(pairs["wall"]), "highest": max(pairs["wall"])}
-    figures["drafted_per_pass"] = stats.drafted_tokens / stats.target_forwards
-    figures["accepted_per_pass"] = stats.accepted_tokens / stats.target_forwards
-    plain_s = sum(theirs.seconds["wall"] for theirs, _ in runs)
-    figures["plain_ms_per_token"] = 1e3 * plain_s / sum(case.new for case in cases[1:])
+    stats, new = total(ours[1] for _, ours in runs), scripts[0].shape[1] - prompt
+    figures = {
+        "speedup": median(pairs["wall"]),
+        "cpu_speedup": median(pairs["cpu"]),
+        "lowest": min(pairs["wall"]),
+        "highest": max(pairs["wall"]),
+        "drafted_per_pass": stats.drafted_tokens / stats.target_forwards,
+        "accepted_per_pass": stats.accepted_tokens / stats.target_forwards,
+        "plain_ms_per_token": 1e3 * sum(plain[0]["wall"] for plain, _ in runs) / (new * len(runs)),
+    }
     return {name: round(figure, 4) for name, figure in figures.items()}
-
-
-def pair_means(ratios: list[float]) -> list[float]:
-    """The geometric means of consecutive pairs of ratios."""
-    return [math.sqrt(a * b) for a, b in zip(ratios[::2], ratios[1::2], strict=True)]
 
 
 def main() -> None:
@@ -152,8 +127,10 @@ def main() -> None:
     parser.add_argument("--field", default="text", help="the field of each JSON line")
     parser.add_argument("--batch-sizes", default="1,4,16")
     parser.add_argument("--dtypes", default="fp32,bf16")
-    parser.add_argument("--texts", default=",".join(TEXTS), help="of shuffled and novel")
-    parser.add_argument("--pairs", type=int, default=6, help="timed pairs of batches of a case; one more warms up")
+    parser.add_argument("--texts", default="shuffled,novel", help="of shuffled and novel")
+    parser.add_argument(
+        "--pairs", type=int, default=6, help="timed pairs of batches of a case; one more batch warms up"
+    )
     parser.add_argument("--control", action="store_true", help="plain decoding in place of lookahead")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -161,24 +138,22 @@ def main() -> None:
     arguments = parser.parse_args()
     use_one_thread()
     config = LookaheadConfig(proposers=arguments.proposers.split(",")) if arguments.proposers else None
-    config = LookaheadConfig(proposers=()) if arguments.control else config
-    results = {}
+    config, prompt, results = PLAIN if arguments.control else config, arguments.prompt_tokens, {}
     for dtype in arguments.dtypes.split(","):
         model, tokenizer = load(arguments.model, dtype=dtype, device="cpu")
         texts = [text.strip() for text in read_texts(arguments.prompts, arguments.field)]
         tokens = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        for kind in arguments.texts.split(","):
-            for batch_size in map(int, arguments.batch_sizes.split(",")):
-                size = (batch_size, 2 * arguments.pairs + 1, arguments.prompt_tokens, arguments.max_new_tokens)
-                cases = list(make_cases(tokens, kind, *size))
-                for case in cases[: dtype == "fp32"]:
-                    with dictating(model, case, partial(list, range(len(case.script)))):
-                        written = model.generate(case.prompts, max_new_tokens=case.new, do_sample=False, **ENDLESS)
-                    if written.tolist() != case.script.tolist():
-                        sys.exit("not lossless: model.generate does not write the given text; nothing is timed")
-                name = f"{kind} {dtype} batch {batch_size}"
-                results[name] = measure(model, cases, config)
-                print(f"{name:26} {results[name]}", flush=True)
+        for kind, rows in product(arguments.texts.split(","), map(int, arguments.batch_sizes.split(","))):
+            length = prompt + arguments.max_new_tokens
+            first, *_ = scripts = make_scripts(tokens, kind, rows, 2 * arguments.pairs + 1, length)
+            with dictating(model, first, partial(list, range(rows))):
+                options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False, **ENDLESS}
+                written = model.generate(first[:, :prompt], **options) if dtype == "fp32" else first
+            if not torch.equal(written, first):
+                sys.exit("not lossless: model.generate does not write the given text; nothing is timed")
+            name = f"{kind} {dtype} batch {rows}"
+            results[name] = measure(model, scripts, prompt, config)
+            print(f"{name:26} {results[name]}", flush=True)
     worst = min(results, key=lambda name: results[name]["speedup"])
     print(f"worst: {worst}, {results[worst]['speedup']:.3f}x of plain decoding")
     setting = {"model": arguments.model, "device": "cpu", "threads": 1}

@@ -14,8 +14,7 @@ multiplies at their measured peak, whichever takes longer. "% of perfect" is its
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -111,7 +110,7 @@ def measure(
     return milliseconds
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True, threads=True, quantize=True)
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
@@ -133,8 +132,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name:24}" + "".join(f"{ms:9.1f} ({perfect[n] / ms:4.0%})" for n, ms in times.items()))
     rates = {"gb_per_s": round(bandwidth / 1e9, 2), "gflop_per_s": round(peak / 1e9, 1)}
     publish({**setting_of(arguments), **rates, "perfect_ms": perfect, "ms": tables}, arguments.output)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

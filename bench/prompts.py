@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,13 +54,7 @@ def begin_of(text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> str
 
 
 def cut_documents(
-    texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    limit: int,
-    shortest: int,
-    longest: int,
-    overlap: bool = False,
+    texts: Sequence[str], tokenizer: Any, *, limit: int, shortest: int, longest: int, overlap: bool = False
 ) -> list[str]:
     """Documents of `shortest` to `longest` tokens, cut at the ends of sentences.
 

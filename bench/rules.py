@@ -1,6 +1,6 @@
-"""Drafting rules of other projects as proposers: SAM decoding with Token Recycling, and LogitSpec.
+"""A drafting rule of other projects as a proposer: SAM decoding with Token Recycling.
 
-RACER is in `bench.racer`. These three accept most tokens a pass of the rules that were measured (`bench/results`).
+It and RACER (`bench.racer`) accept most tokens a pass of the rules that were measured (`bench/results/ablation*.json`).
 """
 
 from __future__ import annotations
@@ -154,54 +154,6 @@ class SamRecycling(Recycled):
                 places[node] = tree.child(before, token)
 
 
-class LogitSpec(RuleRows):
-    """LogitSpec: the next likeliest tokens in the logits of the newest token are guesses at the token after it.
-
-    The newest token and every guess are continued from the longest match of up to 3 tokens in the text: the newest
-    occurrence followed by 20 tokens, else the first. As in the paper's code, guesses are ordered by rank in the logits
-    that gave the newest token. The first 8 guesses have chains of 4 tokens including themselves, the next 24 of 3, and
-    later ones have no chain. Scaled: the chain of the newest token has 20 of 64 nodes in the paper, and the same share
-    of `nodes` here. Logits of all ranks are computed from hidden states.
-
-    Source: Liu et al. 2025, "LogitSpec: Accelerating Retrieval-based Speculative Decoding via Next Next Token
-        Speculation", §3.
-    """
-
-    hidden_layers: tuple[int, ...] = (-1,)
-    LONGEST, AHEAD = 3, 20  # maximum tokens of a match, and tokens that should follow it
-    NODES = 64  # of the paper's tree, including the root
-
-    def __init__(self, nodes: int, model: PreTrainedModel) -> None:
-        super().__init__()
-        self._model, self._nodes = model, nodes
-        self._guesses: dict[int, list[int]] = {}
-
-    def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        text = self.texts[row]
-        tree = DraftTree(int(text[-1]), max_nodes)
-        tree.add(self._after(text, [])[: max(1, self.AHEAD * self._nodes // self.NODES)])
-        for rank, guess in enumerate(self._guesses.get(row, [])):
-            if guess != text[-1]:
-                length = 4 if rank <= 8 else 3 if rank <= 32 else 1
-                tree.add([guess, *self._after(text, [guess])][:length])
-        return tree.proposal()
-
-    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        super().observe(row, feedback, placed)
-        last = feedback.hidden[-1][int(feedback.path[-1])]
-        self._guesses[row] = likeliest(self._model, last[None], self._nodes + 1)[0].tolist()
-
-    def finish(self, row: int) -> None:
-        super().finish(row)
-        self._guesses.pop(row, None)
-
-    def _after(self, text: IntArray, guess: list[int]) -> list[int]:
-        """The tokens that followed the last tokens of the text and a guess, in the text before its last token."""
-        known, context = text[:-1], np.append(text[-self.LONGEST :], guess).astype(np.int32)
-        place = _place_after(known, context[-self.LONGEST :], self.AHEAD)
-        return known[place : place + self.AHEAD].tolist() if place else []
-
-
 def static_tree(nodes: int) -> tuple[list[int], list[int]]:
     """Ranks and parents of the nodes of a static tree, the root first."""
     ranks, parents, order = [0], [0], count()
@@ -230,21 +182,3 @@ def _first_longest(text, ahead):
         if length > longest:
             place, longest = end, length
     return place, longest
-
-
-@njit(cache=True)
-def _place_after(text, context, ahead):
-    """The position after the longest match of the end of `context`, newest with `ahead` tokens, else first; or 0."""
-    for size in range(len(context), 0, -1):
-        first = 0
-        for end in range(len(text) - 1, size - 1, -1):
-            match = 0
-            while match < size and text[end - 1 - match] == context[len(context) - 1 - match]:
-                match += 1
-            if match == size:
-                first = end
-                if end + ahead <= len(text):
-                    break
-        if first:
-            return first
-    return 0

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from urllib.parse import urlsplit
 import lookahead
 from bench.command import parser_of, publish, setting_of, stay_on_cores
 from bench.prompts import begin_of, read_texts
+from lookahead.loading.loading import DEFAULT_MODEL
 
 NEW_TOKENS = 100
 QUESTIONS = (
@@ -63,11 +63,7 @@ class Server:
         self._port, self._named = port, {} if model is None else {"model": model}
         self.ask([{"role": "user", "content": WARM}])
 
-    def ask(
-        self,
-        messages: Sequence[dict[str, str]],
-        on_first: Callable[[], None] = lambda: None,
-    ) -> Answered:
+    def ask(self, messages: Sequence[dict[str, str]], on_first: Callable[[], None] = lambda: None) -> Answered:
         """A streamed answer. `on_first` is called at the first token."""
         begin, first, pieces, usage = time.perf_counter(), 0.0, list[str](), dict[str, Any]()
         body = {"messages": list(messages), "temperature": 0, "max_tokens": NEW_TOKENS, "stream": True, **self._named}
@@ -92,30 +88,19 @@ class Server:
         return Answered("".join(pieces), usage, first, time.perf_counter() - begin)
 
 
-class OwnServer(Server):
-    """A `lookahead serve` in its own process."""
-
-    def __init__(self, arguments: argparse.Namespace, *options: str) -> None:
-        own = {"--port": 0, "--dtype": arguments.dtype, "--device": "cpu", "--threads": arguments.threads}
-        command = [sys.executable, "-m", "lookahead", "serve", *map(str, chain.from_iterable(own.items())), *options]
-        command += [arguments.model] if arguments.model else []
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        line = next(line for line in self.process.stderr if "/v1" in line)
-        super().__init__(int(line.partition("/v1")[0].rpartition(":")[2]))
-
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.communicate(timeout=60)
-
-
 @contextmanager
-def serving(arguments: argparse.Namespace, *options: str) -> Iterator[OwnServer]:
-    server = OwnServer(arguments, *options)
+def serving(arguments: argparse.Namespace, *options: str) -> Iterator[Server]:
+    """A `lookahead serve` in its own process."""
+    command = [sys.executable, "-m", "lookahead", "serve", "--port", "0", "--device", "cpu", *options]
+    command += ["--dtype", arguments.dtype, "--threads", str(arguments.threads), arguments.model]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
     try:
-        yield server
+        line = next(line for line in process.stderr if "/v1" in line)
+        yield Server(int(line.partition("/v1")[0].rpartition(":")[2]))
     finally:
-        server.end()
+        process.terminate()
+        process.communicate(timeout=60)
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -183,8 +168,7 @@ def one_client(server: Server, arguments: argparse.Namespace, prompts: Sequence[
 
 
 def main() -> None:
-    parser = parser_of(__doc__, dtype="fp32", threads=True)
-    parser.add_argument("--model", help="a folder, or a name on the Hub (default smollm2)")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", threads=True)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a prompt each")
     parser.add_argument("--field", default="turns", help="the field of a prompt, or of a list that begins with it")
     parser.add_argument("--document", type=Path, default=Path("examples/sir_charles.txt"), help="what is asked about")
@@ -196,29 +180,29 @@ def main() -> None:
     tokenizer = lookahead.load(arguments.model, dtype=arguments.dtype, device="cpu").tokenizer
     texts = [each for each in read_texts(arguments.prompts, arguments.field) if len(each) < 2000]
     chosen = random.Random(0).sample(texts, 4 * arguments.rounds + 4)
-    report: dict[str, Any] = setting_of(
-        argparse.Namespace(**{**vars(arguments), "model": arguments.model or "smollm2"})
-    )
+    report: dict[str, Any] = setting_of(arguments)
     rounds = [chosen[4 * i : 4 * i + 4] for i in range(arguments.rounds)]
     document = begin_of(arguments.document.read_text("utf-8"), tokenizer, DOCUMENT_TOKENS)
     ways = {"alone": ("--rows", "1", "--prefix-cache-mb", "0"), "together": ()}
     found: dict[str, list[str]] = {}
+
+    def measure(way: str, server: Server) -> None:
+        report[way], found[way] = run(server, rounds, document)
+        print(way, json.dumps(report[way]), file=sys.stderr, flush=True)
+
     for way, options in ways.items():
         with serving(arguments, *options) as server:
-            report[way], found[way] = run(server, rounds, document)
-            print(way, json.dumps(report[way]), file=sys.stderr, flush=True)
+            measure(way, server)
             if way == "together":
                 report["one"] = one_client(server, arguments, chosen[4 * arguments.rounds :])
-    for each in arguments.peer:
-        way, _, url = each.partition("=")
-        report[way], found[way] = run(Server(urlsplit(url).port, arguments.peer_model), rounds, document)
-        print(way, json.dumps(report[way]), file=sys.stderr, flush=True)
+    for peer in arguments.peer:
+        way, _, url = peer.partition("=")
+        measure(way, Server(urlsplit(url).port, arguments.peer_model))
     same = [ours == alone for ours, alone in zip(found["together"], found["alone"], strict=True)]
     report["identical"] = f"{sum(same)} of {len(same)}"
     for part in ("clients", "document"):
-        report[f"{part}_times_as_fast"] = (
-            report["together"][part]["tokens_per_s"] / report["alone"][part]["tokens_per_s"]
-        )
+        alone, together = (report[way][part]["tokens_per_s"] for way in ways)
+        report[f"{part}_times_as_fast"] = together / alone
     publish(report, arguments.output)
 
 

@@ -125,13 +125,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     means = {name: tuple(np.mean(each, 0).round(2).tolist()) for name, each in taken.items()}
     arguments.model = f"{arguments.family}, random weights"
     report = {
-        **setting_of(arguments, "prompts"),
         "pass_ms": {name: round(ms, 1) for name, ms in passes.items()},
         "ms_per_token": {name: ms for name, (ms, _) in means.items()},
         "tokens_per_pass": {name: tokens for name, (_, tokens) in means.items()},
         "speedup": {name: round(means["generate"][0] / ms, 2) for name, (ms, _) in means.items()},
     }
-    publish(report, arguments.output)
+    publish({**setting_of(arguments, "prompts"), **report}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ matplotlib (the extra `plot`) the plot of the README is drawn too; without it th
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.targets import TARGETS
+from bench.kernel import GOALS
 
 BENCH = Path(__file__).resolve().parent
 PLOT = Path("results/plots/llm.svg")
@@ -86,7 +84,7 @@ def _grids(result: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def section(name: str, result: Mapping[str, Any] | None) -> list[str]:
     """The section of a result file; `None` if it has not been measured yet."""
-    targets = TARGETS.get(name, ())
+    targets = GOALS if name == "kernel" else ()
     lines, figures = [f"## {name}", ""], {} if result is None else result.get("figures", {})
     if result is not None:
         command = str(result["command"])
@@ -118,7 +116,7 @@ def page(folder: Path) -> str:
         "`avx2` in a name says that the CPU was kept to AVX2.",
         "",
     ]
-    for name in sorted({*results, *TARGETS}):
+    for name in sorted({*results, "kernel"}):
         lines += section(name, results.get(name))
     return "\n".join(lines)
 
@@ -205,23 +203,15 @@ def draw(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata=_UNDATED)
-    print(f"wrote {path}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=BENCH, help="holds results/, and gets RESULTS.md")
-    folder: Path = parser.parse_args(argv).folder
-    measured = llm_results(folder / "results")
-    if measured:
-        draw(measured, folder / PLOT)
-    (folder / "RESULTS.md").write_text(page(folder / "results"), encoding="utf-8")
-    readme = folder.parent / "README.md"
-    if readme.exists():
-        readme.write_text(with_table(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
-    print(f"wrote {folder / 'RESULTS.md'}", f"and {readme}" * readme.exists())
-    return 0
+def main() -> None:
+    measured, readme = llm_results(BENCH / "results"), BENCH.parent / "README.md"
+    draw(measured, BENCH / PLOT)
+    (BENCH / "RESULTS.md").write_text(page(BENCH / "results"), encoding="utf-8")
+    readme.write_text(with_table(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    print("wrote bench/RESULTS.md and README.md")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

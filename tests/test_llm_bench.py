@@ -15,7 +15,7 @@ import transformers
 from packaging.version import Version
 
 from bench import llm, llm_peers
-from bench.llm_figures import Prompt, Run, check_lossless, differences, figures_of, of_best_fixed
+from bench.llm_figures import Prompt, Run, check_lossless, differences, figures_of
 
 METHODS = "prompt lookup 3,lookahead,no drafts"
 # Before, transformers looked nothing up for a model without an end token, as the tests' is.
@@ -117,19 +117,6 @@ def test_figures_are_those_of_the_runs_and_leave_loops_out_where_they_say_so() -
     assert figures["speedup"]["cpu"] == pytest.approx(160 / 124, abs=1e-3)
     assert figures["without_loops"]["speedup"]["cpu"] == 1.0 and figures["lowest"] == 0.8
     assert figures["by_category"]["qa"]["tokens_per_pass"] == pytest.approx(80 / 24, abs=1e-3)
-
-
-def test_sized_drafts_are_compared_with_the_fixed_size_that_is_fastest_on_each_prompt() -> None:
-    def runs(*seconds: float) -> list[Run]:
-        clocks = [{"cpu": each, "wall": each} for each in seconds]
-        return [Run([0] * 33, 1, 8, {"cpu": 0.0, "wall": 0.0}, total) for total in clocks]
-
-    made = {"greedy": runs(9, 9), "lookahead": runs(2, 4), "no drafts": runs(4, 3), "fixed 4": runs(1, 5)}
-    assert of_best_fixed(made, "cpu") == {"of_best_fixed": {"lowest": 0.5, "median": 0.625, "mean": 0.625}}
-    assert of_best_fixed({"greedy": runs(9), "lookahead": runs(2)}, "cpu") == {}
-    for run in made["lookahead"]:
-        run.tokens = run.tokens[:16]
-    assert of_best_fixed(made, "cpu") == {}, "the first token is not decoded"
 
 
 def test_prompts_are_texts_turns_or_token_ids(tmp_path: Path, model_folder: Path) -> None:

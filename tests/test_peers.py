@@ -13,12 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.ablation import RULES, config_of, decode, decode_all
 from bench.llm_figures import Prompt
 from bench.racer import Ngrams, Racer
-from bench.rules import LogitSpec, SamRecycling
+from bench.rules import SamRecycling
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Proposal, Top
 from lookahead.drafting.tree import TokenTree
@@ -119,40 +118,6 @@ def same_end(left: Sequence[int], right: Sequence[int]) -> int:
     """How many tokens two texts have in common at their ends."""
     pairs = zip(reversed(left), reversed(right), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-SMALL = LlamaConfig(vocab_size=40, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-STEPS = st.lists(st.lists(st.integers(0, 2) | st.integers(0, 39), min_size=1, max_size=20), min_size=2, max_size=8)
-
-
-@given(STEPS, st.data())
-def test_logitspec_continues_the_newest_token_and_its_rivals_by_what_followed_them_in_its_pool(steps, data):
-    torch.manual_seed(data.draw(st.integers(0, 9)))
-    model, nodes = LlamaForCausalLM(SMALL), data.draw(st.integers(1, 64) | st.just(200))
-    hidden = torch.randn(2, SMALL.hidden_size)
-    rule, pool, text = LogitSpec(nodes, model), dict[Path_, list[int]](), list[int]()
-    for step in steps:
-        if text:
-            tell(rule, step, hidden={-1: hidden})
-        else:
-            rule.start(0, np.array(step, np.int32))
-        text += step
-        known = text[:-1]
-        for begin in range(len(known)):
-            for end in range(begin + 1, min(begin + 3, len(known) - 1) + 1):
-                ngram, after = tuple(known[begin:end]), known[end : end + 20]
-                if len(after) >= len(pool.get(ngram, [])):
-                    pool[ngram] = after
-
-    def after(context: Sequence[int]) -> list[int]:
-        return next((pool[tuple(context[-n:])] for n in (3, 2, 1) if tuple(context[-n:]) in pool), [])
-
-    rivals = model.lm_head(hidden[0]).argsort(descending=True).tolist()[: nodes + 1]
-    chains = [after(text)[: max(1, 20 * nodes // 64)]]
-    lengths = [4] * 9 + [3] * 24 + [1] * 31
-    ranked = zip(rivals, lengths, strict=False)
-    chains += [[rival, *after([*text, rival])][:most] for rival, most in ranked if rival != text[-1]]
-    assert paths_of(rule.propose(0, nodes)) == first_nodes(chains, nodes)
 
 
 @given(st.lists(st.integers(0, 2), min_size=11, max_size=60), st.integers(1, 40), st.integers(1, 8))

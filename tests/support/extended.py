@@ -16,7 +16,6 @@ EXTENDED = {
     "tests/test_docs.py": ("README.md", "docs/*.md", "examples/*", "lookahead/__init__.py", "lookahead/cli/*"),
     # Benchmarks
     "tests/test_bench_kernel.py": ("bench/*", "kernels/*"),
-    "tests/test_gpu_decode.py": ("bench/*", "lookahead/*/cuda_graphs.py"),
     "tests/test_llm_bench.py": ("bench/*",),
     "tests/test_peers.py": ("bench/*", "lookahead/drafting/*"),
     "tests/test_tables.py": ("lookahead/cli/*",),
