@@ -49,8 +49,6 @@ NOT_RUN = {
     ("docs/heads.md", "python -m tools.head_texts"),
     ("docs/measurements.md", "python -m bench.never_slower"),
     ("docs/measurements.md", "python -m bench.ablation"),
-    ("docs/measurements.md", "python -m bench.traces"),
-    ("docs/measurements.md", "python -m bench.edits"),
     ("docs/pools.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
@@ -73,11 +71,9 @@ NOT_RUN = {
     ("docs/heads.md", "pip install 'lookahead-decoding[train]'"),
     ("docs/ray.md", "pip install 'lookahead-decoding[ray]'"),
     ("docs/ray.md", "ray start --head"),
-    ("docs/ray.md", "python -m bench.ray_job"),
     ("docs/vllm.md", "pip install lookahead-decoding"),
     ("docs/vllm.md", "vllm serve MODEL"),
     ("docs/vllm.md", "from vllm import"),
-    ("docs/vllm.md", "python -m bench.vllm_peer"),
 }
 
 
