@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
-ACCEPTANCES = ("exact", "rejection", "typical")
+ACCEPTANCES = {
+    "exact": "the tokens of the target",
+    "rejection": "other tokens of the same distribution",
+    "typical": "another distribution (lossy)",
+}
+"""The names of the acceptances, and what each of them gives."""
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "draft": ("auto", "fixed"),
-    "acceptance": ACCEPTANCES,
+    "acceptance": tuple(ACCEPTANCES),
     "trust_user_code": (True, False),
 }
 

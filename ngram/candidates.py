@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead.ngram.acceptance import hit_rate
 from lookahead.ngram.features import (
     CEILING,
     COPY,
@@ -24,6 +23,7 @@ from lookahead.ngram.features import (
     standing_of,
     support_of,
 )
+from lookahead.ngram.hit_rates import hit_rate
 from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.successors import TOP, UNIT, find_context
 
@@ -149,7 +149,7 @@ def score(least, depth, options, matches, longest, guessed, memory, hashes, orde
         memory: Entries of a `SuccessorTable`, the bit of its source, and the time until which entries are foreign.
         hashes: uint64 `[ORDERS]`, the keys of the contexts that end at the node.
         orders: Number of keys; 0 without a recycled table.
-        rates: Hit rates and frequent tokens, as from `lookahead.ngram.acceptance.rates_at`.
+        rates: Hit rates and frequent tokens, as from `lookahead.ngram.hit_rates.rates_at`.
 
     Returns:
         The number of options.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.ngram.acceptance import HitRates, count_hits, rates_at
 from lookahead.ngram.chains import LENGTH, SEPARATOR, ChainIndex, Chains, IntArray, add, as_tokens, chains_at
+from lookahead.ngram.hit_rates import HitRates, count_hits, rates_at
 from lookahead.ngram.search import FLOOR, RATES, SIZE, TEXT, Search, grow
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at
 from lookahead.utils.jit import njit

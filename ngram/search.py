@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.ngram.acceptance import HitRates, copied, count_hits, rates_at
 from lookahead.ngram.alignment import CURSOR_SIZE, MOST_ALIGNED, find_aligned, follow
 from lookahead.ngram.candidates import MAX_OPTIONS, NODE, OCCURRENCE, PREDICTED, score, split
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray, add, chains_at, find_matches
+from lookahead.ngram.hit_rates import HitRates, copied, count_hits, rates_at
 from lookahead.ngram.inlining import jit_inline
 from lookahead.ngram.successors import ENTRY, ORDERS, TOP, WAYS, SuccessorTable, hash_context, store_tree
 from lookahead.utils.addresses import KeepsAddresses, addresses_of, array_at

@@ -238,6 +238,8 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return made[-1]
 
     monkeypatch.setattr(cuda_graphs, "graphs_unsupported_reason", lambda *_: None)
+    for name in ("assembly", "path_report"):
+        monkeypatch.setattr(f"lookahead.decoding.{name}.records_graphs", lambda _: True)
     monkeypatch.setattr(cuda_graphs, "CudaGraphs", lambda *_, **__: capture)
 
     def state_for_graphs(model: Any) -> ModelState:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from lookahead.drafting.proposal import Feedback
-from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chain_proposer import ChainProposer, ChainRequest
 from lookahead.ngram.chains import ChainIndex, Chains
+from lookahead.ngram.hit_rates import HitRates
 from lookahead.ngram.pool_file import Pool, write_pool
 from lookahead.ngram.search import Search
 from lookahead.ngram.successors import SuccessorTable

@@ -6,6 +6,7 @@ import logging
 from copy import deepcopy
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backend.choice import backend_for
+from lookahead.backend.choice import backend_for, records_graphs
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, PathReport
@@ -22,6 +23,7 @@ from lookahead.backend.torch_backend import TorchBackend
 from lookahead.decoding.plan import RequestPlan, plan_request
 from lookahead.drafting.tree import TokenTree
 from lookahead.model.calls import resolve_call
+from lookahead.model.model_state import state_of
 from lookahead.stats import DecodingStats, total
 from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, build
@@ -95,10 +97,17 @@ def test_a_report_says_why_a_path_does_not_serve(tiny_llama: Any, own_cache_fold
         handle.remove()
 
 
-def test_graphs_that_a_device_cannot_record_are_left_out(tiny_llama: Any, caplog: pytest.LogCaptureFixture) -> None:
-    backend = backend_for(tiny_llama, rows=1, capacity=64, captures=True)
-    assert isinstance(backend, CpuBackend)
-    assert not caplog.messages
+def test_passes_are_recorded_on_one_gpu_until_a_recording_fails(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not records_graphs(tiny_llama)
+    assert isinstance(backend_for(tiny_llama, rows=1, capacity=64, captures=False), CpuBackend)
+    monkeypatch.setattr("lookahead.backend.choice.input_device", lambda _: torch.device("cuda"))
+    assert not records_graphs(tiny_llama), "its weights are elsewhere"
+    monkeypatch.setattr(tiny_llama, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
+    assert records_graphs(tiny_llama)
+    monkeypatch.setattr(state_of(tiny_llama), "has_failed_capture", True)
+    assert not records_graphs(tiny_llama)
 
 
 def test_an_engine_reports_what_its_backend_does(tiny_llama: Any) -> None:

@@ -33,7 +33,7 @@ import json, tempfile, sys
 tempfile.tempdir = sys.argv[1]
 import numpy as np
 import lookahead.drafting.tree, lookahead.ngram.chain_proposer
-from lookahead.ngram.acceptance import children_along
+from lookahead.ngram.hit_rates import children_along
 zeros = np.zeros(2, np.int32)
 children_along(zeros, zeros, zeros)
 known = children_along.stats
@@ -90,7 +90,7 @@ jit._SILENT_S = 0.0
 numba.njit(lambda x: x)(1)
 print("another package", file=sys.stderr)
 import numpy as np
-from lookahead.ngram.acceptance import children_along
+from lookahead.ngram.hit_rates import children_along
 for dtype in (np.int32, np.int64):
     children_along(np.zeros(2, np.int32), np.zeros(2, np.int32), np.zeros(2, dtype))
 """

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import lookahead.drafting.chain_lengths
 import lookahead.ngram.chain_proposer
 from lookahead.drafting.chain_lengths import BatchCost, ChainLengths
-from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chain_proposer import ChainProposer
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.hit_rates import HitRates
 from tests.support.index_queries import grow_trie
 
 

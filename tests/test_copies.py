@@ -6,9 +6,9 @@ from itertools import product
 
 import numpy as np
 
-from lookahead.ngram.acceptance import HitRates, hit_rate
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.features import feature_of_both, feature_of_match
+from lookahead.ngram.hit_rates import HitRates, hit_rate
 from tests.support.index_queries import grow_trie
 
 

@@ -16,8 +16,8 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Feedback
 from lookahead.errors import ConfigError, LookaheadError, PoolError
-from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR
+from lookahead.ngram.hit_rates import HitRates
 from lookahead.ngram.pool_file import Pool, write_pool
 from lookahead.proposers.ngram import NgramProposer
 from lookahead.proposers.pool_files import open_pool

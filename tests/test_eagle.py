@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import HeadsError
-from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, fused_layers
 from lookahead.plugins.heads.guess_tree import GuessTree
 from lookahead.plugins.heads.head_files import open_heads, write_heads

@@ -320,9 +320,9 @@ def test_the_likeliest_tokens_are_read_only_where_the_proposers_were_asked(
     read: list[bool] = []
     whole = lookahead.engine.engine.read_scores
 
-    def listen(logits: torch.Tensor, *, with_top: bool) -> Any:
-        read.append(with_top)
-        return whole(logits, with_top=with_top)
+    def listen(logits: torch.Tensor, count: int = 0) -> Any:
+        read.append(count > 0)
+        return whole(logits, count)
 
     monkeypatch.setattr("lookahead.engine.engine.read_scores", listen)
     monkeypatch.setattr("lookahead.drafting.budget.DraftingBudget.proposes", lambda *_: proposes)

@@ -23,7 +23,7 @@ from lookahead.loading.loading import LoadedModel, load
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.call_caches import CACHE
 from lookahead.model.model_state import state_of
-from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.plugins.heads import guess_tree
 from lookahead.plugins.heads.eagle import EagleHead
 from lookahead.plugins.heads.guess_tree import GuessTree

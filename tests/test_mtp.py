@@ -19,7 +19,7 @@ from transformers import (
 import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
-from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.plugins.heads.native_mtp import NativeDrafter, open_native
 from lookahead.plugins.heads.target import hidden_states
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from lookahead.ngram import acceptance as hits
 from lookahead.ngram import chains, search, window
-from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.features import RANKS, feature_of_match
+from lookahead.ngram.hit_rates import HitRates
 from tests.support.index_queries import find, grow_trie
 from tests.support.naive_index import continuation, find_by_scan
 
@@ -343,7 +343,7 @@ def test_without_compilation_the_cores_give_the_same():
     script = (
         "import numpy as np\n"
         "from lookahead.ngram.chains import ChainIndex\n"
-        "from lookahead.ngram.acceptance import HitRates\n"
+        "from lookahead.ngram.hit_rates import HitRates\n"
         "from lookahead.ngram.search import Search\n"
         "index, rates = ChainIndex(), HitRates()\n"
         "index.append([1, 2, 3, 2147483647, 1, 2, 4, 1, 2, 3, 5, 1, 2])\n"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from lookahead.drafting.proposal import Feedback, Proposal, Top
 from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
-from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.hit_rates import HitRates
 from lookahead.ngram.live_outputs import LiveOutputs
 from lookahead.ngram.prune import Limits
 from lookahead.proposers.ngram import Memory, NgramProposer

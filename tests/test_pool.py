@@ -15,8 +15,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, find_matches
+from lookahead.ngram.hit_rates import HitRates
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.proposers.ngram import NgramProposer
 from lookahead.proposers.pool_files import open_pool

@@ -16,7 +16,7 @@ from torch import Tensor
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.proposal import Call, Feedback, Proposal
-from lookahead.ngram.acceptance import HitRates
+from lookahead.ngram.hit_rates import HitRates
 from lookahead.proposers import ProposerState, make_proposers
 from lookahead.proposers.ngram import Memory, NgramProposer
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.hit_rates import HitRates
 from lookahead.ngram.memory_file import MemoryHeader, Records, aged, read_memory, records_of, table_of
 from lookahead.ngram.search import Search, Trie
 from lookahead.ngram.successors import SuccessorTable, store_tree

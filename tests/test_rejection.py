@@ -14,11 +14,10 @@ import lookahead
 from lookahead import ConfigError, DraftModel, LookaheadConfig
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
-from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.ngram.prune import Limits
 from lookahead.plugins.draft_models.draft_tree import LEVELS, DraftTree, DraftTreeBatch
-from lookahead.verification.exact import verify
-from lookahead.verification.rejection import RejectionRounds, coin, draw, draw_several
+from lookahead.verification.acceptance import Rejection, Target, coin, draw, draw_several
 from tests.support.engines import engine_of
 
 Prefix = tuple[int, ...]
@@ -63,8 +62,8 @@ def every_fall(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Prefix]) -> It
     while scripts:
         script = scripts.pop()
         dice = Dice(script)
-        monkeypatch.setattr("lookahead.verification.rejection.coin", dice.coin)
-        monkeypatch.setattr("lookahead.verification.rejection.draw", dice.draw)
+        monkeypatch.setattr("lookahead.verification.acceptance.coin", dice.coin)
+        monkeypatch.setattr("lookahead.verification.acceptance.draw", dice.draw)
         monkeypatch.setattr("lookahead.plugins.draft_models.draft_tree.draw_several", dice.draw_several)
         outcome = run()
         yield dice.weight, outcome
@@ -137,17 +136,13 @@ def step(target: Law, drafts: Sequence[Law], max_depth: int = 9, **shape: int) -
     """What one step emits after nothing, its draft drawn by several models."""
     offers = [grow(draft, **shape) for draft in drafts]
     draft = merge(0, offers, Limits(256, max_depth), sources=[1] * len(offers))
-    trials = RejectionRounds(offers, draft.placed)
     emitted: list[int] = []
 
-    def choose(node: int) -> int:
-        return trials.choose(node, target(tuple(emitted)))
-
-    def is_finished(token: int) -> bool:
+    def emit(token: int) -> bool:
         emitted.append(token)
         return False
 
-    verify(draft.tree, choose, is_finished)
+    Rejection().accept(draft, Target(NotImplemented, lambda node: target(tuple(emitted)), NotImplemented, emit))
     return tuple(emitted)
 
 

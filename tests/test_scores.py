@@ -7,9 +7,10 @@ import pytest
 import torch
 from numba import njit
 
-from lookahead.kernels import topk_cpu
 from lookahead.kernels.scalars import exp
-from lookahead.verification.exact import TOP, _read_tensors, likeliest, read_scores
+from lookahead.kernels.topk import DTYPES as CPU_DTYPES
+from lookahead.kernels.topk import _read_by_torch, likeliest, read_scores
+from lookahead.ngram.successors import TOP
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 VOCABULARIES = [1, 3, 7, 8, 9, 63, 64, 65, 129, 1000, 4096, 40_000]  # so many logits take several readings
@@ -29,7 +30,7 @@ def logits_of(vocabulary: int, dtype: torch.dtype, seed: int, *, levels: int | N
 @pytest.mark.parametrize("levels", [None, 1, 2, 40])
 def test_the_top_is_what_sorting_gives_and_the_lower_token_comes_first_among_equals(vocabulary, dtype, levels):
     logits = logits_of(vocabulary, dtype, seed=vocabulary, levels=levels)
-    scores = read_scores(logits, with_top=True)
+    scores = read_scores(logits, TOP)
     chances = logits.double().softmax(-1)
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[..., :TOP]
     kept = order.shape[-1]
@@ -47,9 +48,9 @@ def test_a_cpu_reads_what_torch_reads(vocabulary, dtype):
     # Two devices must not decode differently: the argmax is the same, ties included, and so is what is learned.
     for levels in (None, 3):
         logits = logits_of(vocabulary, dtype, seed=7, levels=levels)
-        ours, torchs = read_scores(logits, with_top=True), _read_tensors(logits, with_top=True)
+        ours, torchs = read_scores(logits, TOP), _read_by_torch(logits, TOP)
         assert (ours.argmax == torchs.argmax).all()
-        assert (read_scores(logits, with_top=False).argmax == torchs.argmax).all()
+        assert (read_scores(logits).argmax == torchs.argmax).all()
         np.testing.assert_allclose(ours.probabilities, torchs.probabilities, rtol=1e-5, atol=1e-6)
         if levels is None and dtype == torch.float32:
             assert (ours.top == torchs.top).all()
@@ -83,27 +84,27 @@ def test_what_is_no_finite_number_is_told_and_gives_no_probability_but_numbers(p
     if argmax is not None:
         assert wanted[0, 2] == argmax
     for with_top in (False, True):
-        scores = read_scores(logits, with_top=with_top)
+        scores = read_scores(logits, TOP if with_top else 0)
         assert (scores.argmax == wanted).all()
     assert (scores.probabilities >= 0).all() and (scores.probabilities <= 1).all()
     undefined = argmax == -1 or any(value == INFINITY for value in placed.values()) or placed.get(4) == -INFINITY
     if undefined:
         assert not scores.probabilities[0, 2].any()
-    torch.testing.assert_close(scores.probabilities, _read_tensors(logits, with_top=True).probabilities)
+    torch.testing.assert_close(scores.probabilities, _read_by_torch(logits, TOP).probabilities)
 
 
 def test_strided_logits_are_read_as_they_are_indexed():
     logits = logits_of(300, torch.float32, seed=3)
     strided = torch.stack([logits, torch.full_like(logits, 99.0)], 2).flatten(1, 2)[:, ::2]
     assert not strided.is_contiguous()
-    assert (read_scores(strided, with_top=True).top == read_scores(logits, with_top=True).top).all()
+    assert (read_scores(strided, TOP).top == read_scores(logits, TOP).top).all()
 
 
 def test_double_precision_keeps_its_own_order():
     # Told apart in double precision only: rounded to single, the first of the two would win.
     logits = torch.tensor([[[1.0, 1.0 + 1e-12, 0.0]]], dtype=torch.float64)
-    assert logits.dtype not in topk_cpu.DTYPES
-    assert read_scores(logits, with_top=False).argmax.tolist() == [[1]]
+    assert logits.dtype not in CPU_DTYPES
+    assert read_scores(logits).argmax.tolist() == [[1]]
 
 
 def test_the_exponential_is_that_of_float32():

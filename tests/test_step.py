@@ -17,6 +17,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.kernels import packed_product
 from lookahead.model.model_state import LearnedState, use_learned
+from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.engines import engine_of
 from tests.support.products import kept_choice
 from tests.support.simulated_devices import on_device
@@ -90,6 +91,17 @@ def test_a_step_runs_few_functions_of_few_files(model_of: tuple[Any, tuple[int, 
     assert len(most) <= functions + decides * DECIDING[0], sorted(most)
     entered = {file for file, _ in most}
     assert len(entered) <= files + decides * DECIDING[1], sorted(entered)
+
+
+@pytest.mark.parametrize("width", [1, 2, 17, 63])
+def test_a_step_emits_the_whole_of_a_draft_that_is_right_and_one_token_more(tiny_llama: Any, width: int) -> None:
+    ids = torch.tensor([IDS])
+    options = {"max_new_tokens": 2 + width, "do_sample": False}
+    answer = tiny_llama.generate(ids, **options)[0].tolist()
+    config = LookaheadConfig(draft="fixed", max_nodes=width)
+    with drafting_by(perfect([answer])):
+        steps = list(engine_of(tiny_llama, ids, **options, lookahead_config=config).run())
+    assert [step[0].tokens.tolist() for step in steps] == [answer[len(IDS) : len(IDS) + 1], answer[len(IDS) + 1 :]]
 
 
 def test_a_call_enters_few_files_before_its_first_text(tiny_llama: Any, tiny_tokenizer: Any) -> None:

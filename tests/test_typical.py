@@ -14,7 +14,7 @@ import lookahead
 from lookahead import ConfigError, LookaheadConfig
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.tree import TokenTree
-from lookahead.verification.typical import DELTA, EPSILON, longest_typical, threshold
+from lookahead.verification.acceptance import DELTA, EPSILON, longest_typical, threshold
 from tests.support.adversarial_proposers import Scripted, chain
 
 TYPICAL = LookaheadConfig(acceptance="typical", draft="fixed", memory="request")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.config import ACCEPTANCES
+from lookahead.drafting.proposal import Draws, Proposal
+from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
-from lookahead.verification.exact import verify
+from lookahead.verification.acceptance import EXACT, KINDS, Acceptance, Target, acceptance_of
 
 
 def target_choice(prefix: tuple[int, ...]) -> int:
@@ -36,6 +42,11 @@ def drafts(draw: st.DrawFn) -> TokenTree:
     return TokenTree.from_parents(tokens, parents)
 
 
+def target_of(choose: Callable[[int], int], emit: Callable[[int], bool]) -> Target:
+    """A target that is asked for its choices alone."""
+    return Target(choose, NotImplemented, NotImplemented, emit)
+
+
 def walk(tree: TokenTree, chosen: list[int], eos: int | None, limit: int) -> tuple[list[int], list[int], bool]:
     """The path and the tokens of a walk, and whether the output ended there."""
     ends: list[bool] = []
@@ -44,7 +55,7 @@ def walk(tree: TokenTree, chosen: list[int], eos: int | None, limit: int) -> tup
         ends.append(token == eos or len(ends) + 1 >= limit)
         return ends[-1]
 
-    path, tokens = verify(tree, lambda node: chosen[node], is_finished)
+    path, tokens, _ = EXACT.accept(Draft(tree, ()), target_of(chosen.__getitem__, is_finished))
     return path.tolist(), tokens.tolist(), ends[-1]
 
 
@@ -58,6 +69,8 @@ def test_any_draft_emits_what_token_by_token_decoding_emits(tree: TokenTree, eos
         assert (token == eos or i + 1 == limit) == (finished and i + 1 == len(tokens))
     assert len(tokens) == len(path)
     assert tree.tokens[path[1:]].tolist() == tokens[:-1]
+    following = tree.tokens[1:][tree.parents[1:] == path[-1]]
+    assert finished or tokens[-1] not in following, "a walk goes on as far as the draft is right"
 
 
 def chain(*tokens: int) -> TokenTree:
@@ -70,6 +83,8 @@ def test_an_empty_draft_emits_the_bonus_token_alone() -> None:
 
 def test_a_perfect_draft_emits_itself_and_the_bonus_token() -> None:
     assert walk(chain(5, 6, 7), [6, 7, 8], None, 100)[:2] == ([0, 1, 2], [6, 7, 8])
+    whole = list(range(5, 70))
+    assert walk(chain(*whole), [*whole[1:], 99], None, 100)[:2] == (list(range(65)), [*whole[1:], 99])
 
 
 def test_an_always_wrong_draft_costs_nothing_but_its_nodes() -> None:
@@ -92,5 +107,30 @@ def test_the_target_chooses_once_per_emitted_token_and_never_past_the_end() -> N
         asked.append(node)
         return node + 6
 
-    verify(chain(5, 6, 7, 8), choose, lambda token: token == 7)
+    EXACT.accept(Draft(chain(5, 6, 7, 8), ()), target_of(choose, lambda token: token == 7))
     assert asked == [0, 1]
+
+
+def test_every_acceptance_of_the_options_is_one_and_without_sampling_all_are_exact() -> None:
+    assert list(KINDS) == list(ACCEPTANCES)
+    for name, kind in KINDS.items():
+        assert kind.name == name and isinstance(kind, Acceptance)
+        assert acceptance_of(name, is_sampled=True) is kind and acceptance_of(name, is_sampled=False) is EXACT
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_every_acceptance_takes_a_whole_draft_that_is_certain(kind: Acceptance) -> None:
+    tokens = list(range(5, 70))
+    tree = chain(*tokens)
+    certain = torch.eye(100)[[*tokens[1:], 99]]
+    draws = Draws(certain, np.maximum(np.arange(len(tokens)) - 1, 0))
+    proposal = Proposal(tree.tokens, tree.parents, np.ones(len(tokens)), draws=draws)
+    draft = Draft(tree, (np.arange(len(tokens), dtype=np.int32),), proposals=[proposal])
+    target = Target(
+        choose=lambda node: int(certain[node].argmax()),
+        chances=lambda node: certain[node],
+        chances_after=lambda path: certain[path[-1]],
+        emit=lambda token: False,
+    )
+    path, emitted, away = kind.accept(draft, target)
+    assert (path.tolist(), emitted.tolist(), away) == (list(range(65)), [*tokens[1:], 99], 0.0)

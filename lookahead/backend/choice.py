@@ -24,12 +24,13 @@ def backend_for(model: PreTrainedModel, **options: Any) -> TorchBackend:
         **options: Options of `TorchBackend`; `packs` and `has_kernels` of `CpuBackend`; `captures` and `most_nodes` of
             `GpuBackend`.
     """
-    kind = _KINDS.get(input_device(model).type, TorchBackend)
-    if options.get("captures") and records_graphs(model):
-        kind = GpuBackend
+    kind = GpuBackend if options.get("captures") else _KINDS.get(input_device(model).type, TorchBackend)
     return kind(model, **{name: each for name, each in options.items() if issubclass(kind, _OPTIONS.get(name, kind))})
 
 
 def records_graphs(model: PreTrainedModel) -> bool:
     """Whether passes over drafts of a model are recorded as CUDA graphs: on one GPU, until a recording fails."""
-    return decoder_of(model) is model and cuda_graphs.graphs_unsupported_reason(model, input_device(model)) is None
+    device = input_device(model)
+    if device.type != "cuda" or decoder_of(model) is not model:
+        return False
+    return cuda_graphs.graphs_unsupported_reason(model, device) is None

@@ -18,7 +18,7 @@ from lookahead.cli.options import (
     read_prompt_file,
 )
 from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, reading, say, table
-from lookahead.config import LookaheadConfig
+from lookahead.config import ACCEPTANCES, LookaheadConfig
 from lookahead.errors import count
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ class GenerateOptions(OnePromptOptions, SamplingOptions, DraftingOptions, ModelO
     stats: bool = option(False, "Show decoding statistics on stderr.")
     as_json: bool = option(False, "Print one JSON object: text, tokens, finish reason, times and statistics.", "--json")
     draft_model: str | None = option(None, "Draft with this model too.", metavar="MODEL")
-    acceptance: str = option(
-        "exact", "exact; rejection: other tokens of the same distribution; typical: another distribution (lossy)."
-    )
+    acceptance: str = option("exact", "; ".join(f"{name}: {what}" for name, what in ACCEPTANCES.items()) + ".")
 
 
 def generate(options: GenerateOptions) -> None:

@@ -32,6 +32,7 @@ from lookahead.model.tensor_parallel import tensor_parallel_group, validate_tens
 from lookahead.proposers import ProposerState, make_proposers
 from lookahead.proposers.ngram import Memory
 from lookahead.proposers.pool_files import pool_of
+from lookahead.verification.acceptance import acceptance_of
 from lookahead.verification.stopping import StoppingRule
 
 # Bytes read over products, by data sheets: 0.0034 for an H100 SXM, 0.0065 for an A100, 0.0061 for an RTX 4090.
@@ -80,7 +81,7 @@ def assemble(
     config = _bounded(config, model, len(batch) or slots)
     rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
     captures = records_graphs(model) and reading is None and not (may_keep_states(model) and mixers_of(model))
-    by_rejection = config.acceptance == "rejection" and warp is not None
+    acceptance = acceptance_of(config.acceptance, is_sampled=warp is not None)
     call = Call(
         model=model,
         tokenizer=tokenizer,
@@ -90,13 +91,13 @@ def assemble(
         max_nodes=_node_budget(config, captures),
         is_chain=shape == "chains",
         is_timed=config.draft == "auto",
-        by_rejection=by_rejection,
+        by_rejection=acceptance.draws,
         warp=warp,
         inputs=None if encoded is None else encoded.tokens,
         encoded=encoded,
         predicts=predicts,
         # Drawn tokens can be neither cut nor extended.
-        is_constrained=not by_rejection and (is_constrained or any(row.forcing is not None for row in batch)),
+        is_constrained=not acceptance.draws and (is_constrained or any(row.forcing is not None for row in batch)),
     )
     proposers, controller = _drafting(
         config,
@@ -125,7 +126,7 @@ def assemble(
         make_inputs=make_inputs,
     )
     given = (backend, proposers, controller, config, call, batch)
-    return Engine(*given, policy=policy, keep_cache=keep_cache, isolates=isolates)
+    return Engine(*given, acceptance=acceptance, policy=policy, keep_cache=keep_cache, isolates=isolates)
 
 
 def has_kernels(model: PreTrainedModel, policy: BitPolicy | None = None, shape: Shape = "trees") -> bool:

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.support import support_of
 from lookahead.errors import PoolError
+from lookahead.kernels.topk import read_scores
 from lookahead.model.facts import cache_input, input_device, validate_causal_lm
 from lookahead.model.model_state import state_of
 from lookahead.ngram.chains import IntArray
@@ -24,11 +25,10 @@ from lookahead.ngram.memory_file import (
     table_of,
     write_memory,
 )
-from lookahead.ngram.successors import ORDERS, SuccessorTable
+from lookahead.ngram.successors import ORDERS, TOP, SuccessorTable
 from lookahead.proposers import ProposerState
 from lookahead.proposers.memory_files import EMPTY, header_of, merge_into, open_memory_file
 from lookahead.proposers.pool_files import TokenSource, changing, pool_errors
-from lookahead.verification.exact import read_scores
 
 _PASS_TOKENS = 512  # tokens of a pass over a text, without earlier context
 _ROOT: IntArray = np.zeros(1, np.int32)
@@ -78,7 +78,7 @@ def learn(table: SuccessorTable, model: PreTrainedModel, ids: IntArray) -> None:
         tokens = ids[begin : begin + _PASS_TOKENS]
         with torch.no_grad():
             inputs = torch.from_numpy(tokens[None].astype(np.int64)).to(input_device(model))
-            scores = read_scores(forward(input_ids=inputs, use_cache=False).logits, with_top=True)
+            scores = read_scores(forward(input_ids=inputs, use_cache=False).logits, TOP)
         assert scores.top is not None and scores.probabilities is not None
         parents = np.maximum(np.arange(tokens.size, dtype=np.int32) - 1, 0)
         before = ids[max(0, begin + 1 - ORDERS) : begin + 1]
@@ -99,7 +99,7 @@ def learn_vocabulary(
         cache.reorder_cache(cast(Any, torch.zeros(len(tokens)).long()))  # layers with states support it too
         with torch.no_grad():
             inputs = torch.from_numpy(tokens).long().to(input_device(model))
-            scores = read_scores(forward(input_ids=inputs, use_cache=True, **{name: cache}).logits, with_top=True)
+            scores = read_scores(forward(input_ids=inputs, use_cache=True, **{name: cache}).logits, TOP)
         assert scores.top is not None and scores.probabilities is not None
         for i, token in enumerate(tokens):
             table.store(token, _ROOT, token, scores.top[i], scores.probabilities[i])

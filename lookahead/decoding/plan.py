@@ -40,6 +40,7 @@ from lookahead.model.state_layers import takes_states
 from lookahead.model.state_scope import mixers_of
 from lookahead.proposers.ngram import Memory
 from lookahead.utils.seams import plugin_for
+from lookahead.verification.acceptance import KINDS, acceptance_of
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule, stateful_name, stateful_reason, stopping_rule
 
@@ -249,9 +250,9 @@ def plan_request(
         return replace(plan, reason=f"{lacking}; it is decoded plainly")
     if stopping.max_length <= longest + 1:
         return plan  # a single token: there is nothing to draft
-    is_lossy = config.acceptance == "typical"
+    acceptance = acceptance_of(config.acceptance, is_sampled=plan.is_sampled)
     given = call.logits_processor, call.stopping_criteria, generation_config
-    if reason := stateful_reason(*given, batch_size, is_lossy):
+    if reason := stateful_reason(*given, batch_size, acceptance):
         return replace(plan, reason=reason)
     if generation_config.use_cache is False and (name := stateful_name(*given)):
         return replace(plan, reason=f"{name} may edit a text that is read again for every token; it is decoded plainly")
@@ -334,13 +335,11 @@ def shape_of(
     batch: Any = {"rows": rows, "is_padded": is_padded, "is_rounded": is_rounded}
     if shape == "trees" and (reason := kind_of(model).trees_reason(model, **batch)):
         shape, why = "none", reason
-    acceptance = config.acceptance
     obstacles = {
         f"be decoded speculatively: {why}": shape == "none",
         f"be decoded speculatively for {rows} prompts at once: {why}": rows > 1,
         f"verify the lookahead branch: {why}": "jacobi" in config.proposers and not config.decides_branch,
-        f"verify what several proposers draw: {why}": acceptance == "rejection" and len(config.proposers) > 1,
-        f"accept {rows} inputs by acceptance={acceptance!r}: {why}": acceptance != "exact" and rows > 1,
+        f"verify what several proposers draw: {why}": KINDS[config.acceptance].draws and len(config.proposers) > 1,
     }
     met = [obstacle for obstacle, is_met in obstacles.items() if is_met and shape != "trees"]
     return shape, f"{type(model).__name__} cannot {met[0]}" if met else ""

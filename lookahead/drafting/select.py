@@ -25,13 +25,15 @@ class Draft(NamedTuple):
     """One row's tree, and the place of each proposal's nodes in it.
 
     For each proposer, `placed` holds the tree node of each node of its proposal, 0 if it was dropped; it is empty if
-    the proposer offered nothing. The sum of `path_probs` is the expected number of tokens of the step.
+    the proposer offered nothing. The sum of `path_probs` is the expected number of tokens of the step. A draft reduced
+    to its root has no `proposals`.
     """
 
     tree: TokenTree
     placed: tuple[IntArray, ...]
     path_probs: FloatArray = _CERTAIN  # [nodes], the probability that the node is accepted; 1 for the root
     required: IntArray = _NONE_REQUIRED  # [nodes], 1 if a node must be in the draft
+    proposals: Sequence[Proposal | None] = ()
 
     def root_only(self) -> Draft:
         """The draft reduced to its root."""
@@ -79,7 +81,7 @@ def merge(
     offered = arrays[0] if len(arrays) == 1 else tuple(map(np.concatenate, zip(*arrays, strict=True)))
     whole, path_probs, placed = _merge(root, offered, np.array(offers), (*limits,), costs)
     tree = TokenTree(whole[0], whole[1], whole[2], whole[3])
-    return Draft(tree, tuple([placed[each] for each in ranges]), path_probs, whole[4])
+    return Draft(tree, tuple([placed[each] for each in ranges]), path_probs, whole[4], proposals)
 
 
 class BatchValue(NamedTuple):
@@ -123,7 +125,7 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, is_rag
         place = np.where(keep, np.cumsum(keep, dtype=np.int32) - 1, 0)
         cut = TokenTree(tree.tokens[keep], place[tree.parents[keep]], tree.depths[keep], tree.sources[keep])
         placed = tuple(place[where] for where in draft.placed)
-        fitted.append(Draft(cut, placed, draft.path_probs[keep], draft.required[keep]))
+        fitted.append(Draft(cut, placed, draft.path_probs[keep], draft.required[keep], draft.proposals))
     return fitted
 
 

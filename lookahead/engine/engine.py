@@ -17,15 +17,16 @@ from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top,
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
+from lookahead.kernels.topk import Scores, read_scores
 from lookahead.model.cache import RowCopy
 from lookahead.model.facts import processes_of
 from lookahead.model.model_state import state_of
 from lookahead.model.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
+from lookahead.ngram.successors import TOP
 from lookahead.proposers.forced import ForcedTokens
 from lookahead.proposers.validated import ValidatedProposer
-from lookahead.verification.exact import Scores, read_scores
-from lookahead.verification.rejection import RejectionRounds
+from lookahead.verification.acceptance import EXACT, Acceptance
 
 if TYPE_CHECKING:
     from lookahead.backend.read_prompt import Prefix, ReadPrompt
@@ -43,6 +44,7 @@ class Engine:
         config: The options.
         call: The call that the proposers were made for.
         batch: The rows that `run` decodes, all rows of one call of `model.generate` and of the cache.
+        acceptance: Chooses the tokens of the rows.
         policy: The policy for the bits of the rows' logits.
         keep_cache: Whether `kept` holds the KV per layer of every finished row.
         isolates: Whether an error of one row ends only that row; its `StepOutput` then holds the error.
@@ -57,12 +59,13 @@ class Engine:
         call: Call,
         batch: Sequence[Row] = (),
         *,
+        acceptance: Acceptance = EXACT,
         policy: BitPolicy = BitPolicy.ROUNDED,
         keep_cache: bool = False,
         isolates: bool = False,
     ) -> None:
         self._backend, self._proposers, self._controller = backend, proposers, controller
-        self._policy = policy
+        self._acceptance, self._policy = acceptance, policy
         self._on_prefill: OnPrefill | None = None
         self._config, self._call = config, call
         self._tp_group = (
@@ -80,9 +83,7 @@ class Engine:
         self._readers = [each for each in proposers if isinstance(each, ValidatedProposer) and each.hidden_layers]
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
-        self._rounds: list[RejectionRounds] = []  # one per row, for acceptance by rejection
         self._has_forced = bool(proposers) and isinstance(proposers[-1], ForcedTokens)
-        self._by_typicality = config.acceptance == "typical" and call.warp is not None
         self._keep_cache, self._isolates = keep_cache, isolates
         self.kept: dict[int, RowCopy] = {}
         self._free_slots = list(range(backend.cache.slots.rows))[::-1]
@@ -163,7 +164,7 @@ class Engine:
             row.encoded, row.stats.backend = None, report.summary
             is_whole = (self._backend.is_read_whole and not prefixes) if read is None else read.is_whole
             row.policy = self._policy if is_whole else BitPolicy.ROUNDED
-        drafts, scores = self._root_only(rows), read_scores(logits, with_top=self._needs_top)
+        drafts, scores = self._root_only(rows), read_scores(logits, TOP if self._needs_top else 0)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:
             self._observe(rows, results, scores)
@@ -237,9 +238,6 @@ class Engine:
             )
             for row, proposals, size, tokens in zip(rows, proposed, sizes, left, strict=True)
         ]  # fmt: skip
-        if by_rejection:
-            pairs = zip(proposed, drafts, strict=True)
-            self._rounds = [RejectionRounds(proposals, draft.placed) for proposals, draft in pairs]
         if self._controller is None or not len(plan_costs):
             return drafts
         if len(rows) > 1:
@@ -250,7 +248,6 @@ class Engine:
 
     def _root_only(self, rows: Sequence[Row]) -> list[Draft]:
         """A tree of only the last token for every row, without calling proposers."""
-        self._rounds = [RejectionRounds((), ()) for _ in rows] if self._call.by_rejection else []
         return [Draft(TokenTree.root(row.last_token), (NO_NODES,) * len(self._proposers)) for row in rows]
 
     def _score(self, drafts: list[Draft], plan: StepPlan) -> tuple[list[Draft], Tensor, Scores, float]:
@@ -271,7 +268,7 @@ class Engine:
         # On a GPU reading also waits for the pass, which makes its time measurable.
         is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)
         if needs_argmax or needs_top or is_greedy or logits.device.type != "cpu":
-            scores = read_scores(logits, with_top=needs_top)
+            scores = read_scores(logits, TOP if needs_top else 0)
         if nodes > 1:
             wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()
             if wrong.any() and any(wrong[i, : len(draft.tree.tokens)].any() for i, draft in enumerate(drafts)):
@@ -279,7 +276,7 @@ class Engine:
                 for i in range(len(drafts)):
                     self.cache.wipe(i, int(self.cache.slots.lengths[i]))
                 logits = self._backend.score([draft.tree for draft in drafts], self._policy)
-                scores = read_scores(logits, with_top=False)
+                scores = read_scores(logits)
         return drafts, logits, scores, nodes
 
     def _verify(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[StepOutput]:
@@ -290,10 +287,9 @@ class Engine:
         results: list[StepOutput] = []
         for i, draft in enumerate(drafts):
             row = self._rows[first + i]
-            pick = self._rounds[i].choose if self._call.by_rejection else None
             try:
                 argmax = scores.argmax[i] if len(scores.argmax) else scores.argmax
-                results.append(row.verify(draft, logits[i], argmax, pick, is_typical=self._by_typicality))
+                results.append(row.verify(draft, logits[i], argmax, self._acceptance))
             except Exception as error:
                 if not self._isolates:
                     raise

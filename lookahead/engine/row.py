@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +19,9 @@ from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
-from lookahead.verification.exact import verify
+from lookahead.verification.acceptance import EXACT, Acceptance, Target
 from lookahead.verification.sampling import TokenChooser, not_a_number
 from lookahead.verification.stopping import FinishReason, StoppingRule
-from lookahead.verification.typical import Walk, longest_typical
-
-Pick = Callable[[int, Tensor], int]
 
 ROOT = np.zeros(1, np.int32)
 """The path of a step that accepted no node."""
@@ -130,42 +127,36 @@ class Row:
         offers, forced = self.forcing.constrain(ids, offers, max_nodes, least)
         return [*offers[:-1], forced]
 
-    def verify(
-        self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None, *, is_typical: bool = False
-    ) -> StepOutput:
-        """Walk a tree and append the emitted tokens to the ids.
+    def verify(self, draft: Draft, logits: Tensor, argmax: IntArray, acceptance: Acceptance = EXACT) -> StepOutput:
+        """Accept nodes of a scored draft, and append the emitted tokens to the ids.
 
         Args:
-            draft: The scored draft.
+            draft: The draft.
             logits: `[nodes or more, vocab]`.
             argmax: int32 `[nodes or more]`; read if the chooser is plain greedy.
-            pick: Chooses the token after a node from the probabilities, `[vocab]`; None for the choice of
-                `model.generate`.
-            is_typical: Whether typical acceptance applies, which is lossy.
+            acceptance: Chooses the tokens.
         """
-        nodes = len(draft.tree.tokens)
-        room = self.length + nodes
+        room = self.length + len(draft.tree.tokens)
         if room > self.ids.size:
             self.ids = np.resize(self.ids, 2 * room)
-        typical: Walk = {}
-        if is_typical and nodes > 1:
-            typical = longest_typical(draft.tree, partial(self._chances_after, draft.tree, logits))
+        target = Target(
+            choose=argmax.item if self.chooser.is_plain_greedy else partial(self._choose, logits),
+            chances=partial(self._chances, logits),
+            chances_after=partial(self._chances_after, draft.tree, logits),
+            emit=self._emit,
+        )
+        walk = acceptance.accept(draft, target)
+        self.stats.total_variation += walk.total_variation
+        return StepOutput(self.index, walk.tokens, self.finish_reason, draft, walk.path)
 
-        def choose(node: int) -> int:
-            if pick is None and node not in typical:
-                with self._showing() as seen:
-                    return self.chooser.choose(seen, logits[node], row=self.place, step=self.emitted)
-            chances = self.chooser.chances(self._seen(), logits[node], row=self.place, step=self.emitted)
-            if node in typical:
-                token, chance = typical[node]
-                self.stats.total_variation += 1.0 - chance
-                return token
-            assert pick is not None
-            return pick(node, chances)
+    def _choose(self, logits: Tensor, node: int) -> int:
+        """The token of `model.generate` after a node."""
+        with self._showing() as seen:
+            return self.chooser.choose(seen, logits[node], row=self.place, step=self.emitted)
 
-        choice = argmax.item if self.chooser.is_plain_greedy else choose
-        path, tokens = verify(draft.tree, choice, self._emit)
-        return StepOutput(self.index, tokens, self.finish_reason, draft, path)
+    def _chances(self, logits: Tensor, node: int) -> Tensor:
+        """The target's distribution after a node."""
+        return self.chooser.chances(self._seen(), logits[node], row=self.place, step=self.emitted)
 
     def _emit(self, token: int) -> bool:
         """Add a token to the ids; returns whether the walk ends with it: the output, or a criterion replaced it."""

@@ -13,7 +13,7 @@ from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.budget import Budget
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.errors import ProposerError
-from lookahead.ngram.acceptance import HitRates
+from lookahead.ngram.hit_rates import HitRates
 from lookahead.ngram.pool_file import Pool
 from lookahead.proposers.forced import ForcedTokens
 from lookahead.proposers.jacobi import JacobiProposer

@@ -10,8 +10,8 @@ import numpy as np
 from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 from lookahead.drafting.sizes import BranchSize
-from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.hit_rates import HitRates
 from lookahead.ngram.search import Search, Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow, WindowTree, ngrams_of_step
 

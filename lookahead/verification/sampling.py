@@ -13,8 +13,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from lookahead.errors import LogitsError
+from lookahead.kernels.topk import likeliest
 from lookahead.model.known_code import is_known
-from lookahead.verification.exact import likeliest
 from lookahead.verification.per_row import ForcingProcessor, is_per_row
 
 

@@ -13,6 +13,7 @@ from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from lookahead.model.known_code import is_known
+from lookahead.verification.acceptance import Acceptance
 from lookahead.verification.per_row import is_per_row
 from lookahead.verification.sampling import foreign_processor
 
@@ -68,29 +69,32 @@ def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaLis
 
 
 def stateful_reason(
-    processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, rows: int, is_lossy: bool
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    rows: int,
+    acceptance: Acceptance,
 ) -> str:
     """Why calls of a processor or criterion would differ from `model.generate`, or an empty string.
 
-    Rows of a batch advance at different rates, and with sampling, typical acceptance calls processors for tokens that
-    may not be emitted.
+    Rows of a batch advance at different rates, and an acceptance may call processors for tokens that are not emitted.
 
     Args:
         processors: The processors of the call.
         criteria: The stopping criteria of the call.
         config: The generation configuration of the call.
         rows: Rows of the batch, at least 1.
-        is_lossy: Whether acceptance is typical.
+        acceptance: The acceptance of the call.
     """
     if rows > 1 and (name := stateful_name(processors, criteria, config)):
         return (
             f"{name} may keep a state, or look at other rows, so it must see every step of the whole batch: the {rows} "
             "rows are decoded plainly; a single prompt is drafted for, and so are processors of lookahead.PerRow"
         )
-    if is_lossy and config.do_sample and (name := foreign_processor(processors, config, is_tentative=True)):
+    if acceptance.looks_ahead and (name := foreign_processor(processors, config, is_tentative=True)):
         return (
-            f"{name} may keep a state, and acceptance='typical' would ask it about tokens that are not emitted: the "
-            "call is decoded plainly; with acceptance='exact' a prompt by itself is drafted for"
+            f"{name} may keep a state, and acceptance={acceptance.name!r} would ask it about tokens that are not "
+            "emitted: the call is decoded plainly; with acceptance='exact' a prompt by itself is drafted for"
         )
     return ""
 

@@ -22,6 +22,7 @@ class Scripted:
     """
 
     sources, needs_argmax, needs_top, hidden_layers = ("scripted",), False, False, ()
+    reads_inputs = False
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
-from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import MAX_CONTEXT, Chains, IntArray, as_tokens, find_matches
+from lookahead.ngram.hit_rates import HitRates
 from lookahead.ngram.search import Search, Trie
 from lookahead.ngram.successors import ORDERS, UNIT, SuccessorTable, find_context, hash_context
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lookahead.drafting.proposal import Draws, IntArray, Proposal
 from lookahead.drafting.tree import TokenTree
-from lookahead.ngram.acceptance import AcceptanceTable, children_along
+from lookahead.ngram.hit_rates import AcceptanceTable, children_along
 from lookahead.ngram.prune import best_nodes
-from lookahead.verification.rejection import draw_several
+from lookahead.verification.acceptance import draw_several
 
 _MIN_PATH_PROB = 0.02  # candidates less likely to be reached are not scored
 _DRAW_EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.98])

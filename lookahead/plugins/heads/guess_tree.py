@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Feedback, Proposal
-from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.ngram.prune import IntArray, best_nodes
 from lookahead.plugins.heads.target import gather_positions, lm_head
 

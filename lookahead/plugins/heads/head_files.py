@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lookahead.errors import HeadsError, LookaheadError, one_line
-from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, fused_layers
 from lookahead.plugins.heads.guess_tree import HeadDrafter
 from lookahead.plugins.heads.medusa import MedusaDrafter, MedusaHeads

@@ -13,7 +13,7 @@ from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.loading.quantized import quantize_linears
 from lookahead.model.model_state import state_of
-from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.plugins.heads.head_files import Network, drafter_of, fresh_rates, open_heads
 from lookahead.plugins.heads.target import lm_head
 

@@ -1,6 +1,8 @@
-"""The likeliest tokens of logits on a CPU, found in one pass over the logits."""
+"""The likeliest tokens of logits: found in one pass over them on a CPU, elsewhere by torch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,24 +14,57 @@ from lookahead.utils.jit import njit
 
 IntArray = NDArray[np.int32]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of CPU logits that `rank` accepts
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of CPU logits that are read by the kernel
 _BLOCK = 64  # logits; the maximum of a block is kept, so that most logits are read once
 _AT_ONCE = 1 << 18  # logits converted to float32 at a time, so that the copy fits a core's cache
 _LOWEST = np.iinfo(np.int32).min
 _INFINITY = np.int32(0x7F800000)  # the bits of the float32
 
 
-def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.float32]]:
-    """Find the likeliest tokens. Ties are broken by the lower id.
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The most likely tokens after every node, before any logits processor; empty or None if not requested."""
 
-    Args:
-        logits: float32, bfloat16 or float16 `[rows, nodes, vocab]` on a CPU.
-        count: Number of tokens to return besides the argmax, at least 0.
+    argmax: IntArray  # int32 `[rows, nodes]`, negative if logits are NaN
+    top: IntArray | None = None  # int32 `[rows, nodes, count]`, most likely first, -1 beyond the vocabulary
+    probabilities: NDArray[np.float32] | None = None  # float32 `[rows, nodes, count]`, 0 if logits are not finite
 
-    Returns:
-        The argmax, int32 `[rows, nodes]`, -1 where a logit is NaN; the `count` likeliest tokens, int32
-        `[rows, nodes, count]`, -1 beyond the vocabulary; and their probabilities, float32 likewise, 0 if undefined.
+
+def likeliest(scores: Tensor) -> Tensor:
+    """The index of the highest of `[..., vocab]` scores, int32 `[...]`; negative if one is NaN."""
+    values, indices = scores.max(-1)
+    return torch.where(values.isnan(), -1, indices).to(torch.int32)
+
+
+def read_scores(logits: Tensor, count: int = 0) -> Scores:
+    """Find the argmax and the `count` likeliest tokens of logits `[rows, nodes, vocab]`; one copy to the host.
+
+    Ties are broken by the lower id, except by torch among the likeliest tokens.
     """
+    if logits.device.type == "cpu" and logits.dtype in DTYPES:
+        return _read_on_cpu(logits, count)
+    return _read_by_torch(logits, count)
+
+
+def _read_by_torch(logits: Tensor, count: int) -> Scores:
+    argmax = likeliest(logits)
+    if not count:
+        return Scores(argmax.cpu().numpy())
+    chances, top = logits.softmax(-1, dtype=torch.float32).topk(min(count, logits.shape[-1]))
+    chances = chances.nan_to_num(0.0)
+    if top.shape[-1] < count:
+        missing = (0, count - top.shape[-1])
+        chances, top = torch.nn.functional.pad(chances, missing), torch.nn.functional.pad(top, missing, value=-1)
+    # The first of the top may not be the argmax: among equal logits greedy decoding takes the lowest token.
+    packed = torch.cat((argmax[..., None], top.int(), chances.view(torch.int32)), -1).cpu().numpy()
+    return Scores(
+        np.ascontiguousarray(packed[..., 0]),
+        np.ascontiguousarray(packed[..., 1 : count + 1]),
+        np.ascontiguousarray(packed[..., count + 1 :]).view(np.float32),
+    )
+
+
+def _read_on_cpu(logits: Tensor, count: int) -> Scores:
     rows, nodes, vocabulary = logits.shape
     argmax = np.empty(rows * nodes, np.int32)
     top, chances = np.full((rows * nodes, count), -1, np.int32), np.zeros((rows * nodes, count), np.float32)
@@ -42,7 +77,9 @@ def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.flo
         else:
             values = flat[part].float().numpy()
         _rank(values, values.view(np.int32), argmax[part], top[part], chances[part])
-    return argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count)
+    if not count:
+        return Scores(argmax.reshape(rows, nodes))
+    return Scores(argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count))
 
 
 @njit(nogil=True)
