@@ -104,7 +104,7 @@ def assemble(
         call,
         memory,
         is_padded=captures,
-        runs_to_limit=not (stopping.custom or stopping.eos_tokens),
+        runs_to_limit=stopping.runs_to_limit,
         shows_hidden=not kind_of(model).has_encoder and reading is None,
     )
     # `generate` masks padding.

@@ -20,6 +20,7 @@ from lookahead.decoding.prompts import PromptReader, pad_prompts, pad_token_of
 from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.stats import DecodingStats, total_in_sequence
+from lookahead.verification.stopping import end_tokens
 
 TRANSFORMERS = "transformers"
 """The name of `model.generate`, the reference of the comparison."""
@@ -114,8 +115,7 @@ def decode_plainly(
     )
     begin_s, end = ticks[0][0], time.perf_counter()
     seconds: Any = {"prefill_s": begin_s - start, "decode_s": end - begin_s}
-    stops = model.generation_config.eos_token_id if model.generation_config is not None else None
-    stop_ids = set(stops) if isinstance(stops, list) else {stops}
+    stop_ids = end_tokens(getattr(model.generation_config, "eos_token_id", None))
     begin = 1 if has_encoder else len(ids[0])  # an encoder-decoder's output begins with its start token
     rows = [
         row[: next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))]

@@ -263,7 +263,7 @@ def plan_request(
         return replace(plan, reason=reason, is_refused=True)
     if (others or found.behind_own) and generation_config.use_cache is False:
         reason = f"{', '.join(others) or 'its prompt'} is read again for every token"
-    if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
+    if batch_size > 1 and stopping.ends_together:
         # transformers continues a stopped row until all rows are stopped: its length depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if shape == "none" or reason:

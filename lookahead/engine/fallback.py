@@ -18,7 +18,7 @@ from lookahead.backend.protocol import OnPrefill
 from lookahead.drafting.tree import IntArray
 from lookahead.engine.row import StepOutput
 from lookahead.stats import DecodingStats
-from lookahead.verification.stopping import FinishReason, reason_of
+from lookahead.verification.stopping import FinishReason, pads_after_end, reason_of
 
 # If several reasons end a row at one token, the first applies, as in `StoppingRule.finish_reason`.
 _STRONGEST_FIRST: tuple[FinishReason, ...] = ("stop", "criteria", "length")
@@ -86,7 +86,7 @@ class _RecordingCriteria(StoppingCriteriaList):
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         super().__init__(criteria)
         self.ends: dict[int, tuple[int, FinishReason]] = {}
-        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.pads = pads_after_end(criteria)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """Call all criteria, once and in order, as transformers' own list does."""

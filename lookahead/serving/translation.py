@@ -28,6 +28,7 @@ from lookahead.serving.request_schemas import (
 )
 from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.tool_calls import schema_of_call
+from lookahead.verification.stopping import end_tokens
 
 _AS_THEY_ARE = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
@@ -158,8 +159,7 @@ class Translator:
         # Special tokens are not part of the text, so a special stop token is not found there.
         special = self._tokenizer.get_added_vocab()
         if ends := [special[stop] for stop in body.stops if stop in special]:
-            known = resolved(self._model, None, {}, "eos_token_id")
-            options["eos_token_id"] = [*ends, *(known if isinstance(known, list) else [known] * (known is not None))]
+            options["eos_token_id"] = [*ends, *end_tokens(resolved(self._model, None, {}, "eos_token_id"))]
         if body.logit_bias:
             options["sequence_bias"] = {(self._token(token),): bias for token, bias in body.logit_bias.items()}
         if body.presence_penalty or body.frequency_penalty:

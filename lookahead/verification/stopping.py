@@ -45,9 +45,35 @@ class StoppingRule:
     eos_tokens: frozenset[int]
     custom: tuple[tuple[FinishReason, Callable[[Tensor, Sequence[Tensor]], bool]], ...] = ()
 
+    @property
+    def runs_to_limit(self) -> bool:
+        """Whether only the limit ends an output."""
+        return not (self.custom or self.eos_tokens)
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether transformers continues a row that a criterion ended until all rows of its batch have ended."""
+        return bool(self.custom) and not self.eos_tokens
+
     def within(self, context: int | None, padding: int = 0) -> StoppingRule:
         """The rule for a context of `context` tokens, None for no limit; one token may follow a full context."""
         return self if context is None else replace(self, max_length=min(self.max_length, padding + context + 1))
+
+
+def end_tokens(value: Any) -> list[int]:
+    """The tokens that end an output, of an `eos_token_id` as `model.generate` takes it.
+
+    Example:
+        >>> end_tokens(None), end_tokens(2), end_tokens(torch.tensor([2, 7]))
+        ([], [2], [2, 7])
+    """
+    value = value.tolist() if isinstance(value, Tensor) else value
+    return [value] if isinstance(value, int) else list(value or ())
+
+
+def pads_after_end(criteria: StoppingCriteriaList) -> bool:
+    """Whether transformers pads a row of a batch after its end, as it does with an end-of-sequence token."""
+    return any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
 
 def _is_plain(criterion: object, kinds: Collection[type] = _ROW_WISE) -> bool:

@@ -17,6 +17,7 @@ from lookahead.errors import ConfigError, LogitsError, first_line
 from lookahead.plugins.grammar.constrain import Constraint, constrain
 from lookahead.utils.seams import register
 from lookahead.verification.per_row import ForcingProcessor, PerRow
+from lookahead.verification.stopping import end_tokens
 
 # The format of `json.dumps`. With flexible white space a model can emit white space until its limit.
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -197,15 +198,13 @@ def _library() -> Any:
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, given: int | Sequence[int] | None) -> list[int]:
     """The end-of-sequence tokens; without one an output could not end where its grammar does."""
-    ends: Any = tokenizer.eos_token_id if given is None else given
-    ends = ends.tolist() if isinstance(ends, Tensor) else ends
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    ends = end_tokens(tokenizer.eos_token_id if given is None else given)
     if not ends or not all(isinstance(each, int) and 0 <= each < len(tokenizer) for each in ends):
         raise ConfigError(
             f"eos_token_id must be one or more tokens of the tokenizer for outputs that follow a grammar, 0 to "
             f"{len(tokenizer) - 1}, got {ends or None}"
         )
-    return cast(list[int], ends)
+    return ends
 
 
 def _grammar_text(matcher: Any, kind: str, given: Any) -> str:
