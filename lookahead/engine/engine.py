@@ -137,7 +137,7 @@ class Engine:
                 row.slot = self._free_slots.pop()
                 text = row.source  # the n-grams of a summary are in the encoder's input
                 for proposer in self._proposers:
-                    proposer.start(row.slot, row.text if proposer.reads_inputs else text)
+                    proposer.start(row.slot, row.text if getattr(proposer, "reads_inputs", False) else text)
                     if row.predictions:
                         proposer.expect(row.slot, row.predictions)
             self._rows_since_output_start += len(rows)

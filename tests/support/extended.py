@@ -44,7 +44,12 @@ EXTENDED = {
         "lookahead/*/quantized.py",
         "lookahead/*/foreign_layers.py",
     ),
-    "tests/test_speech.py": ("lookahead/backend/*", "lookahead/decoding/*", "lookahead/model/*"),
+    "tests/test_speech.py": (
+        "lookahead/backend/*",
+        "lookahead/decoding/*",
+        "lookahead/model/*",
+        "lookahead/plugins/encoder_decoder/*",
+    ),
     "tests/test_loaded_models.py": ("lookahead/backend/*", "lookahead/model/*"),
     "tests/test_adapters.py": ("lookahead/backend/*", "lookahead/*/enable.py", "lookahead/model/model_*"),
     # Sources of drafts and modes that are asked for
