@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lookahead.decoding.enable import enable as enable
     from lookahead.decoding.memory_building import save_memory as save_memory
     from lookahead.decoding.path_report import backend_report as backend_report
-    from lookahead.decoding.scheduler import Completion as Completion
+    from lookahead.decoding.request import Completion as Completion
     from lookahead.decoding.trace import Trace as Trace
     from lookahead.decoding.trace import trace as trace
     from lookahead.loading.loading import LoadedModel as LoadedModel
@@ -71,7 +71,7 @@ _NAMES_BY_MODULE = {
     "decoding.decode": ["decode"],
     "decoding.memory_building": ["save_memory"],
     "decoding.path_report": ["backend_report"],
-    "decoding.scheduler": ["Completion"],
+    "decoding.request": ["Completion"],
     "decoding.trace": ["Trace", "trace"],
     "backend.step_costs": ["load_costs", "prepare_costs", "save_costs"],
     "loading.loading": ["LoadedModel", "load", "prepare_process"],

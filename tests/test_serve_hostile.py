@@ -13,6 +13,9 @@ import pytest
 from pydantic import ValidationError
 
 import lookahead
+from lookahead.decoding.prompts_ahead import PromptsAhead
+from lookahead.decoding.request import Request
+from lookahead.engine.engine import Engine
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import GenerationRequest
@@ -168,8 +171,8 @@ def test_a_model_is_busy_from_a_request_on_until_its_end(prompt, folder, monkeyp
 
         return call
 
-    for name in ("_unread_of", "_admit", "_tell"):
-        monkeypatch.setattr(loop, name, watched(getattr(loop, name)))
+    for owner, name in ((PromptsAhead, "prefix_if_short"), (Engine, "admit"), (Engine, "step"), (Request, "take")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     loop.submit(GenerationRequest(ids=[5] * prompt, options={"max_new_tokens": 3, "do_sample": False}), tell)
     assert ended.wait(60) and len(busy) > 3 and all(busy)
     models.close()

@@ -15,6 +15,7 @@ from lookahead.decoding.cache_room import cache_tokens_of
 from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.scheduler import Scheduler
 from lookahead.errors import LogitsError
+from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.families import FAMILIES, build
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
@@ -240,7 +241,7 @@ def test_a_long_prompt_waits_until_the_cache_has_room_for_it(tiny_llama, tiny_to
         while waiting and scheduler.is_free:
             scheduler.put(*waiting.pop(0))
         done += scheduler.step()
-        slots = scheduler._engine.cache.slots
+        slots = scheduler._shared.engine.cache.slots
         sizes.add((slots.rows, slots.capacity))
     assert max(rows for rows, _ in sizes) > 1
     assert all(rows * capacity <= cache or rows == 1 for rows, capacity in sizes)
@@ -248,13 +249,31 @@ def test_a_long_prompt_waits_until_the_cache_has_room_for_it(tiny_llama, tiny_to
         assert each.token_ids == plainly(tiny_llama, tiny_tokenizer, prompts[each.index], **options)
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_drafts_count_among_the_tokens_that_rows_may_need(missing, tiny_llama, tiny_tokenizer):
+    prompts, new, nodes = texts(4, 40, 40), 12, 30
+    config = LookaheadConfig(draft="fixed", max_nodes=nodes)
+    reader = PromptReader(tiny_llama, tiny_tokenizer, config, max_new_tokens=new)
+    room = 3 * (40 + new + nodes + 1) - missing
+    scheduler, most = Scheduler(reader, rows=4, cache_tokens=room), 0
+    for index, prompt in enumerate(prompts):
+        scheduler.put(index, prompt)
+    with drafting_by(random_trees(101)):  # as many nodes as allowed, in the last steps too
+        while not scheduler.is_idle:
+            for requests in scheduler.steps():
+                most = max(most, len(requests))
+                slots = scheduler._shared.engine.cache.slots
+                assert slots.rows * slots.capacity <= room
+    assert most == 3 - missing
+
+
 def test_a_long_first_prompt_takes_no_more_of_the_cache_than_it_needs(tiny_llama, tiny_tokenizer):
     scheduler = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, max_new_tokens=12), rows=4, cache_tokens=600)
     scheduler.put(0, texts(1, 300, 300)[0])
     scheduler.step()
-    slots = scheduler._engine.cache.slots
+    slots = scheduler._shared.engine.cache.slots
     assert slots.rows * slots.capacity <= 600
-    assert scheduler._engine.cache.layers[0].keys.shape[:2] == (slots.rows, slots.capacity)
+    assert scheduler._shared.engine.cache.layers[0].keys.shape[:2] == (slots.rows, slots.capacity)
 
 
 def test_the_cache_takes_no_more_bytes_than_the_weights(tiny_llama, monkeypatch):
@@ -273,8 +292,8 @@ def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch)
     assert told[0] == (0, 100) and told[-1] == (100, 100)
     assert told == sorted(told) and len(told) > 5
     batched = []
-    scheduler = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, max_new_tokens=4), rows=2)
-    scheduler.on_prefill = lambda *told_now: batched.append(told_now)
+    reader = PromptReader(tiny_llama, tiny_tokenizer, max_new_tokens=4)
+    scheduler = Scheduler(reader, rows=2, on_prefill=lambda *told_now: batched.append(told_now))
     scheduler.put(0, prompt)
     scheduler.step()
     assert batched == told

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from lookahead import ConfigError, LookaheadConfig
-from lookahead.decoding.scheduler import Scheduler
+from lookahead.decoding.shared_rows import SharedRows
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.summarization.prompting import PromptFitter
 from lookahead.summarization.summarizer import Summarizer
@@ -85,17 +85,17 @@ def test_a_document_that_fails_is_rejected_alone(tiny_llama, tiny_tokenizer, mon
 
 
 def test_where_all_rows_fail_every_document_in_them_is_summarized_alone(tiny_llama, tiny_tokenizer, monkeypatch):
-    step, calls = Scheduler.step, []
+    steps, calls = SharedRows.steps, []
 
-    def failing(self):
+    def failing(*arguments):
         calls.append(1)
         if len(calls) % 3 == 2:
             raise MemoryError("no room")
-        return step(self)
+        return steps(*arguments)
 
-    monkeypatch.setattr(Scheduler, "step", failing)
+    monkeypatch.setattr(SharedRows, "steps", failing)
     summarizer = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=8)
-    assert_like_one_at_a_time(list(summarizer.summarize_all(documents(), 4)), summarizer)
+    assert_like_one_at_a_time(list(summarizer.summarize_all(documents(), 2)), summarizer)
     assert len(calls) > 5
 
 

@@ -23,7 +23,7 @@ from lookahead.errors import count
 
 if TYPE_CHECKING:
     from lookahead.backend.protocol import OnPrefill
-    from lookahead.decoding.hf_outputs import TextStream
+    from lookahead.decoding.text_stream import TextStream
 
 
 @dataclass(frozen=True, kw_only=True)

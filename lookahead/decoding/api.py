@@ -7,23 +7,26 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.backend.protocol import OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import validation
-from lookahead.decoding.hf_outputs import TextStream, collect, return_cache
+from lookahead.decoding.hf_outputs import return_cache
 from lookahead.decoding.loops import loops
 from lookahead.decoding.prediction_reading import Prediction, Predictions
 from lookahead.decoding.prompts import Prompt, PromptReader, Prompts, Truncation
+from lookahead.decoding.request import Completion
 from lookahead.decoding.sampling_rule import with_sampling
-from lookahead.decoding.scheduler import Completion, Scheduler
-from lookahead.errors import PromptError
+from lookahead.decoding.scheduler import Scheduler
+from lookahead.decoding.text_stream import TextStream
+from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.model.call_caches import cache_in
 from lookahead.stats import DecodingStats, total
 from lookahead.utils.seams import plugin_for
 from lookahead.verification.per_row import PerRow
-from lookahead.verification.stopping import FinishReason
+from lookahead.verification.stopping import FinishReason, stateful_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +127,21 @@ def generate(
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
-    engine = reader.plan(encoded, predictions=prediction).begin()
-    engine.report_prefill(on_prefill)
-    token_ids, reasons = collect(engine)
-    return_cache(engine, cache_in(generate_kwargs))
-    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
-    return GenerationResult(texts, token_ids, total(engine.stats), engine.stats, reasons)
+    scheduler = Scheduler(reader, on_prefill=on_prefill)
+    loop, done = scheduler.begin(reader.plan(encoded, predictions=prediction)), list[Completion]()
+    with loop.serving():
+        while not scheduler.is_idle:
+            done += scheduler.step()
+    return_cache(loop, cache_in(generate_kwargs))
+    done.sort(key=lambda completion: completion.index)
+    row_stats = [completion.stats for completion in done]
+    return GenerationResult(
+        [completion.text for completion in done],
+        [completion.token_ids for completion in done],
+        total(row_stats),
+        row_stats,
+        [completion.finish_reason or "length" for completion in done],
+    )
 
 
 def stream(
@@ -187,9 +199,9 @@ def stream(
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
-    engine = reader.plan(encoded, predictions=prediction).begin()
-    engine.report_prefill(on_prefill)
-    return TextStream(engine, tokenizer, cache_in(generate_kwargs))
+    scheduler = Scheduler(reader, on_prefill=on_prefill)
+    loop = scheduler.begin(reader.plan(encoded, predictions=prediction))
+    return TextStream(scheduler, loop, tokenizer, cache_in(generate_kwargs))
 
 
 def stream_many(
@@ -273,10 +285,24 @@ def stream_many(
         )
     if isinstance(prediction, str | Mapping) or not isinstance(prediction, Iterable | None):
         raise PromptError(f"prediction must have an entry for each prompt, got {type(prediction).__name__}")
+    _refuse_stateful(reader)
     expected = repeat(None) if prediction is None else iter(prediction)
     kept: dict[str, Any] = {"prefix_bytes": prefix_bytes, "seed": seed}
     scheduler = Scheduler(reader, rows, cache_tokens, predicts=prediction is not None, **kept)
     return _stream(scheduler, separated, expected)
+
+
+def _refuse_stateful(reader: PromptReader) -> None:
+    """Refuse processors and criteria that may keep a state from one prompt to the next."""
+    processors, criteria = (reader.options.get(name) or () for name in ("logits_processor", "stopping_criteria"))
+    name = stateful_name(LogitsProcessorList(processors), StoppingCriteriaList(criteria), GenerationConfig())
+    if not name and reader.options.get("prefix_allowed_tokens_fn") is not None:
+        name = "prefix_allowed_tokens_fn"
+    if name:
+        raise UnsupportedModelError(
+            f"{name} may keep a state, which would pass from one prompt to another; pass per_row, a function that "
+            "makes one for each prompt, or call lookahead.generate for one prompt at a time"
+        )
 
 
 def with_row_processors(

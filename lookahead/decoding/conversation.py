@@ -16,10 +16,11 @@ from lookahead.backend.read_prompt import PrefixStore, prefixes_of
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.decoding.api import stream
 from lookahead.decoding.chat_messages import check_messages
-from lookahead.decoding.hf_outputs import TextStream, append_states
+from lookahead.decoding.hf_outputs import append_states
 from lookahead.decoding.prediction_reading import Predictions
 from lookahead.decoding.prompts import Message, PromptReader, has_chat_template
 from lookahead.decoding.session_file import SessionFile, read_session
+from lookahead.decoding.text_stream import TextStream
 from lookahead.decoding.validation import check_pair, resolved
 from lookahead.errors import ConfigError, PromptError
 from lookahead.model.call_caches import CACHE, tokens_in

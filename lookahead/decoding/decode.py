@@ -92,7 +92,7 @@ def decode(
     if not isinstance(engine, Engine):
         return cast(Tensor | GenerateOutput, engine.sample(streamer=lookahead_streamer))
     pad, past = call.pad_token, cache_in(model_kwargs)
-    tokens, _ = collect(engine, lookahead_streamer, pad)
+    tokens = collect(engine, lookahead_streamer, pad)
     new = pad_sequence(
         [torch.tensor(row, device="cpu") for row in tokens], batch_first=True, padding_value=int(pad or 0)
     )

@@ -1,96 +1,25 @@
-"""Outputs: a stream of text, or tokens, scores and a cache as transformers returns them."""
+"""Outputs as transformers returns them: tokens, scores and a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerBase, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from lookahead.decoding.loops import loops
-from lookahead.decoding.text_pieces import TextPieces
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.model.cache import RowCopy, RowStates, TreeCache
 from lookahead.model.state_layers import has_states, load_states, states_in
-from lookahead.stats import DecodingStats
-from lookahead.verification.stopping import FinishReason
 
 
-class TextStream(Iterator[str]):
-    """The text of one prompt, piece by piece, as soon as its tokens are verified.
-
-    The pieces add up to `tokenizer.decode(token_ids, skip_special_tokens=True)`; a piece holds no text that later
-    tokens may change (`lookahead.decoding.text_pieces`).
-
-    Attributes:
-        token_ids: The new tokens so far, including an end-of-sequence token.
-        finish_reason: Why the output ended, as in `GenerationResult`; None until then.
-    """
-
-    def __init__(
-        self,
-        engine: Engine | PlainLoop,  # of one row
-        tokenizer: PreTrainedTokenizerBase,
-        past: object = None,  # a cache that gets the new keys and values, unless the output is closed early
-    ) -> None:
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self._engine, self._past = engine, past
-        self._pieces = self._run(tokenizer)
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """End the output here."""
-        self._pieces.close()
-
-    def serving(self) -> AbstractContextManager[None]:
-        """Keep the model in service for a block, for a loop over the pieces without pauses."""
-        return self._engine.serving()
-
-    @property
-    def stats(self) -> DecodingStats:
-        """The counters so far."""
-        return self._engine.stats[0]
-
-    @property
-    def loops(self) -> bool:
-        """Whether the output so far repeats one phrase up to its end (`lookahead.decoding.loops`)."""
-        return loops(self.token_ids)
-
-    @property
-    def kept(self) -> RowCopy | None:
-        """The final content of the engine's cache, if a cache was passed in."""
-        return getattr(self._engine, "kept", {}).get(0)
-
-    def _run(self, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
-        """Decode the tokens of every step into text."""
-        text = TextPieces(tokenizer)
-        for step_outputs in self._engine.run():
-            for step_output in step_outputs:
-                tokens = step_output.tokens.tolist()
-                self.token_ids += tokens
-                self.finish_reason = step_output.finish_reason
-                if piece := text.put(tokens):
-                    yield piece
-        return_cache(self._engine, self._past)
-        if piece := text.end():
-            yield piece
-
-
-def collect(
-    engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None
-) -> tuple[list[list[int]], list[FinishReason]]:
-    """Run an engine to its end and return the new tokens and reason of every row; a streamer gets columns."""
+def collect(engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None) -> list[list[int]]:
+    """Run an engine to its end and return the new tokens of every row; a streamer gets columns."""
     outputs: list[list[int]] = [[] for _ in engine.stats]
-    reasons: list[FinishReason] = ["length" for _ in engine.stats]
     running = set(range(len(outputs)))
     shown = 0
     try:
@@ -99,7 +28,6 @@ def collect(
                 for step_output in step_outputs:
                     outputs[step_output.row].extend(step_output.tokens.tolist())
                     if step_output.finish_reason is not None:
-                        reasons[step_output.row] = step_output.finish_reason
                         running.discard(step_output.row)
                 whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
                 for step in range(shown, whole if streamer is not None else shown):
@@ -115,7 +43,7 @@ def collect(
     for row in engine.batch if isinstance(engine, Engine) else ():
         if row.is_edited:
             outputs[row.place] = row.ids[row.length - row.emitted : row.length].tolist()
-    return outputs, reasons
+    return outputs
 
 
 def scores_by_step(rows: Sequence[Sequence[Tensor]], pad: int) -> tuple[Tensor, ...]:

@@ -1,85 +1,51 @@
-"""Continuous batching: many prompts in a fixed number of rows; when one ends, the next takes its row."""
+"""The scheduler: requests are put, stepped and cancelled. Every call of `lookahead` decodes with it."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal, cast
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.backend.protocol import OnPrefill
-from lookahead.backend.read_prompt import PrefixStore, ReadingAhead, prefixes_of, reads_apart
 from lookahead.backend.support import support_of
 from lookahead.config import LookaheadConfig, check_whole
-from lookahead.decoding.assembly import assemble, has_kernels
-from lookahead.decoding.cache_room import MAX_ROWS, cache_tokens_of, fits, make_room, rows_of
-from lookahead.decoding.loops import loops
-from lookahead.decoding.plan import RequestPlan, generator_for, joins_alone, shape_of
+from lookahead.decoding.cache_room import MAX_ROWS, cache_tokens_of, rows_of
+from lookahead.decoding.plan import Loop, RequestPlan, generator_for, joins_alone, shape_of
 from lookahead.decoding.prompts import Prompt, PromptReader
-from lookahead.decoding.validation import check_seed, validate_call
+from lookahead.decoding.prompts_ahead import PromptsAhead
+from lookahead.decoding.request import Completion, Request
+from lookahead.decoding.shared_rows import SharedRows
+from lookahead.decoding.validation import check_seed
 from lookahead.engine.engine import Engine
-from lookahead.engine.row import Row, StepOutput
-from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
+from lookahead.errors import LogitsError, PromptError
 from lookahead.model.facts import input_device, prefills_at_once
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import recognise
-from lookahead.stats import DecodingStats
-from lookahead.verification.stopping import FinishReason, stateful_name
 
-_PASS = {"cpu": 64, "cuda": 512}  # padding tokens that cost no more than another pass
-_PASSES = 8  # passes of a step in which no row ends; entering `serving` takes a tenth of a pass
 _SIMILAR = 0.75  # minimum ratio of the lengths of encoder inputs that are padded to one length
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt and its options; its `row`, a `Row`, is None if it is decoded outside the shared rows."""
-
-    index: int
-    ids: list[int]
-    max_new_tokens: int | None
-    prediction: Any = None
-    row: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The result of one prompt.
-
-    Attributes:
-        index: The number of the prompt, from 0.
-        text: Its new text, without special tokens.
-        token_ids: Its new tokens, including an end-of-sequence token.
-        stats: Its counters; seconds are wall time, shared with other rows.
-        error: Why the prompt could not be served; None if it was. Other prompts are not affected.
-        finish_reason: Why the output ended, `"stop"`, `"length"` or `"criteria"` as in `GenerationResult`; None after
-            an error.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    stats: DecodingStats = field(default_factory=DecodingStats)
-    error: Exception | None = None
-    finish_reason: FinishReason | None = None
-
-    @property
-    def loops(self) -> bool:
-        """Whether the output repeats one phrase up to its end (`lookahead.decoding.loops`)."""
-        return loops(self.token_ids)
-
-
 class Scheduler:
-    """Decodes the prompts of a reader in `rows` rows; prompts may be added while others are decoded.
+    """Decodes the requests of a reader in `rows` rows; others may be put meanwhile.
 
-    `rows`, `cache_tokens`, `prefix_bytes` and `seed` are as in `stream_many`; `on_prefill` may be set as in `generate`.
-    A prompt is decoded outside these rows where batching is not exact: with sampling without a seed, a user's own
+    `rows`, `cache_tokens`, `prefix_bytes` and `seed` are as in `stream_many`.
+
+    A request is decoded in a batch of its own where rows are not exact: with sampling without a seed, a user's own
     processors, criteria or proposers, and with models that cannot score trees.
+
+    Args:
+        reader: Reads the prompts.
+        rows: Requests decoded together.
+        cache_tokens: Capacity of the cache.
+        prefix_bytes: Bytes of keys and values of earlier texts to keep.
+        seed: Seed of the request with index 0.
+        predicts: Whether prompts may come with predictions.
+        is_mixed: Whether requests have options of their own, as those of a server; long prompts are then read on
+            another thread, so that running outputs continue meanwhile; on a GPU between two steps.
+        on_prefill: As in `generate`.
     """
 
     def __init__(
@@ -90,243 +56,229 @@ class Scheduler:
         *,
         prefix_bytes: int = 0,
         seed: int | None = None,
-        predicts: bool = False,  # whether prompts may come with predictions
+        predicts: bool = False,
+        is_mixed: bool = False,
+        on_prefill: OnPrefill | None = None,
     ) -> None:
-        self._reader, self._model, self._tokenizer = reader, reader.model, reader.tokenizer
-        self._config = config = reader.config or LookaheadConfig()
-        processors, criteria = (reader.options.get(name) or () for name in ("logits_processor", "stopping_criteria"))
-        name = stateful_name(LogitsProcessorList(processors), StoppingCriteriaList(criteria), GenerationConfig())
-        if not name and reader.options.get("prefix_allowed_tokens_fn") is not None:
-            name = "prefix_allowed_tokens_fn"
-        if name:
-            raise UnsupportedModelError(
-                f"{name} may keep a state, which would pass from one prompt to another; pass per_row, a function that "
-                "makes one for each prompt, or call lookahead.generate for one prompt at a time"
-            )
-        has_encoder, kind = kind_of(self._model).has_encoder, input_device(self._model).type
-        own = reader.has_own or not all(isinstance(each, str) for each in config.proposers)
-        found = support_of(self._model, shortest=1, max_length=1, trusted=config.trust_user_code)
-        # Draws, beams, stop strings, time limits and decoder prompts belong to one call.
-        self._shares_batches = (
-            has_encoder
-            and not (own or criteria or reader.option("do_sample") or reader.option("max_time"))
-            and (reader.option("num_beams") or 1) == 1
-            and not {"decoder_input_ids", "decoder_attention_mask"} & reader.options.keys()
-            and config.acceptance == "exact"
-            and shape_of(self._model, found, config, rows=2)[0] == "trees"
-        )
-        # A user's objects belong to the rows of one call.
-        self._is_apart = own or prefills_at_once(self._model)
-        # If the model itself must read a prompt, `RequestPlan` has already read it.
-        self._is_apart |= not has_encoder and found.behind_own
-        if has_encoder and not (self._shares_batches and joins_alone(self._model, config)):
-            self._is_apart = True  # `put` would run the encoder only to resolve options
-        self.rows = rows_of(self._model) if rows is None else rows
-        check_whole("rows", self.rows, 1, MAX_ROWS)
-        self._cache_tokens = cache_tokens_of(self._model, self.rows) if cache_tokens is None else cache_tokens
-        check_whole("cache_tokens", self._cache_tokens, 1)
+        self._reader, self._config = reader, reader.config or LookaheadConfig()
+        if rows is not None:
+            check_whole("rows", rows, 1, MAX_ROWS)
+        if cache_tokens is not None:
+            check_whole("cache_tokens", cache_tokens, 1)
         check_whole("prefix_bytes", prefix_bytes, 0)
         check_seed(seed)
-        self._prefix_bytes, self._seed, self._predicts = prefix_bytes, seed, predicts
-        self._prefixes: PrefixStore | None = None
-        self._has_warned = False
-        self._reader_ahead: ReadingAhead | None = None
-        self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
-        self._engine: Engine | None = None
-        self.on_prefill: OnPrefill | None = None
+        self._most, self._room, self._prefix_bytes, self._seed = rows, cache_tokens, prefix_bytes, seed
+        self._predicts, self._is_mixed, self._on_prefill, self._has_warned = predicts, is_mixed, on_prefill, False
         self._waiting: deque[Request] = deque()
-        self._running: dict[int, Request] = {}
-        self._failed: list[Completion] = []
-        self._apart: Iterator[list[Completion]] | None = None
+        self._ended: list[Request] = []  # before their first step
+        self._group: Sequence[Request] = ()  # the requests of the batch that is being decoded
+        self._group_steps: Iterator[list[Request]] = iter(())
+        self._shared: SharedRows | None = None
+
+    @cached_property
+    def rows(self) -> int:
+        """Requests decoded together."""
+        return rows_of(self._reader.model) if self._most is None else self._most
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that are being decoded, or whose prompts are being read."""
+        group = [request for request in self._group if not request.is_over]
+        return [*group, *(self._shared.unfinished if self._shared is not None else ())]
 
     @property
     def is_free(self) -> bool:
-        """Whether a row is free for another prompt."""
-        return not self._failed and len(self._waiting) + len(self._running) < self.rows
+        """Whether a row is free for another request."""
+        return not self._ended and len(self._waiting) + len(self.running) < self.rows
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
-        return not (self._failed or self._waiting or self._running)
+        return not (self._ended or self._waiting or self.running)
 
     @property
-    def written(self) -> list[int]:
-        """New tokens so far of every prompt in a row."""
-        return [request.row.emitted for request in self._running.values() if request.row is not None]
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of the rows."""
+        engine = self._shared.engine if self._shared is not None else None
+        return 0 if engine is None else sum(buffer.nbytes for buffer in engine.cache.buffers())
 
-    def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None, prediction: Any = None) -> None:
-        """Add a prompt in a form of `generate`; its `index` is unique among unfinished prompts."""
+    def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None, prediction: Any = None) -> Request:
+        """Add a prompt in a form of `generate`; its `index` is unique among unfinished requests."""
+        request = Request(index, max_new_tokens=max_new_tokens)
         try:
-            ids = self._reader.read(prompt, index)
-            expected = self._reader.read_prediction(prediction, index)
-            row = None if self._is_apart else self._row_of(index, self._reader.plan([ids], max_new_tokens, [expected]))
+            request.ids = ids = self._reader.read(prompt, index)
+            request.prediction = self._reader.read_prediction(prediction, index)
+            if self._seed is not None:
+                request.seed = self._seed + index - (1 << 64 if self._seed + index >= 1 << 64 else 0)
+            if self._shares == "rows":
+                plan = self._reader.plan([ids], max_new_tokens, [request.prediction])
+                if plan.is_sampled and request.seed is not None:
+                    plan = replace(plan, generator=generator_for(self._reader.model, request.seed))
+                request.join(plan)
+            self.add(request)
         except PromptError as error:
-            self._failed.append(Completion(index, error=error))
-            return
-        self._waiting.append(Request(index, ids, max_new_tokens, expected, row))
+            request.fail(error)
+            self._ended.append(request)
+        return request
 
-    def _row_of(self, index: int, plan: RequestPlan) -> Row | None:
-        """A row for a prompt; None if it cannot share a batch."""
-        if self._seed is not None and plan.is_sampled:
-            plan = replace(plan, generator=generator_for(self._model, self._seed_of(index)))
-        validate_call(plan.call.model, plan.call.generation_config, plan.call.model_kwargs)
-        if not plan.can_join:
-            return None
-        (row,), encoded = plan.rows(), plan.encoded()
-        row.index, row.device = index, input_device(self._model)
-        if encoded is not None:
-            row.read_by_encoder(encoded.tokens[0], encoded)
-        return row
+    def add(self, request: Request) -> None:
+        """Add a request that has a plan or a row."""
+        self._waiting.append(request)
 
-    def _seed_of(self, index: int) -> int:
-        """The seed of a prompt."""
-        assert self._seed is not None
-        seed = self._seed + index
-        return seed if seed < 1 << 64 else seed - (1 << 64)
+    def begin(self, plan: RequestPlan) -> Loop:
+        """Begin to decode a plan in a batch of its own, a request for each row; the scheduler must be idle."""
+        loop = plan.begin()
+        self._group = [Request(i) for i in range(len(loop.stats))]
+        self._group_steps = self._follow(loop, self._group)
+        return loop
+
+    def cancel(self, request: Request) -> None:
+        """End a request, from any thread; its row is free before the next pass."""
+        request.is_cancelled = True
+
+    def clear(self) -> list[Request]:
+        """Drop the requests that are being decoded, after an error; returns them. Others stay."""
+        dropped, self._group = self.running, ()
+        if self._shared is not None:
+            self._shared.clear()
+        return dropped
 
     def step(self) -> list[Completion]:
-        """Admit the prompts that fit; if none does, advance the rows until one ends, at most `_PASSES` passes."""
-        if self._failed:
-            failed, self._failed = self._failed, []
-            return failed
-        if self._apart is None and self._waiting and self._waiting[0].row is None:
-            self._apart = self._decode_group(self._alike())
-        if self._apart is not None:
-            done = next(self._apart, None)
-            if done is not None:
-                return done
-            self._apart = None
-        joining = self._joining()
-        engine = self._engine
-        if engine is None or not self._running:
-            return []
-        step_outputs: list[StepOutput] = []
-        engine.report_prefill(self.on_prefill)
-        if joining and self._prefix_bytes:
-            recognise(self._model, trusted=self._config.trust_user_code)
-        with engine.serving():
-            for rows in self._in_passes(joining):
-                step_outputs += self._admit(engine, rows)
-            for _ in range(0 if joining else _PASSES):
-                step_outputs = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
-                if any(each.finished for each in step_outputs):
-                    break
-        ended = [(each, self._running[each.row].row) for each in step_outputs if each.finished]
-        for _, row in ended:
-            held = engine.kept.pop(row.index, None)
-            if held is not None and self._prefixes is not None:
-                self._prefixes.put(row.text[: held.tokens], held)
-        return [self._completion(last.row, last, row.stats, row) for last, row in ended]
+        """Decode a block of steps; returns the results of the prompts that ended."""
+        try:
+            ended = [request for requests in self.steps() for request in requests if request.is_finished]
+        except RuntimeError as error:
+            if isinstance(error.__cause__, StopIteration):  # raised by a processor or criterion inside a generator
+                raise error.__cause__ from None
+            raise
+        return [self._completion(request) for request in ended]
 
-    def _admit(self, engine: Engine, rows: Sequence[Row]) -> list[StepOutput]:
-        """Admit rows; if earlier texts are kept, a prompt that starts with one of them reads only the rest."""
-        if not self._prefix_bytes:
-            return engine.admit(rows)
-        (row,), store = rows, prefixes_of(self._model, self._prefix_bytes)
-        if store is not self._prefixes:
-            options = {"has_kernels": has_kernels(self._model)}
-            self._prefixes, self._reader_ahead = store, ReadingAhead(self._model, store, options)
-        if self._reader_ahead is None or not reads_apart(self._model):
-            return engine.admit(rows, prefixes=[store.longest(row.text)])
-        began = time.perf_counter()
-        read = self._reader_ahead.read(row.text)
-        row.stats.prefill_s = time.perf_counter() - began
-        return engine.admit(rows, read=read)
+    def steps(self) -> Iterator[list[Request]]:
+        """Decode a block of steps, which ends with the first request; yields those that got tokens or ended in each."""
+        gone = [request for request in self._waiting if request.is_cancelled]
+        for request in gone:
+            self._waiting.remove(request)
+            request.is_over = True
+        ended, self._ended = [*self._ended, *gone], []
+        if ended:
+            yield ended
+            return
+        if all(request.is_over for request in self._group):
+            self._group = ()
+        if not self._group and self._waiting and self._waiting[0].row is None:
+            self._group = self._alike()
+            self._group_steps = self._decode(self._group)
+        if self._group:
+            requests = next(self._group_steps, None)
+            if requests is not None:
+                yield requests
+            return
+        if self._shared is None and self._waiting:
+            self._shared = self._open_rows()
+        if self._shared is not None:
+            yield from self._shared.steps(self._waiting)
 
-    def _completion(self, index: int, last: StepOutput, stats: DecodingStats, row: Row | None) -> Completion:
-        """The result of a prompt that ended with a step; without a row, this step holds all its tokens."""
-        del self._running[index]
+    def close(self) -> None:
+        """End the thread that reads prompts."""
+        if self._shared is not None:
+            self._shared.close()
+
+    def _completion(self, request: Request) -> Completion:
+        """The result of a request that ended."""
+        last, ids = request.last, request.token_ids
+        assert last is not None
         if last.error is not None:
-            return Completion(index, stats=stats, error=last.error)
-        ids = (last.tokens if row is None else row.ids[row.length - row.emitted : row.length]).tolist()
-        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
-        return Completion(index, text, ids, stats, finish_reason=last.finish_reason)
+            return Completion(request.index, stats=request.stats, error=last.error)
+        text = str(self._reader.tokenizer.decode(ids, skip_special_tokens=True))
+        return Completion(request.index, text, ids, request.stats, finish_reason=last.finish_reason)
+
+    @cached_property
+    def _shares(self) -> Literal["rows", "batches", "nothing"]:
+        """What the prompts of the reader share."""
+        reader, model, config = self._reader, self._reader.model, self._config
+        # A user's objects belong to the rows of one call.
+        own = reader.has_own or not all(isinstance(proposer, str) for proposer in config.proposers)
+        if own or prefills_at_once(model):
+            return "nothing"
+        found = support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
+        if not kind_of(model).has_encoder:
+            # If the model itself must read a prompt, its plan has already read it.
+            return "nothing" if found.behind_own else "rows"
+        # Draws, beams, stop strings, time limits and decoder prompts belong to one call.
+        is_single = reader.option("do_sample") or reader.option("max_time") or (reader.option("num_beams") or 1) > 1
+        is_single = is_single or bool({"decoder_input_ids", "decoder_attention_mask"} & reader.options.keys())
+        if is_single or reader.options.get("stopping_criteria") or config.acceptance != "exact":
+            return "nothing"
+        if shape_of(model, found, config, rows=2)[0] != "trees":
+            return "nothing"
+        return "rows" if joins_alone(model, config) else "batches"
+
+    @cached_property
+    def _cache_tokens(self) -> int:
+        return cache_tokens_of(self._reader.model, self.rows) if self._room is None else self._room
+
+    def _open_rows(self) -> SharedRows:
+        """The rows of one engine for all requests that can share it."""
+        model, config, ahead = self._reader.model, self._config, None
+        if self._prefix_bytes or self._is_mixed:
+            is_beside = self._is_mixed and input_device(model).type == "cpu"
+            ahead = PromptsAhead(model, config, self._prefix_bytes, is_beside=is_beside)
+        given: dict[str, Any] = {"predicts": self._predicts, "is_mixed": self._is_mixed, "on_prefill": self._on_prefill}
+        return SharedRows(self._reader, self.rows, self._cache_tokens, ahead, **given)
 
     def _alike(self) -> list[Request]:
-        """Take the first waiting prompt, which has no row, and prompts of similar length that may share its batch."""
+        """Take the first waiting request, which has no row, and those of similar length that may share its batch."""
         first = self._waiting[0]
-        most = int(self._cache_tokens * _SIMILAR / len(first.ids)) if self._shares_batches else 1
+        most = int(self._cache_tokens * _SIMILAR / len(first.ids)) if self._shares == "batches" else 1
 
         def is_similar(request: Request) -> bool:
             lengths = len(request.ids), len(first.ids)
             return min(lengths) >= _SIMILAR * max(lengths) and request.max_new_tokens == first.max_new_tokens
 
-        group = list(filter(is_similar, self._waiting))[: max(1, most)]
-        self._waiting = deque(request for request in self._waiting if request not in group)
+        group = [first] if most < 2 else list(filter(is_similar, self._waiting))[:most]
+        for request in group:
+            self._waiting.remove(request)
         return group
 
-    def _decode_group(self, group: Sequence[Request]) -> Iterator[list[Completion]]:
-        """Decode prompts as a batch; if one fails, the unfinished ones are decoded again, each alone."""
-        self._running |= {request.index: request for request in group}
+    def _decode(self, group: Sequence[Request]) -> Iterator[list[Request]]:
+        """Decode requests as a batch; if one fails, the unfinished ones are decoded again, each alone."""
+        first = group[0]
         try:
-            if self._seed is not None:
-                torch.manual_seed(self._seed_of(group[0].index))
-            ids, predictions = zip(*((request.ids, request.prediction) for request in group), strict=True)
-            engine = self._reader.plan(ids, group[0].max_new_tokens, predictions).begin(warns=not self._has_warned)
+            if first.seed is not None:
+                torch.manual_seed(first.seed)
+            plan = first.plan
+            if plan is None:
+                ids, predictions = zip(*((request.ids, request.prediction) for request in group), strict=True)
+                plan = self._reader.plan(ids, first.max_new_tokens, predictions)
+            loop = plan.begin(warns=not self._has_warned)
             self._has_warned = True  # once for all prompts
-            engine.report_prefill(self.on_prefill)
-            rows = engine.batch if isinstance(engine, Engine) else [None] * len(group)
-            for step_outputs in engine.run():  # later rows are further sequences of a prompt
-                ended = [(each, each.row) for each in step_outputs if each.finished and each.row < len(group)]
-                yield [self._completion(group[i].index, last, engine.stats[i], rows[i]) for last, i in ended]
+            if not isinstance(loop, Engine):
+                loop.end_if(lambda: all(request.is_cancelled for request in group))
+            yield from self._follow(loop, group)
         except (PromptError, LogitsError) as error:
             if len(group) == 1:
-                yield [Completion(group[0].index, error=error)]
-            for request in group if len(group) > 1 else ():
-                if request.index in self._running:
-                    yield from self._decode_group([request])
-        finally:
+                first.fail(error)
+                yield [first]
+                return
             for request in group:
-                self._running.pop(request.index, None)
+                if not request.is_over:
+                    yield from self._decode([request])
 
-    def _joining(self) -> list[Row]:
-        """Take the next prompts in order while rows and slots are free."""
-        joining: list[Row] = []
-        needs = list(map(self._tokens_of, self._running.values()))
-        while self._waiting and len(needs) < self.rows:
-            request = self._waiting[0]
-            if request.row is None or not fits([*needs, self._tokens_of(request)], self._cache_tokens):
-                break
-            needs.append(self._tokens_of(request))
-            self._running[request.index] = self._waiting.popleft()
-            joining.append(request.row)
-        if joining:
-            self._make_room(joining[0], max(needs))
-        return joining
-
-    def _slots_of(self, request: Request) -> int:
-        """Slots that a request may need in the cache, drafts included."""
-        return int(request.row.stopping.max_length) + self._config.node_budget + 1
-
-    def _tokens_of(self, request: Request) -> int:
-        """Tokens whose keys and values a request may need, including an encoder's input."""
-        return self._slots_of(request) + (len(request.ids) if kind_of(self._model).has_encoder else 0)
-
-    def _make_room(self, first: Row, longest: int) -> None:
-        """Grow the cache for the running requests, each of at most `longest` tokens."""
-        if self._engine is None:
-            model, config, tokenizer = self._model, self._config, self._tokenizer
-            self._engine = assemble(
-                model,
-                config,
-                first.stopping,
-                tokenizer,
-                slots=self.rows,
-                predicts=self._predicts,
-                is_constrained=first.forcing is not None,  # the options of all prompts are the same
-                keep_cache=self._prefix_bytes > 0,
-            )
-        needs = list(map(self._slots_of, self._running.values()))
-        make_room(self._engine.cache, needs, self._cache_tokens, self.rows, longest)
-
-    def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Group rows of similar prompt length, which are read in one pass with little padding."""
-        if self._prefix_bytes or (self._engine is not None and self._engine.reads_alone):
-            return [[row] for row in rows]
-        passes: list[list[Row]] = []
-        for row in sorted(rows, key=lambda each: each.tokens):
-            if passes and len(passes[-1]) * (row.tokens - passes[-1][-1].tokens) <= self._pass_tokens:
-                passes[-1].append(row)
-            else:
-                passes.append([row])
-        return passes
+    def _follow(self, loop: Loop, group: Sequence[Request]) -> Iterator[list[Request]]:
+        """Run a loop to its end; yields the requests that got tokens or ended in a step. Its first rows are theirs."""
+        loop.report_prefill(self._on_prefill)
+        rows = loop.batch if isinstance(loop, Engine) else [None] * len(group)
+        for request, row, stats in zip(group, rows, loop.stats, strict=False):
+            request.row, request.stats = row, stats
+        for outputs in loop.run():
+            taken = [(group[output.row], output) for output in outputs if output.row < len(group)]
+            for request, output in taken:
+                request.take(output)
+            yield [request for request, _ in taken]
+            gone = [request for request in group if request.is_cancelled and not request.is_over]
+            for request in gone:
+                request.is_over = True
+                with loop.serving():
+                    cast(Engine, loop).end(request.row.index)
+            if gone:
+                yield gone

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lookahead.backend.protocol import OnPrefill
 from lookahead.drafting.tree import IntArray
@@ -55,6 +55,10 @@ class PlainLoop:
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
         """Does nothing: the loop of transformers reads the prompt in one pass."""
 
+    def end_if(self, is_cancelled: Callable[[], bool]) -> None:
+        """End at the first token after which `is_cancelled` holds."""
+        self._criteria.append(_Cancelled(is_cancelled))
+
     def run(self) -> Iterator[list[StepOutput]]:
         """Decode every row to its end and yield all of it at once."""
         start = time.perf_counter()
@@ -75,6 +79,15 @@ class PlainLoop:
             stats.decode_s = stats.ttft_s = seconds
             step_outputs.append(StepOutput(row, tokens, reason if end <= limit else "length"))
         yield step_outputs
+
+
+class _Cancelled(StoppingCriteria):
+    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
+        self._is_cancelled = is_cancelled
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Whether the rows end here."""
+        return torch.full((len(input_ids),), self._is_cancelled(), device=input_ids.device)
 
 
 class _RecordingCriteria(StoppingCriteriaList):

@@ -86,9 +86,9 @@ class Update:
 class Ticket:
     """A handle of a submitted request."""
 
-    def __init__(self) -> None:
-        self.is_cancelled = False
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
 
     def cancel(self) -> None:
         """End the output soon; the last update says `"cancelled"`, unless it has ended."""
-        self.is_cancelled = True
+        self._cancel()

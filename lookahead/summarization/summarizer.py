@@ -19,7 +19,8 @@ from lookahead.decoding.cache_room import cache_tokens_of
 from lookahead.decoding.comparison import decode_plainly
 from lookahead.decoding.loops import loops
 from lookahead.decoding.prompts import PromptReader
-from lookahead.decoding.scheduler import Completion, Scheduler
+from lookahead.decoding.request import Completion
+from lookahead.decoding.scheduler import Scheduler
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.stats import total, total_in_sequence
@@ -153,9 +154,7 @@ class Summarizer:
     def open_scheduler(self, rows: int | None) -> Scheduler:
         """A scheduler that decodes the prompts of several documents together."""
         reader = PromptReader(self._model, self._tokenizer, self._config, **self._sampling, **self._encoding)
-        scheduler = Scheduler(reader, rows, predicts=self._predicts)
-        scheduler.on_prefill = self.on_prefill
-        return scheduler
+        return Scheduler(reader, rows, predicts=self._predicts, on_prefill=self.on_prefill)
 
     def report(self, pipeline: SummaryPipeline, outputs: int, tokens: int) -> None:
         """Report the progress of a document to `on_progress`; for the arguments see `SummaryPipeline.progress`."""
@@ -269,7 +268,8 @@ class _BatchSummarizer:
         tasks = {task for task, _ in (*self._running.values(), *self._queue)}
         if len(tasks) == 1:
             (task,) = tasks
-            self._summarizer.report(task.pipeline, len(task.done), max(self._scheduler.written, default=0))
+            written = max((request.stats.emitted_tokens for request in self._scheduler.running), default=0)
+            self._summarizer.report(task.pipeline, len(task.done), written)
 
     def _queue_round(self, task: _Task) -> None:
         self._queue.extend((task, index) for index in range(len(task.pipeline.prompts)))

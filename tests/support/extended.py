@@ -34,6 +34,7 @@ EXTENDED = {
         "lookahead/engine/*",
         "lookahead/plugins/encoder_decoder/*",
         "lookahead/*/scheduler.py",
+        "lookahead/*/shared_rows.py",
     ),
     "tests/test_foreign_layers.py": ("lookahead/backend/*", "lookahead/model/*"),
     "tests/test_gguf_blocks.py": ("kernels/*", "lookahead/loading/gguf*", "lookahead/*/quantized.py"),

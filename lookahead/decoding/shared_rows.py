@@ -1,0 +1,226 @@
+"""Continuous batching: requests in a fixed number of rows; when one ends, the next takes its row."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from lookahead.backend.protocol import OnPrefill
+from lookahead.backend.read_prompt import Prefix
+from lookahead.config import LookaheadConfig
+from lookahead.decoding.assembly import assemble
+from lookahead.decoding.cache_room import fits, make_room
+from lookahead.decoding.prompts import PromptReader
+from lookahead.decoding.prompts_ahead import PromptsAhead
+from lookahead.decoding.request import Request
+from lookahead.engine.engine import Engine
+from lookahead.engine.row import Row, StepOutput
+from lookahead.model.facts import input_device
+
+_PASS = {"cpu": 64, "cuda": 512}  # padding tokens that cost no more than another pass
+_PASSES = 16  # passes of a block; entering `serving` takes a tenth of a pass
+
+
+class SharedRows:
+    """The rows of one engine, which requests join and leave.
+
+    Args:
+        reader: Holds the model, its tokenizer and how to draft.
+        rows: Maximum rows.
+        cache_tokens: Capacity of the cache in tokens, all rows together.
+        ahead: Reads prompts ahead; None reads all of them whole, together if they are of similar length.
+        predicts: Whether requests may come with predictions.
+        is_mixed: Whether each request has its own options.
+        on_prefill: As in `generate`.
+
+    Attributes:
+        engine: The engine; None before the first request.
+        running: The requests that have a row, by number.
+    """
+
+    def __init__(
+        self,
+        reader: PromptReader,
+        rows: int,
+        cache_tokens: int,
+        ahead: PromptsAhead | None,
+        *,
+        predicts: bool,
+        is_mixed: bool,
+        on_prefill: OnPrefill | None,
+    ) -> None:
+        self._reader, self._config = reader, reader.config or LookaheadConfig()
+        self._rows, self._cache_tokens, self._ahead = rows, cache_tokens, ahead
+        self._predicts, self._is_mixed, self._on_prefill = predicts, is_mixed, on_prefill
+        self._pass_tokens = _PASS.get(input_device(reader.model).type, _PASS["cuda"])
+        self.engine: Engine | None = None
+        self.running: dict[int, Request] = {}
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """The requests that have a row, or one to come once their prompt is read."""
+        reading = () if self._ahead is None else self._ahead.reading
+        return [*self.running.values(), *(request for request, _ in reading)]
+
+    def clear(self) -> None:
+        """Forget the running requests and the engine, after an error."""
+        self.engine = None
+        self.running.clear()
+        if self._ahead is not None:
+            self._ahead.reading.clear()
+
+    def close(self) -> None:
+        """End the thread that reads prompts."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def steps(self, waiting: deque[Request]) -> Iterator[list[Request]]:
+        """Admit waiting requests, then advance all rows until one ends, at most `_PASSES` passes.
+
+        Yields the requests that emitted tokens or ended in a step. Between blocks the model is restored.
+        """
+        admitted = self._admit(waiting)
+        if admitted:
+            yield admitted
+        engine, ahead = self.engine, self._ahead
+        if engine is None or not self.running or any(request.is_over for request in admitted):
+            if not self.running and not admitted and ahead is not None:
+                ahead.wait()
+            return
+        with engine.serving():
+            for _ in range(_PASSES):
+                requests = self._end_cancelled(engine)
+                if not requests:
+                    is_beside = ahead is not None and bool(ahead.reading)
+                    with nullcontext() if ahead is None else ahead.share_of_threads(is_beside):
+                        is_refilled = bool(waiting) or len(self.running) == self._rows
+                        outputs = engine.step(is_refilled=is_refilled, is_timed=not is_beside)
+                    requests = [self._take(output) for output in outputs]
+                yield requests
+                if any(request.is_over for request in requests) or (ahead is not None and ahead.has_read):
+                    return
+
+    def _end_cancelled(self, engine: Engine) -> list[Request]:
+        """Free the rows of cancelled requests."""
+        gone = [request for request in self.running.values() if request.is_cancelled]
+        for request in gone:
+            engine.end(request.index)
+            self._leave(request)
+        return gone
+
+    def _take(self, output: StepOutput) -> Request:
+        """Pass the output of a step to its request."""
+        request = self.running[output.row]
+        request.take(output)
+        if request.is_over:
+            self._leave(request)
+        return request
+
+    def _leave(self, request: Request) -> None:
+        """Note that a request has left the engine, and keep its keys and values for later prompts."""
+        assert self.engine is not None
+        del self.running[request.index]
+        request.is_over, row = True, request.row
+        held = self.engine.kept.pop(row.index, None)
+        if held is not None and self._ahead is not None:
+            self._ahead.store.put(row.text[: held.tokens], held)
+
+    def _admit(self, waiting: deque[Request]) -> list[Request]:
+        """Admit requests in order while rows and room are free; returns those that left the queue."""
+        ahead = self._ahead
+        if ahead is None:
+            return self._add(list(self._taken(waiting)))
+        if waiting:
+            ahead.refresh()
+        while ahead.can_begin and (request := self._next(waiting)) is not None:
+            if not ahead.reading and ahead.prefix_if_short(request.row):
+                break
+            ahead.begin(waiting.popleft(), is_shared=bool(self.running))
+        if not ahead.has_read:
+            return self._add_short(waiting, ahead)
+        request, future = ahead.reading.popleft()
+        if error := future.exception():
+            request.fail(error)
+        elif request.is_cancelled:
+            request.is_over = True
+        else:
+            self.running[request.index] = request
+            return self._add([request], read=future.result())
+        return [request]
+
+    def _add_short(self, waiting: deque[Request], ahead: PromptsAhead) -> list[Request]:
+        """Admit the first waiting requests if all but a few of their tokens are known from earlier texts."""
+        joining, prefixes, unread = list[Request](), list[Prefix](), 0
+        while not ahead.reading and (request := self._next(waiting)) is not None:
+            prefix = ahead.prefix_if_short(request.row, unread)
+            if prefix is None:
+                break
+            unread += request.row.tokens - prefix.tokens
+            prefixes.append(prefix)
+            joining.append(waiting.popleft())
+            self.running[request.index] = request
+            if self.engine is None or self.engine.reads_alone or not ahead.reads_apart:
+                break
+        return self._add(joining, prefixes=prefixes)
+
+    def _taken(self, waiting: deque[Request]) -> Iterator[Request]:
+        """Take requests from the queue while rows and room are free."""
+        while (request := self._next(waiting)) is not None:
+            self.running[request.index] = waiting.popleft()
+            yield request
+
+    def _next(self, waiting: deque[Request]) -> Request | None:
+        """The first waiting request, if a row and room in the cache are free for it."""
+        held = self.unfinished
+        if not waiting or waiting[0].row is None or len(held) >= self._rows:
+            return None
+        needs = [self._tokens_of(request) for request in (*held, waiting[0])]
+        return waiting[0] if fits(needs, self._cache_tokens) else None
+
+    def _add(self, requests: list[Request], **known: Any) -> list[Request]:
+        """Add requests to the engine, which reads their prompts; `known` are options of `Engine.admit`."""
+        if not requests:
+            return []
+        rows: list[Row] = [request.row for request in requests]
+        self.engine = engine = self.engine or self._assemble(rows[0])
+        running = self.running.values()
+        needs, longest = list(map(self._slots_of, running)), max(map(self._tokens_of, running))
+        make_room(engine.cache, needs, self._cache_tokens, self._rows, longest)
+        engine.report_prefill(self._on_prefill)
+        with engine.serving():
+            passes = [rows] if known else self._in_passes(rows)
+            return [self._take(output) for part in passes for output in engine.admit(part, **known)]
+
+    def _assemble(self, first: Row) -> Engine:
+        return assemble(
+            self._reader.model,
+            self._config,
+            first.stopping,
+            self._reader.tokenizer,
+            slots=self._rows,
+            predicts=self._predicts,
+            is_constrained=self._is_mixed or first.forcing is not None,
+            keep_cache=self._ahead is not None and self._ahead.store.most_bytes > 0,
+        )
+
+    def _slots_of(self, request: Request) -> int:
+        """Slots that a request may need in the cache, drafts included."""
+        return int(request.row.stopping.max_length) + self._config.node_budget + 1
+
+    def _tokens_of(self, request: Request) -> int:
+        """Tokens whose keys and values a request may need, including an encoder's input."""
+        return self._slots_of(request) + request.encoder_tokens
+
+    def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Group rows of similar prompt length, which are read in one pass with little padding."""
+        if self.engine is not None and self.engine.reads_alone:
+            return [[row] for row in rows]
+        passes: list[list[Row]] = []
+        for row in sorted(rows, key=lambda row: row.tokens):
+            if passes and len(passes[-1]) * (row.tokens - passes[-1][-1].tokens) <= self._pass_tokens:
+                passes[-1].append(row)
+            else:
+                passes.append([row])
+        return passes
