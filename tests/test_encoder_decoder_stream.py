@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import lookahead
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.decoding.plan import joins_alone
+from lookahead.decoding.prompts import PromptReader
+from lookahead.decoding.scheduler import Scheduler
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import LogitsError, PromptError
 from tests.support.adversarial_proposers import Offer, among_decoys, drafting_by, random_trees
@@ -104,6 +106,21 @@ def test_rows_are_as_many_as_the_cache_has_room_for_with_what_the_encoder_read(
         assert len({tuple(each.token_ids) for each in done}) == 1
         most[tokens] = max(rows)
     assert most == {room: 2, room - 1: 1}
+
+
+def test_a_batch_holds_as_many_inputs_as_the_cache_has_room_for(
+    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookahead.decoding.scheduler.joins_alone", lambda *_: False)  # as on a GPU
+    reader = PromptReader(model_of("Bart"), tiny_tokenizer, FIXED, **LIMIT, **OPTIONS)
+    for inputs in (1, 2):
+        scheduler, most = Scheduler(reader, cache_tokens=-(-inputs * 4 * len(READ) // 3)), 0
+        for index in range(4):
+            scheduler.put(index, READ)
+        while not scheduler.is_idle:
+            for _ in scheduler.steps():
+                most = max(most, len(scheduler.running))
+        assert most == inputs
 
 
 @pytest.mark.parametrize("options", [{"do_sample": True}, {"num_beams": 2}], ids=["sampled", "beams"])

@@ -267,6 +267,39 @@ def test_drafts_count_among_the_tokens_that_rows_may_need(missing, tiny_llama, t
     assert most == 3 - missing
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_cancelled_request_frees_its_row_and_the_others_keep_their_tokens(waits, tiny_llama, tiny_tokenizer):
+    prompts, new = texts(3, 20, 20), 40
+    scheduler = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, max_new_tokens=new), rows=2 - waits)
+    requests = [scheduler.put(index, prompt) for index, prompt in enumerate(prompts)]
+    steps, gone, over = scheduler.steps(), requests[1], []
+    for _ in range(2):
+        next(steps)
+    scheduler.cancel(gone)
+    while not scheduler.is_idle:
+        for told in steps:
+            over += [request.index for request in told if request.is_over]
+            assert len(scheduler.running) <= scheduler.rows
+        steps = scheduler.steps()
+    assert gone.is_over and not gone.is_finished and gone.stats.emitted_tokens < new
+    assert sorted(over) == [0, 1, 2]
+    for request in (requests[0], requests[2]):
+        expected = plainly(tiny_llama, tiny_tokenizer, prompts[request.index], max_new_tokens=new)
+        assert request.is_finished and request.token_ids == expected
+
+
+def test_a_request_that_is_decoded_apart_ends_at_the_step_after_it_is_cancelled(tiny_llama, tiny_tokenizer):
+    options = {"max_new_tokens": 40, "do_sample": True}  # without a seed
+    scheduler = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, **options), rows=2)
+    first, second = (scheduler.put(index, prompt) for index, prompt in enumerate(texts(2)))
+    next(scheduler.steps())
+    scheduler.cancel(first)
+    while not scheduler.is_idle:
+        scheduler.step()
+    assert first.is_over and not first.is_finished and first.stats.emitted_tokens == 1
+    assert second.is_finished and len(second.token_ids) == 40
+
+
 def test_a_long_first_prompt_takes_no_more_of_the_cache_than_it_needs(tiny_llama, tiny_tokenizer):
     scheduler = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, max_new_tokens=12), rows=4, cache_tokens=600)
     scheduler.put(0, texts(1, 300, 300)[0])
