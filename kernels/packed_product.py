@@ -66,13 +66,17 @@ class PackedWeight(NamedTuple):
     terms: int  # lines of a panel
     together: int  # panels per part of a job
     kernel: BlockKernel | None = None  # for blocks of a file
+    prepared: int = 0  # elements of a prepared row; 0 if rows are used unchanged
 
     @classmethod
     def of(cls, packed: Tensor, outputs: int, block: int = 0, kernel: BlockKernel | None = None) -> PackedWeight:
         """A weight with `outputs` outputs in the layout of `pack`, of `quantize`, or of a kernel."""
         panels, terms, _ = packed.shape
         block = _BLOCKS.get(packed.dtype, block)
-        return cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes), kernel)
+        own = cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes), kernel)
+        if group := _group_of(own):
+            return own._replace(prepared=terms // group[0] * group[1])
+        return own._replace(prepared=2 * terms if packed.dtype == torch.bfloat16 else 0)
 
 
 def pack(weight: Tensor, block: int) -> PackedWeight:
@@ -164,15 +168,8 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 
 def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
     """A buffer for rows as `product` prepares them, int32; None if all weights take rows unchanged."""
-    length = max(_prepared_length(each) for each in weights)
+    length = max([each.prepared for each in weights])
     return torch.empty(rows * length, dtype=torch.int32, device="cpu") if length else None
-
-
-def _prepared_length(weight: PackedWeight) -> int:
-    """Elements of a prepared row; 0 if rows are used unchanged."""
-    if group := _group_of(weight):
-        return weight.terms // group[0] * group[1]
-    return 2 * weight.terms if weight.packed.dtype == torch.bfloat16 else 0
 
 
 def _group_of(weight: PackedWeight) -> tuple[int, int] | None:
@@ -202,11 +199,11 @@ def product(
         outs: `[..., outputs]` of the dtype of `x` for each weight, contiguous; written by the jobs.
         prepared: The result of `prepared_rows` for at least these weights and rows; the first job may write it.
     """
-    packed, _, block, _, terms, together, kernel = weights[0]
+    packed, _, block, _, terms, together, kernel, prepared_length = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
     rows, left, length = x.numel() // inputs, x, terms
     lines = numbers = block * terms // inputs  # of a panel at a time, and elements of a row for them
-    if prepared is not None and (prepared_length := _prepared_length(weights[0])):
+    if prepared is not None and prepared_length:
         left, length = prepared, prepared_length
         prepare, lines = _order_halves, terms  # all at a time
         if group := _group_of(weights[0]):

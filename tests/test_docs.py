@@ -45,6 +45,7 @@ NOT_RUN = {
     ("docs/install.md", "git clone URL"),
     ("docs/install.md", "make dist pip"),
     ("docs/measurements.md", "python -m bench.llm"),
+    ("docs/architecture.md", "python -m tests.support.path"),
     ("docs/beams.md", "python -m bench.beams"),
     ("docs/heads.md", "python -m tools.head_texts"),
     ("docs/measurements.md", "python -m bench.never_slower"),

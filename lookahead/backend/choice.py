@@ -10,7 +10,8 @@ from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.gpu import cuda_graphs
 from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.torch_backend import TorchBackend
-from lookahead.model.facts import decoder_of, input_device
+from lookahead.model.facts import decoder_of
+from lookahead.model.model_state import plan_of
 
 _KINDS: dict[str, type[TorchBackend]] = {"cpu": CpuBackend, "cuda": GpuBackend}
 _OPTIONS = {"packs": CpuBackend, "has_kernels": CpuBackend, "captures": GpuBackend, "most_nodes": GpuBackend}
@@ -24,13 +25,13 @@ def backend_for(model: PreTrainedModel, **options: Any) -> TorchBackend:
         **options: Options of `TorchBackend`; `packs` and `has_kernels` of `CpuBackend`; `captures` and `most_nodes` of
             `GpuBackend`.
     """
-    kind = GpuBackend if options.get("captures") else _KINDS.get(input_device(model).type, TorchBackend)
+    kind = GpuBackend if options.get("captures") else _KINDS.get(plan_of(model).device.type, TorchBackend)
     return kind(model, **{name: each for name, each in options.items() if issubclass(kind, _OPTIONS.get(name, kind))})
 
 
 def records_graphs(model: PreTrainedModel) -> bool:
     """Whether passes over drafts of a model are recorded as CUDA graphs: on one GPU, until a recording fails."""
-    device = input_device(model)
+    device = plan_of(model).device
     if device.type != "cuda" or decoder_of(model) is not model:
         return False
     return cuda_graphs.graphs_unsupported_reason(model, device) is None

@@ -27,7 +27,7 @@ from lookahead.model.facts import (
     input_device,
 )
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import state_of
+from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
 
@@ -43,8 +43,9 @@ def kernels_agree(model: PreTrainedModel, shape: Shape) -> bool:
     The first call for a model compares them: packed weights, fused layers, and all layers in one call. A mismatch is
     logged, and the caller should run the model's own code.
     """
-    name = f"kernels for {shape}, {torch.get_num_threads()} threads"
-    return state_of(model).probed(name, model, partial(_kernels_agree, model, shape), truth)
+    name, plan = f"kernels for {shape}, {torch.get_num_threads()} threads", plan_of(model)
+    probe = partial(state_of(model).probed, name, model, partial(_kernels_agree, model, shape), truth)
+    return plan.part(name, plan.form, probe)
 
 
 @torch.inference_mode()
@@ -83,10 +84,13 @@ def keeps_solo_bits(model: PreTrainedModel) -> bool:
 
     The first call for a model compares the nodes of a tree with passes over one token each.
     """
-    if not may_keep_bits(model):
-        return False
-    name = f"bitwise, {torch.get_num_threads()} threads"
-    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model), truth)
+    name, plan = f"bitwise, {torch.get_num_threads()} threads", plan_of(model)
+
+    def find() -> bool:
+        probe = partial(_has_bits_of_single_tokens, model)
+        return may_keep_bits(model) and state_of(model).probed(name, model, probe, truth)
+
+    return plan.part(name, plan.form, find)
 
 
 def may_keep_bits(model: PreTrainedModel) -> bool:

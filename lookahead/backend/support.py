@@ -76,43 +76,61 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int, truste
     The first call for a model probes it with a few tokens. If a probe runs out of memory or the model cannot run at
     all, the answer is "none", and the next call probes again. A user's own code is not probed, unless it is `trusted`.
     """
-    if reason := users_reason(model, trusted=trusted):
+    plan = recognise(model, trusted=trusted)
+    if plan.user_code and not trusted:
+        return Support("none", f"{plan.user_code}, is your own code; {_TRUST}")
+    if reason := plan.part("why no drafts", plan.form, partial(_standing_reason, model)):
         return Support("none", reason)
-    config: Any = model.config.get_text_config(decoder=True)
-    others = other_layers(config)
-    if processes_of(model) > 1 and may_keep_states(model):
-        return Support("none", "its layers keep states, and it is spread over several processes")
-    if is_sequential(model) and not mixers_of(model):
-        return Support("none", "its state is sequential, so a rejected draft could not be undone")
-    if others and not mixers_of(model):
-        return Support("none", f"its {' and '.join(sorted(others))} layers depend on more than positions and masks")
-    if getattr(config, "expert_capacity", None) is not None:
-        return Support("none", "its experts take a limited number of tokens of a pass")
-    windows, longest, what = [getattr(config, "keep_window_size", None)], max_length, "its own attention code"
-    if kind_of(model).has_encoder:  # its cache comes from transformers
-        longest, what = max_length + MAX_NODES_LIMIT + 1, "the cache of its decoder"
-    if kind_of(model).has_encoder or not calls_registered_attention(model):
-        windows.append(getattr(config, "sliding_window", None))
-    for window in windows:
-        if window is not None and longest > window:
+    for what, window, ahead in plan.part("windows", plan.form, partial(_windows_in_the_way, model)):
+        if max_length + ahead > window:
             return Support("none", f"{what} drops tokens beyond {window}")
-    reason = unsupported_reason(model)
-    if reason:
-        return Support("none", reason)
     # The form of an audio or image encoder's outputs is guessed before the first call.
     name = "support" if state_of(model).encoding is None else "support by what its encoder gave"
     try:
-        verdict = state_of(model).probed(name, model, partial(_probe, model, config), Support.of)
+        probe = partial(state_of(model).probed, name, model, partial(_probe, model), Support.of)
+        verdict = plan.part(name, plan.form, probe)
     except ProbeError as error:
         return Support("none", str(error))
     for kind, limit in verdict.ropes:
         # A dynamic base depends on the longest position of each pass; longrope depends only on the side of the limit.
         if max_length > limit and (kind == "dynamic" or shortest <= limit):
             return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
-    scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    scale = plan.part("scale", plan.form, partial(_growing_scale, model))
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         verdict = Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
     return verdict
+
+
+def _standing_reason(model: PreTrainedModel) -> str:
+    """Why no drafts can be verified, whatever the lengths and without a pass; an empty string if they may."""
+    config: Any = model.config.get_text_config(decoder=True)
+    others = other_layers(config)
+    if processes_of(model) > 1 and may_keep_states(model):
+        return "its layers keep states, and it is spread over several processes"
+    if is_sequential(model) and not mixers_of(model):
+        return "its state is sequential, so a rejected draft could not be undone"
+    if others and not mixers_of(model):
+        return f"its {' and '.join(sorted(others))} layers depend on more than positions and masks"
+    if getattr(config, "expert_capacity", None) is not None:
+        return "its experts take a limited number of tokens of a pass"
+    return unsupported_reason(model)
+
+
+def _windows_in_the_way(model: PreTrainedModel) -> list[tuple[str, int, int]]:
+    """What drops tokens beyond a window, the window, and tokens that it counts before they are drafted."""
+    config: Any = model.config.get_text_config(decoder=True)
+    windows, ahead, what = [getattr(config, "keep_window_size", None)], 0, "its own attention code"
+    if kind_of(model).has_encoder:  # its cache comes from transformers
+        ahead, what = MAX_NODES_LIMIT + 1, "the cache of its decoder"
+    if kind_of(model).has_encoder or not calls_registered_attention(model):
+        windows.append(getattr(config, "sliding_window", None))
+    return [(what, window, ahead) for window in windows if window is not None]
+
+
+def _growing_scale(model: PreTrainedModel) -> int | None:
+    """Tokens from which the temperature of its attention depends on positions, or None."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def users_reason(model: PreTrainedModel, *, trusted: bool) -> str:
@@ -140,9 +158,9 @@ def unsupported_reason(model: PreTrainedModel) -> str:
     return ""
 
 
-def _probe(model: PreTrainedModel, config: Any) -> Support:
+def _probe(model: PreTrainedModel) -> Support:
     """Try trees, then chains."""
-    decoder = decoder_of(model)
+    decoder, config = decoder_of(model), model.config.get_text_config(decoder=True)
     if any(module.training for module in decoder.modules()) and (reason := _training_reason(model)):
         return Support("none", f"it is in training mode, and {reason}; call its eval() first")
     if odd := odd_window(model, decoder.modules()):

@@ -20,17 +20,9 @@ from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
-from lookahead.model.facts import (
-    attention_name,
-    calls_registered_attention,
-    input_device,
-    may_keep_states,
-    prefills_at_once,
-    windows_of,
-)
 from lookahead.model.model_inputs import ModelInputs
 from lookahead.model.model_kind import MakeInputs
-from lookahead.model.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute
+from lookahead.model.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute, plan_of
 from lookahead.model.stamp import stamp_of
 from lookahead.model.state_layers import cache_layers
 from lookahead.model.state_scope import StateScope, mixers_of
@@ -66,22 +58,24 @@ class TorchBackend:
         hidden_layers: Sequence[int] = (),
         make_inputs: MakeInputs = ModelInputs,
     ) -> None:
-        self._model, self._rows, self._device, self._make_inputs = model, rows, input_device(model), make_inputs
+        plan = plan_of(model)
+        self._model, self._rows, self._device, self._make_inputs = model, rows, plan.device, make_inputs
         self._takes_masks = shape == "trees"
-        self._scope = AttentionScope(model) if self._takes_masks and calls_registered_attention(model) else None
+        self._scope: AttentionScope | None = None
+        if self._takes_masks and plan.registers_attention:
+            self._scope = plan.part("attention", plan.form, partial(AttentionScope, model))
         self._spans: Spans = {}
-        self._reads_at_once = prefills_at_once(model)
-        self._windows = windows_of(model)
-        has_mixers = may_keep_states(model) and bool(mixers_of(model))
+        self._reads_at_once, self._windows = plan.reads_at_once, plan.windows
+        has_mixers = plan.may_keep_states and bool(mixers_of(model))
         self._like = cache_layers(model.config.get_text_config()) if has_mixers else []
         self.begin(capacity)
         self._hidden_layers = tuple(hidden_layers)
         self.keeps_hidden = True
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
-        self._is_served, self._checkpointed = False, checkpointed(model)
+        self._is_served, self._checkpointed = False, checkpointed(model) if plan.trains else []
         self._first_stamp: int | None = None  # of `has_changed`
-        self._runs_own_code = False
+        self._runs_own_code, self._has_sdpa = False, plan.attention == "sdpa"
         # In float32 the last bits do not change tokens.
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_read_whole = self.is_cold = self.is_ragged = False
@@ -217,8 +211,7 @@ class TorchBackend:
         width = int(new.max())
         # In half precision prompts of one length are read in one pass, with the bits of `model.generate`. Without fused
         # causal attention the memory of a pass grows quadratically with its tokens.
-        is_sdpa = attention_name(self._model.config.get_text_config()) == "sdpa"
-        is_fused = is_sdpa and not cached.any() and not any(self._windows)
+        is_fused = self._has_sdpa and not cached.any() and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
         is_whole = is_whole or self._reads_at_once or bool(self.cache.states)
         return width if is_whole else PREFILL_CHUNK

@@ -24,9 +24,9 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
-from lookahead.model.facts import decoder_vocabulary, input_device, may_keep_states, processes_of
+from lookahead.model.facts import input_device, may_keep_states
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import state_of
+from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.state_scope import mixers_of, most_nodes
 from lookahead.model.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.proposers import ProposerState, make_proposers
@@ -78,15 +78,17 @@ def assemble(
         is_constrained: Whether rows that join later may follow a grammar.
         is_rounded: As in `RequestPlan`.
     """
-    config = _bounded(config, model, len(batch) or slots)
     rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
-    captures = records_graphs(model) and reading is None and not (may_keep_states(model) and mixers_of(model))
+    plan = plan_of(model)
+    keeps_states = plan.may_keep_states and bool(mixers_of(model))
+    config = _bounded(config, model, rows) if keeps_states else config
+    captures = records_graphs(model) and reading is None and not keeps_states
     acceptance = acceptance_of(config.acceptance, is_sampled=warp is not None)
     call = Call(
         model=model,
         tokenizer=tokenizer,
         rows=rows,
-        vocab_size=decoder_vocabulary(model),
+        vocab_size=plan.vocabulary,
         max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
         max_nodes=_node_budget(config, captures),
         is_chain=shape == "chains",
@@ -143,8 +145,8 @@ def _node_budget(config: LookaheadConfig, captures: bool) -> int:
 
 
 def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> LookaheadConfig:
-    """The configuration with trees limited by the room for states, unless it sets `max_nodes`."""
-    if config.max_nodes is not None or not config.node_budget or not may_keep_states(model) or not mixers_of(model):
+    """The configuration with trees limited by the room for the states of rows, unless it sets `max_nodes`."""
+    if config.max_nodes is not None or not config.node_budget:
         return config
     fewest = 1 if config.branch_size is None else config.branch_size.window_nodes
     return replace(config, max_nodes=min(config.node_budget, max(fewest, most_nodes(model, rows))))
@@ -171,11 +173,12 @@ def _drafting(
             teaches="recycled" in config.proposers,
         )
         proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch, memory)
-        learned.cost.assume(node_cost(model))
+        plan = plan_of(model)
+        learned.cost.assume(plan.part("node cost", plan.form, partial(node_cost, model)))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
     if reads_hidden and not shows_hidden:
         raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
-    tp_group = tensor_parallel_group(model) if processes_of(model) > 1 else None
+    tp_group = tensor_parallel_group(model) if plan.processes > 1 else None
     if tp_group is not None:
         validate_tensor_parallel(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)
         proposers = proposers if tp_group.leads else []

@@ -29,12 +29,10 @@ from lookahead.model.calls import ResolvedCall, own_sample, unserved_reason
 from lookahead.model.facts import (
     calls_registered_attention,
     input_device,
-    may_keep_states,
-    picks_keys,
 )
 from lookahead.model.known_code import changed_cache
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import checkpointed, outside_passes, recognise, undisturbed
+from lookahead.model.model_state import checkpointed, outside_passes, plan_of, recognise, undisturbed
 from lookahead.model.private_names import missing_names
 from lookahead.model.state_layers import takes_states
 from lookahead.model.state_scope import mixers_of
@@ -45,6 +43,7 @@ from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule, stateful_name, stateful_reason, stopping_rule
 
 Loop = Engine | PlainLoop
+_DEFAULTS = LookaheadConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +208,8 @@ def plan_request(
         PromptError: A prompt has no tokens, or is longer than the model's context.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
-    model, generation_config, options = call.model, call.generation_config, call.model_kwargs
-    config = config if config is not None else LookaheadConfig()
-    if options.keys() & validation.TOKEN_TYPES:
+    model, generation_config, config = call.model, call.generation_config, config or _DEFAULTS
+    if call.model_kwargs.keys() & validation.TOKEN_TYPES:
         recognise(model, trusted=config.trust_user_code)
     stopping = stopping_rule(call.stopping_criteria, generation_config)
     named = ", ".join(missing_names())
@@ -219,95 +217,122 @@ def plan_request(
     if _loop_of(call) is not None:
         if lacking:
             raise UnsupportedModelError(lacking)
-        none = np.zeros(0, np.int64)
-        return RequestPlan(
-            call=call, config=config, context=context, lengths=none, stopping=stopping, is_refused=bool(config.demands)
-        )
-    validation.validate_call(model, generation_config, options)
-    past = cache_in(options)
-    held = getattr(past, "self_attention_cache", past)
+        given: Any = {"lengths": np.zeros(0, np.int64), "is_refused": bool(config.demands)}
+        return RequestPlan(call=call, config=config, context=context, stopping=stopping, **given)
+    validation.validate_call(model, generation_config, call.model_kwargs)
+    past = cache_in(call.model_kwargs)
     # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
     # have other row counts. Either way the bits differ from decoding one token at a time.
-    is_rounded = isinstance(held, StaticCache) or validation.reads_otherwise(generation_config)
-    lengths = validation.prompt_lengths(model, call.input_ids, options)
-    others = validation.other_inputs(model, options)
-    if not validation.has_usual_positions(options.get("position_ids"), lengths, call.input_ids.shape[1]):
-        others.append("position_ids")
+    is_static = isinstance(getattr(past, "self_attention_cache", past), StaticCache)
     plan = RequestPlan(
         call=call,
         config=config,
         tokenizer=tokenizer,
         context=context,
         memory=memory,
-        lengths=lengths,
+        lengths=validation.prompt_lengths(model, call.input_ids, call.model_kwargs),
         stopping=stopping,
-        is_rounded=is_rounded,
+        is_rounded=is_static or validation.reads_otherwise(generation_config),
     )
-    batch_size, longest = call.input_ids.shape
-    if reason := unserved_reason(call):
+    if reason := unserved_reason(call) or lacking:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
-    if lacking:
-        return replace(plan, reason=f"{lacking}; it is decoded plainly")
-    if stopping.max_length <= longest + 1:
+    if stopping.max_length <= call.input_ids.shape[1] + 1:
         return plan  # a single token: there is nothing to draft
-    acceptance = acceptance_of(config.acceptance, is_sampled=plan.is_sampled)
-    given = call.logits_processor, call.stopping_criteria, generation_config
-    if reason := stateful_reason(*given, batch_size, acceptance):
+    if reason := _reason_of_objects(plan):
         return replace(plan, reason=reason)
-    if generation_config.use_cache is False and (name := stateful_name(*given)):
-        return replace(plan, reason=f"{name} may edit a text that is read again for every token; it is decoded plainly")
-    found = _found(call, config, lengths, stopping.max_length, keeps_cache=plan.keeps_cache)
-    is_padded = bool(lengths.min() < longest)
-    shape, reason = shape_of(model, found, config, rows=batch_size, is_padded=is_padded, is_rounded=is_rounded)
+    return _with_drafts(plan)
+
+
+def _reason_of_objects(plan: RequestPlan) -> str:
+    """Why processors or criteria must be called as transformers calls them, or an empty string."""
+    call, acceptance = plan.call, acceptance_of(plan.config.acceptance, is_sampled=plan.is_sampled)
+    given = call.logits_processor, call.stopping_criteria, call.generation_config
+    if reason := stateful_reason(*given, len(plan.lengths), acceptance):
+        return reason
+    if call.generation_config.use_cache is False and (name := stateful_name(*given)):
+        return f"{name} may edit a text that is read again for every token; it is decoded plainly"
+    return ""
+
+
+def _with_drafts(plan: RequestPlan) -> RequestPlan:
+    """The plan with the shape of its drafts, or with the reason why it has none."""
+    call, config, stopping, (batch_size, longest) = plan.call, plan.config, plan.stopping, plan.call.input_ids.shape
+    model, is_padded = call.model, bool(plan.lengths.min() < longest)
+    others, found = _other_inputs(plan), _found(plan)
+    shape, reason = shape_of(model, found, config, rows=batch_size, is_padded=is_padded, is_rounded=plan.is_rounded)
     if reason and config.demands:
         return replace(plan, reason=reason, is_refused=True)
-    if (others or found.behind_own) and generation_config.use_cache is False:
+    reads_itself = bool(others or found.behind_own)
+    if reads_itself and call.generation_config.use_cache is False:
         reason = f"{', '.join(others) or 'its prompt'} is read again for every token"
     if batch_size > 1 and stopping.ends_together:
         # transformers continues a stopped row until all rows are stopped: its length depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if shape == "none" or reason:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
+    past = cache_in(call.model_kwargs)
     if tokens_in(past) > 0:
-        validation.validate_past(model, past, call.input_ids, generation_config, options.get("attention_mask"))
-    if others or found.behind_own:
-        reading = PromptReading(call, lengths, keeps_cache=plan.keeps_cache)
-        if reason := reading.unsupported_reason(shape, found.ropes, stopping.max_length - longest):
-            behind = ", ".join(others) or "a prompt"
-            reason = f"{type(model).__name__} cannot be decoded speculatively after {behind}: {reason}"
-            return replace(plan, reason=f"{reason}; it is decoded plainly", is_refused=bool(config.demands))
-        return replace(plan, shape=shape, reading=reading)
-    return replace(plan, shape=shape)
+        given = call.input_ids, call.generation_config, call.model_kwargs.get("attention_mask")
+        validation.validate_past(model, past, *given)
+    if not reads_itself:
+        return replace(plan, shape=shape)
+    reading = PromptReading(call, plan.lengths, keeps_cache=plan.keeps_cache)
+    if reason := reading.unsupported_reason(shape, found.ropes, stopping.max_length - longest):
+        behind = ", ".join(others) or "a prompt"
+        reason = f"{type(model).__name__} cannot be decoded speculatively after {behind}: {reason}"
+        return replace(plan, reason=f"{reason}; it is decoded plainly", is_refused=bool(config.demands))
+    return replace(plan, shape=shape, reading=reading)
 
 
-def _found(
-    call: ResolvedCall, config: LookaheadConfig, lengths: NDArray[np.int64], max_length: int, *, keeps_cache: bool
-) -> support.Support:
+def _other_inputs(plan: RequestPlan) -> list[str]:
+    """The inputs of the call that only the model itself reads."""
+    call, positions = plan.call, plan.call.model_kwargs.get("position_ids")
+    others = validation.other_inputs(call.model, call.model_kwargs)
+    is_usual = positions is None or validation.has_usual_positions(positions, plan.lengths, call.input_ids.shape[1])
+    return others if is_usual else [*others, "position_ids"]
+
+
+def _found(plan: RequestPlan) -> support.Support:
     """The support of the model for drafts, given the cache and the padding of the call."""
-    model, past, is_cached = call.model, cache_in(call.model_kwargs), call.generation_config.use_cache is not False
-    is_padded, kind = bool(lengths.min() < call.input_ids.shape[1]), kind_of(model)
+    call, model, past, kind = plan.call, plan.call.model, cache_in(plan.call.model_kwargs), kind_of(plan.call.model)
+    given: Any = {"shortest": int(plan.lengths.min()), "max_length": plan.stopping.max_length}
     kind.note(call)
-    given: Any = {"shortest": int(lengths.min()), "max_length": max_length, "trusted": config.trust_user_code}
-    found, why = support.support_of(model, **given), ""
-    if is_cached and checkpointed(model):
-        why = "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
-    elif changed := changed_cache(past):
-        why = f"its cache has its own code, {changed}"
-    elif found.shape != "none" and may_keep_states(model) and mixers_of(model):
-        if keeps_cache and (len(lengths) > 1 or not takes_states(past)):
-            why = "its states can be returned for one prompt only, and only with attention"
-        elif is_padded and not probes.heeds_padding(model):
-            why = "its layers keep states, which the padding of a batch changes"
-        elif validation.reads_otherwise(call.generation_config):
-            why = "its layers keep states, and its texts are read in parts or more than once"
-    elif found.shape != "none" and picks_keys(model):
-        if keeps_cache or tokens_in(past):
-            why = "its indexer has its own keys, which the caches of callers do not hold"
-        elif is_padded and not probes.heeds_padding(model):
-            why = "its indexer picks keys, which the padding of a batch changes"
-    else:
-        why = kind.cache_reason(call)
+    found = support.support_of(model, **given, trusted=plan.config.trust_user_code)
+    why = _reason_of_cache(plan, past)
+    if not why and found.shape != "none":
+        why = _reason_of_states(plan, past)
+    why = why or kind.cache_reason(call)
     return support.Support("none", why) if why else found
+
+
+def _reason_of_cache(plan: RequestPlan, past: Any) -> str:
+    """Why no drafts can be kept in the cache of a call, or an empty string."""
+    is_cached = plan.call.generation_config.use_cache is not False
+    if is_cached and plan_of(plan.call.model).trains and checkpointed(plan.call.model):
+        return "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
+    changed = changed_cache(past)
+    return f"its cache has its own code, {changed}" if changed else ""
+
+
+def _reason_of_states(plan: RequestPlan, past: Any) -> str:
+    """Why a call cannot keep the states or the indexer's keys of its model, or an empty string."""
+    model, facts = plan.call.model, plan_of(plan.call.model)
+    keeps_states = facts.may_keep_states and bool(mixers_of(model))
+    if not (keeps_states or facts.picks_keys):
+        return ""
+    is_padded = bool(plan.lengths.min() < plan.call.input_ids.shape[1])
+    changed_by_padding = is_padded and not probes.heeds_padding(model)
+    if keeps_states:
+        if plan.keeps_cache and (len(plan.lengths) > 1 or not takes_states(past)):
+            return "its states can be returned for one prompt only, and only with attention"
+        if changed_by_padding:
+            return "its layers keep states, which the padding of a batch changes"
+        if validation.reads_otherwise(plan.call.generation_config):
+            return "its layers keep states, and its texts are read in parts or more than once"
+        return ""
+    if plan.keeps_cache or tokens_in(past):
+        return "its indexer has its own keys, which the caches of callers do not hold"
+    return "its indexer picks keys, which the padding of a batch changes" if changed_by_padding else ""
 
 
 def shape_of(

@@ -171,7 +171,7 @@ class PromptReader:
             padded.to(device),
             attention_mask=mask.to(device),
             generation_config=self._generation_config,
-            **{**options, **self._padded_further(device)},
+            **{**options, **(self._padded_further(device) if self.further else {})},
         )
         return replace(plan_request(call, self.config, self.tokenizer, context), predictions=expected)
 

@@ -314,11 +314,11 @@ class TreeCache(Cache):
             self._commit_states(row, path)
             if not self._written():
                 return
+        if not len(path) or path[-1] < len(path):
+            return  # every node is already in its slot
         if self._bound_at != (self.slots.allocations, len(dispatch.verdicts)):
             self._compact = dispatch.compactor_for(self.buffers())
             self._bound_at = self.slots.allocations, len(dispatch.verdicts)
-        if not len(path) or path[-1] < len(path):
-            return  # every node is already in its slot
         if self._compact is None or len(path) > MAX_NODES:
             nodes = torch.from_numpy(path.astype(np.int64) + start)
             for buffer in self.buffers():

@@ -26,7 +26,9 @@ from transformers import (
     Conv1D,
     DynamicCache,
     EncoderDecoderCache,
+    LogitsProcessorList,
     PretrainedConfig,
+    StoppingCriteriaList,
     cache_utils,
     masking_utils,
 )
@@ -57,6 +59,8 @@ _DATA_OWNERS = ModuleType, type
 _SHARED: tuple[Any, ...] = (torch, torch.Tensor, torch._C._nn, torch.nn.functional, sdpa_attention, masking_utils, moe)
 _LINEARS = frozenset((nn.Linear, Conv1D))
 _CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
+AROUND = _CACHES | {LogitsProcessorList, StoppingCriteriaList}
+"""Classes that every call of `generate` uses."""
 _CALLS = "forward", "_call_impl"  # instance attributes that change how a module is called
 _UNCALLED = frozenset(("generate", "extra_repr"))  # attributes that no pass calls
 _CALLABLES = frozenset((FunctionType, MethodType, BuiltinFunctionType, functools.partial))
@@ -161,8 +165,11 @@ def code_of(classes: frozenset[type]) -> Code:
     bases = list(dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base is not object))
     shared = _SHARED if any(issubclass(kind, nn.Module) for kind in kinds) else ()
     own: list[Mapping[str, Any]] = [*map(vars, bases), *map(vars, shared)]
-    files = _files_of(kinds)
-    spaces = own + [vars(file) if _is_shipped(file) else _called((kind,), file) for kind, file in files]
+    files = [(kind, sys.modules[kind.__module__]) for kind in kinds if kind.__module__ in sys.modules]
+    # A file that is not of a package may be a notebook, whose globals come and go.
+    is_shipped = [kind.__module__.startswith(("torch.", "transformers.")) for kind, _ in files]
+    pairs = zip(files, is_shipped, strict=True)
+    spaces = own + [vars(file) if whole else _called((kind,), file) for (kind, file), whole in pairs]
     values = [value for space in spaces for value in list(space.values()) if type(value) not in _DATA]
     held = values + [value.__code__ for value in values if type(value) is FunctionType]
     number = hash(tuple(map(id, held)))
@@ -175,15 +182,6 @@ def code_of(classes: frozenset[type]) -> Code:
         while len(_found) > _MAX_CODES:
             _found.pop(next(iter(_found)), None)
     return code
-
-
-def _files_of(classes: Iterable[type]) -> list[tuple[type, ModuleType]]:
-    return [(kind, sys.modules[kind.__module__]) for kind in classes if kind.__module__ in sys.modules]
-
-
-def _is_shipped(file: ModuleType) -> bool:
-    """Whether a file is of a package. A user's may be a notebook, whose globals come and go."""
-    return file.__name__.partition(".")[0] in ("torch", "transformers")
 
 
 def _called(classes: Iterable[type], file: ModuleType) -> dict[str, Any]:

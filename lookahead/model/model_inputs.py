@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.model.cache import TreeCache
-from lookahead.model.facts import cache_input, inputs_of, position_limit
+from lookahead.model.model_state import plan_of
 
 
 class ModelInputs:
@@ -27,11 +27,12 @@ class ModelInputs:
     shifts: Tensor | None = None  # int64 `[rows, 1]`, position after a prompt minus its tokens; None for zeros
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache) -> None:
-        names = inputs_of(model)
-        self.model, self.cache, self.cache_name = model, cache, cache_input(model)
+        plan = plan_of(model)
+        names = plan.inputs
+        self.model, self.cache, self.cache_name = model, cache, plan.cache_input
         self.takes_positions = f"{self.prefix}position_ids" in names
         self.keeps_logits = "logits_to_keep" in names
-        self.positions = position_limit(model)
+        self.positions = plan.positions
         self.cross: Any = None  # attention of the running pass to what an encoder has read
 
     def join(self, encoded: Any) -> None:

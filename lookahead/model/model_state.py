@@ -7,10 +7,11 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from threading import RLock, local
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch
 from lookahead.drafting.branch import BranchState
 from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.cost_model import StepCost
+from lookahead.model import facts
 from lookahead.model.known_code import is_ours, users_code
 from lookahead.model.stamp import STANDARD, Stamp, modules_of, stamp_of
 from lookahead.model.verdict_files import verdict_file
@@ -54,6 +56,7 @@ class ModelPlan:
 
     Attributes:
         stamp: The stamp that the plan was made for.
+        form: The number of the model's form as it was last recognised.
         user_code: The first code of a user's own on the way of a pass, and where it hangs; empty if there is none.
         trusted: Whether the user states that this code treats every token by itself and keeps no state.
         prefixes: The `PrefixStore` of this plan.
@@ -62,8 +65,101 @@ class ModelPlan:
     def __init__(self, model: Any, stamp: Stamp) -> None:
         self.stamp, self.user_code, self.trusted = stamp, users_code(model), False
         self.prefixes: Any = None
+        self.form = stamp.form
+        self._model = ref(model)  # the state of a model must not keep it alive
+        self._parts: dict[Hashable, tuple[int, Any]] = {}
         self._verdicts: dict[str, Any] = {}
         self._file: tuple[Path | None] | None = None
+
+    @property
+    def _lm(self) -> Any:
+        return self._model()
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of its input tokens."""
+        return facts.input_device(self._lm)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Token ids that it, or its decoder, has embeddings for."""
+        return facts.decoder_vocabulary(self._lm)
+
+    @cached_property
+    def positions(self) -> int | None:
+        """Size of its position table; None for no limit."""
+        return facts.position_limit(self._lm)
+
+    @cached_property
+    def inputs(self) -> frozenset[str]:
+        """The names of its inputs."""
+        return facts.inputs_of(self._lm)
+
+    @cached_property
+    def cache_input(self) -> str:
+        """The name of its cache among the inputs."""
+        return facts.cache_input(self._lm)
+
+    @cached_property
+    def windows(self) -> list[int | None]:
+        """Positions that each layer's cache keeps for a query; None for all."""
+        return facts.windows_of(self._lm)
+
+    @cached_property
+    def attention(self) -> str | None:
+        """The name of the attention function that its configuration chooses."""
+        return facts.attention_name(self._lm.config.get_text_config())
+
+    @cached_property
+    def registers_attention(self) -> bool:
+        """Whether its layers call the configured attention function with all keys."""
+        return facts.calls_registered_attention(self._lm)
+
+    @cached_property
+    def picks_keys(self) -> bool:
+        """Whether an indexer picks the keys that a query sees."""
+        return facts.picks_keys(self._lm)
+
+    @cached_property
+    def may_keep_states(self) -> bool:
+        """Whether some of its layers are not attention."""
+        return facts.may_keep_states(self._lm)
+
+    @cached_property
+    def reads_at_once(self) -> bool:
+        """Whether a prompt must be read in one pass."""
+        return facts.prefills_at_once(self._lm)
+
+    @cached_property
+    def reads_text(self) -> bool:
+        """Whether it, or its encoder, reads tokens."""
+        return facts.reads_text(self._lm)
+
+    @cached_property
+    def processes(self) -> int:
+        """Processes that share it by tensor parallelism."""
+        return facts.processes_of(self._lm)
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether some module is in training mode."""
+        return any(module.training for module in modules_of(self._lm))
+
+    def part(self, name: Hashable, form: int, make: Callable[[], T]) -> T:
+        """What is made once of the modules of the model, such as their packed layers, valid for a `Form` of theirs.
+
+        It must not hold the model itself, whose state would keep it alive.
+        """
+        held = self._parts.get(name)
+        if held is None or held[0] != form:
+            held = self._parts[name] = form, make()
+        part: T = held[1]
+        return part
+
+    def rest(self) -> None:
+        """Drop what is of these weights alone, as another plan becomes the newest."""
+        self.prefixes = None
+        self._parts.clear()
 
     def verdict(self, name: str, make: Callable[[], T], parse: Parse[T] | None, model: Any) -> T:
         """The verdict of a name, made at the first request, or read from the file of an earlier process."""
@@ -143,9 +239,9 @@ class ModelState:
             plan = self._plans.pop(stamp.number, None)
             if plan is None or (plan.user_code and plan.trusted is not trusted):
                 plan = ModelPlan(model, stamp)
-            plan.trusted = trusted
+            plan.trusted, plan.form = trusted, stamp.form
             if self.plan is not None and self.plan is not plan:
-                self.plan.prefixes = None  # what it keeps is of other weights
+                self.plan.rest()
             self._plans[stamp.number] = self.plan = plan
             while len(self._plans) > _MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
@@ -164,6 +260,11 @@ def recognise(model: Any, *, trusted: bool = False) -> ModelPlan:
         with _guard:  # another vocabulary, dtype or class of a module: what was measured does not count either
             state = _states[model] = ModelState()
     return state.recognised(model, stamp, trusted)
+
+
+def plan_of(model: Any) -> ModelPlan:
+    """The plan of a model as it was last recognised, or as it is now if it never was."""
+    return state_of(model).plan or recognise(model)
 
 
 def checkpointed(model: Any) -> list[tuple[Any, Any, Any]]:

@@ -9,7 +9,7 @@ large matrices on a CPU a word of 8 bytes of every row and of every column, and 
 from __future__ import annotations
 
 import marshal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lookahead.kernels.content_digest import WORD, digests
 from lookahead.model.known_code import (
+    AROUND,
     arithmetic_flags,
     attention_code,
     code_of,
@@ -46,6 +47,27 @@ _SAMPLES = 1024  # numbers of an array that is not on a CPU, or not contiguous
 _MEMORY = frozenset((Tensor, nn.Parameter, nn.Buffer))
 
 
+class Form(NamedTuple):
+    """What a model is but for the contents of its weights.
+
+    Attributes:
+        number: Changes if a module, an attribute, a hook, a tensor, a configuration or a setting of torch does. Equal
+            only while the same modules hold the same tensors: what is made of modules once is valid for it.
+        structure: A number for the classes and sizes of the modules alone.
+        parts: What the number of a stamp is made of besides contents.
+        tensors: Parameters and buffers by `id`.
+        places: The address and the bytes of each, 0 for what is not plain memory.
+        code: The classes and functions whose ids are part of the numbers. The list keeps them alive.
+    """
+
+    number: int
+    structure: int
+    parts: tuple[Any, ...]
+    tensors: dict[int, Tensor]
+    places: list[tuple[int, int]]
+    code: list[Any]
+
+
 class Stamp(NamedTuple):
     """A number for a model's weights and code.
 
@@ -54,18 +76,31 @@ class Stamp(NamedTuple):
         structure: A number for the classes and sizes of the modules alone.
         contents: A digest of every parameter and buffer, by `id`.
         code: The classes and functions whose ids are part of the number. The list keeps them alive.
+        form: The number of the model's `Form`.
     """
 
     number: int
     structure: int
     contents: dict[int, int]
     code: list[Any]
+    form: int
 
 
 def stamp_of(model: Any) -> Stamp:
     """The stamp of a model now, in some milliseconds: it reads a small part of the weights."""
+    form = form_of(model)
+    tensors, table = list(form.tensors.values()), _tables.get(model)
+    if table is None or table.ids != [*form.tensors] or table.places != form.places:
+        table = _tables[model] = ContentTable.of(tensors, form.places)
+    contents = table.contents(tensors)
+    number = hash((*form.parts, *contents, *table.traces(tensors)))
+    return Stamp(number, form.structure, dict(zip(form.tensors, contents, strict=True)), form.code, form.number)
+
+
+def form_of(model: Any) -> Form:
+    """The form of a model now: one loop over its modules, for every call and every block of service asks for it."""
     modules, is_stateful = modules_of(model), getattr(model, "_is_stateful", False)  # its passes set attributes
-    attributes, tensors, code = list[Any](), dict[int, Tensor](), list[Any]()
+    attributes, tensors, code, held = list[Any](), dict[int, Tensor](), list[Any](), list[int]()
     for module in modules:
         own = module.__dict__
         for name in sorted(own.keys() - STANDARD):
@@ -74,8 +109,10 @@ def stamp_of(model: Any) -> Stamp:
                 attributes.append((name, value))
             elif value is None:
                 continue
+            elif name == "config" and kind not in _GROUPS:
+                held.append(id(getattr(value, "_viewed", value)))  # the view of a pass stands for it
             elif kind in _GROUPS or isinstance(value, _NUMBERS):
-                attributes.append((name, _shown(value)))
+                attributes.append((name, repr(sorted(map(repr, value)) if kind is set else value)))
             elif isinstance(value, Tensor):
                 if not (is_stateful or name.endswith(_COUNTED)):
                     tensors[id(value)] = value
@@ -84,27 +121,23 @@ def stamp_of(model: Any) -> Stamp:
                 arguments = (*getattr(value, "args", ()), *getattr(value, "keywords", {}).values())  # of a partial
                 attributes += [(name, each) for each in arguments if type(each) in _PLAIN]
         # A scripted module has methods instead of these attributes.
-        held = own.get("_parameters", module._parameters), own.get("_buffers", module._buffers)
-        for tensor in (*held[0].values(), *held[1].values()):
-            if tensor is not None:
-                tensors[id(tensor)] = tensor
+        for group in (own.get("_parameters", module._parameters), own.get("_buffers", module._buffers)):
+            tensors.update({id(tensor): tensor for tensor in group.values() if tensor is not None})
         if module._forward_hooks or module._forward_pre_hooks:
             code += [type(module), *map(_code_in, hooks_of(module))]
+            attributes += [sorted(getattr(hook, "keywords", ())) for hook in hooks_of(module)]
     code += [*map(_code_in, global_hooks()), *torch_modes()]
     kinds = list(map(type, modules))
     code += [*kinds, *map(_code_in, attention_code(model, modules))]
-    table = _tables.get(model)
-    places = list(map(_place_of, tensors.values()))
-    if table is None or table.ids != [*tensors] or table.places != places:
-        table = _tables[model] = ContentTable.of(list(tensors.values()), places)
-    contents = table.contents(tensors.values())
-    sizes = [value for name, value in attributes if name == "num_embeddings"]
+    places = [(each.data_ptr(), each.nbytes) if type(each) in _MEMORY else (0, 0) for each in tensors.values()]
+    sizes = [each[1] for each in attributes if each[:1] == ("num_embeddings",)]
     structure = hash((*map(id, kinds), *sizes, getattr(model, "dtype", None)))
-    shapes = [each.shape for each in tensors.values()]
+    shapes = [(each.shape, each.dtype, each.device) for each in tensors.values()]
     plain = xxhash.xxh3_64_intdigest(marshal.dumps(attributes, 2))  # `hash` has the same value for -1 and -2
-    parts = structure, *shapes, code_of(frozenset(kinds)).number, *map(id, code), plain, *contents
-    number = hash((*parts, *table.traces(tensors.values()), *_settings_of(model)))
-    return Stamp(number, structure, dict(zip(tensors, contents, strict=True)), code)
+    called = code_of(frozenset(kinds)).number, code_of(AROUND).number
+    parts = structure, *shapes, *called, *map(id, code), plain, *_settings_of(model)
+    number = hash((*parts, *map(id, modules), *tensors, *places, *held))
+    return Form(number, structure, parts, tensors, places, code)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -134,7 +167,7 @@ def digest_of(model: Any) -> str | None:
         if not all(map(_is_memory, tensors.values())):
             return None
         arrays = list(tensors.values())
-        contents = ContentTable.of(arrays, [*map(_place_of, arrays)], reads_all=False).contents(arrays)
+        contents = ContentTable.of(arrays, reads_all=False).contents(arrays)
         kinds = [(str(each.dtype), tuple(each.shape)) for each in tensors.values()]
         kind = type(module)
         described.append(
@@ -142,7 +175,7 @@ def digest_of(model: Any) -> str | None:
                 name,
                 kind.__module__,
                 kind.__qualname__,
-                sorted((key, _shown(each)) for key, each in plain.items()),
+                sorted((key, repr(sorted(map(repr, v)) if isinstance(v, set) else v)) for key, v in plain.items()),
                 [*tensors],
                 kinds,
                 contents,
@@ -154,19 +187,14 @@ def digest_of(model: Any) -> str | None:
 
 def _settings_of(model: Any) -> tuple[str, ...]:
     """The configuration of a model, and torch's settings that change its passes."""
-    configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
-    values = [[(name, _comparable(value)) for name, value in list(vars(each).items())] for each in configs]
+    values = []
+    for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+        for name, value in list(vars(config).items()):
+            kind = type(value)
+            is_shown = value is None or kind in _PLAIN or kind in _GROUPS
+            values.append((name, value if is_shown else kind.__qualname__))
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return repr(values), repr(autocast), repr(arithmetic_flags()), repr(torch.get_default_dtype())
-
-
-def _shown(value: Any) -> str:
-    return repr(sorted(map(repr, value)) if isinstance(value, set) else value)
-
-
-def _comparable(value: Any) -> Any:
-    kind = type(value)
-    return value if value is None or kind in _PLAIN or kind in _GROUPS else kind.__qualname__
 
 
 class ContentTable(NamedTuple):
@@ -187,7 +215,9 @@ class ContentTable(NamedTuple):
     odd: list[int]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], places: list[tuple[int, int]], *, reads_all: bool = True) -> ContentTable:
+    def of(
+        cls, tensors: Sequence[Tensor], places: Sequence[tuple[int, int]] = (), *, reads_all: bool = True
+    ) -> ContentTable:
         """The table of tensors; with `reads_all` all bytes of a small model are read, not only of its small arrays."""
         reads_all = reads_all and sum(each.nbytes for each in tensors) <= _WHOLE_MODEL
         limit = _WHOLE_MODEL if reads_all else _WHOLE
@@ -199,21 +229,21 @@ class ContentTable(NamedTuple):
             rows.append(_row_of(tensor, is_whole=is_whole[-1]) if is_readable else (0, 0, 1, 1))
             if not is_readable or tensor.nbytes % WORD:
                 odd.append(at)
-        return cls([*map(id, tensors)], places, np.array(rows, np.int64).reshape(-1, 4), is_whole, odd)
+        return cls([*map(id, tensors)], list(places), np.array(rows, np.int64).reshape(-1, 4), is_whole, odd)
 
-    def contents(self, tensors: Iterable[Tensor]) -> list[int]:
+    def contents(self, tensors: Sequence[Tensor]) -> list[int]:
         """The digests of the tensors."""
         found: list[int] = digests(self.rows).tolist()
-        held = list(tensors) if self.odd else []
-        for at, digest in zip(self.odd, _digests_of_samples([held[at] for at in self.odd]), strict=True):
-            found[at] ^= digest
+        if self.odd:
+            for at, digest in zip(self.odd, _digests_of_samples([tensors[at] for at in self.odd]), strict=True):
+                found[at] ^= digest
         return found
 
-    def traces(self, tensors: Iterable[Tensor]) -> list[int]:
-        """What operations and assignments leave: the address of each, and torch's count of writes."""
-        versions = (0 if whole else version_of(each) for each, whole in zip(tensors, self.is_whole, strict=True))
-        addresses = (0 if whole else each for (each, _), whole in zip(self.places, self.is_whole, strict=True))
-        return [*versions, *addresses]
+    def traces(self, tensors: Sequence[Tensor]) -> list[int]:
+        """What operations and assignments leave: torch's count of writes, and the address of each."""
+        written = [at for at, is_whole in enumerate(self.is_whole) if not is_whole]
+        versions = [0 if tensors[at].is_inference() else tensors[at]._version for at in written]
+        return [*versions, *(self.places[at][0] for at in written)]
 
 
 _tables: WeakKeyDictionary[Any, ContentTable] = WeakKeyDictionary()  # the newest of every model
@@ -266,10 +296,6 @@ def _samples_of(tensor: Tensor) -> list[Tensor]:
     flat = _in_order(tensor).detach().flatten()
     parts = [flat[:: -(-len(flat) // _SAMPLES)], flat[-WORD:]]
     return [part.contiguous().view(torch.uint8) for part in parts]
-
-
-def _place_of(tensor: Tensor) -> tuple[int, int]:
-    return (tensor.data_ptr(), tensor.nbytes) if type(tensor) in _MEMORY else (0, 0)
 
 
 def version_of(tensor: Tensor) -> int:

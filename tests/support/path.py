@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _FOLDERS = tuple(str(ROOT / name) + "/" for name in ("lookahead", "ngram", "kernels"))
 PROMPTS = "one fine day a cat saw one fine day", "the sea, the sea", "a dog sat by the door. the dog sat"
 ENGINE = "lookahead/engine/engine.py"
-_NEW = 64  # tokens of an output
+_NEW = 256  # tokens of an output
 _STEPS = range(3, 20)  # of the last call; the first steps lay out the table of a pass
 _SIZE, _TOKENS = 256, 320  # the smallest layers that are packed
 
@@ -101,7 +101,8 @@ class _Tracer:
         self._places = dict[CodeType, tuple[str, str] | None]()
         modules = [module for name, module in sys.modules.items() if name.startswith("lookahead.")]
         values = [value for module in modules for value in vars(module).values()]
-        self._compiled = {value.py_func.__code__ for value in values if isinstance(value, Dispatcher)}
+        compiled = [value.py_func.__code__ for value in values if isinstance(value, Dispatcher)]
+        self._compiled = {(code.co_filename, code.co_name) for code in compiled}
 
     def start(self) -> None:
         """Begin to follow the calls of this thread."""
@@ -118,7 +119,7 @@ class _Tracer:
             file, name = str(Path(code.co_filename).resolve()), code.co_qualname
             while name.endswith(">"):  # a comprehension or a lambda
                 name = name.rpartition(".")[0].removesuffix(".<locals>")
-            is_own = file.startswith(_FOLDERS) and code not in self._compiled
+            is_own = file.startswith(_FOLDERS) and (code.co_filename, name) not in self._compiled
             self._places[code] = (str(Path(file).relative_to(ROOT)), name) if is_own else None
         return self._places[code]
 

@@ -29,7 +29,7 @@ from lookahead.backend.cpu.pass_table import PassTable
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import packed_product, row_attention
-from lookahead.model.model_state import patched_attribute
+from lookahead.model.model_state import patched_attribute, plan_of
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 SIZES: dict[str, Any] = {
@@ -128,10 +128,14 @@ def logits_of(model: Any, rows: int, nodes: int, *, retired: int = 0, **options:
 def own_code(monkeypatch) -> Any:
     """`logits_of` with a target that does not fuse layers."""
 
-    def logits(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    def logits(model: Any, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
             patch.setattr(cpu_backend, "find_fused", lambda model: fused_layers.FusedLayers([], [], []))
-            return logits_of(*args, **kwargs)
+            plan_of(model).rest()  # what was found before
+            try:
+                return logits_of(model, *args, **kwargs)
+            finally:
+                plan_of(model).rest()
 
     return logits
 

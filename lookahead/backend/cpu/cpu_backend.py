@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,41 @@ from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
 from lookahead.loading.block_layers import kinds_in_words
-from lookahead.model.facts import decoder_vocabulary, processes_of
-from lookahead.model.model_state import patched_attribute, state_of
+from lookahead.model.facts import decoder_vocabulary
+from lookahead.model.model_state import patched_attribute, plan_of, state_of
+from lookahead.model.stamp import form_of
+
+
+class CpuParts(NamedTuple):
+    """The modules of a model that kernels compute, found once for its plan and form."""
+
+    fused: FusedLayers
+    linears: LinearScope
+    whole: WholePass | str  # or why passes are not one call
+    forwards: list[tuple[nn.Module, None, Callable[..., Any]]]  # for `patched_attribute`
+
+    @classmethod
+    def of(cls, model: Any, served: nn.Module, *, packs: bool, has_trees: bool) -> CpuParts:
+        """The parts of a model as it is now.
+
+        Args:
+            model: The model.
+            served: The model, or a module of nothing if kernels must compute nothing of it.
+            packs: Whether linear layers may keep packed copies of their weights.
+            has_trees: Whether its attention takes trees.
+        """
+        name = "parts for a CPU", packs, has_trees, served is model, torch.get_num_threads()
+        make = partial(cls._find, model, served, packs, has_trees)
+        return plan_of(model).part(name, form_of(model).number, make)
+
+    @classmethod
+    def _find(cls, model: Any, served: Any, packs: bool, has_trees: bool) -> CpuParts:
+        linears, fused = LinearScope(served, packs=packs), find_fused(served)
+        # Chains are verified under the model's own masks, which a user may have changed.
+        whole: WholePass | str = "it verifies chains, by its own masks"
+        if has_trees:
+            whole = whole_pass(served, fused, linears, state_of(model).threads)
+        return cls(fused, linears, whole, [*fused.forwards, *linears.forwards()])
 
 
 class CpuBackend(TorchBackend):
@@ -57,16 +90,17 @@ class CpuBackend(TorchBackend):
             self._most_states = state_of(model).probed(name, model, find, count_of)
         # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute differently from the model's own code"
-        if processes_of(model) > 1:
+        plan = plan_of(model)
+        if plan.processes > 1:
             self._why_apart = "it is spread over several processes"
         self._served: nn.Module = nn.Identity() if self._why_apart else model
-        self._linears, self._stamp = LinearScope(self._served, packs=packs), state_of(model).stamp_number
-        self._threads = state_of(model).threads
-        self._fused = FusedLayers([], [], [])
-        self._whole: WholePass | str = "it was not in service yet"
+        self._parts: CpuParts  # found when the model is in service
         # A single node need not attend by torch.
         is_bf16 = self._scope is not None and model.dtype == torch.bfloat16
-        self._takes_rows = is_bf16 and not any(self._windows) and takes_rows(model.config.get_text_config())
+        self._takes_rows = is_bf16 and not any(self._windows)
+        if self._takes_rows:
+            config = model.config.get_text_config()
+            self._takes_rows = plan.part("attention of rows", plan.form, partial(takes_rows, config))
 
     @classmethod
     def _alike(cls, model: PreTrainedModel, most: int) -> CpuBackend:
@@ -78,14 +112,8 @@ class CpuBackend(TorchBackend):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        if self._stamp != (stamp := state_of(self._model).stamp_number):  # a request noticed other weights
-            self._linears, self._stamp = LinearScope(self._served, packs=self._packs), stamp
-        self._fused = find_fused(self._served)
-        # Chains are verified under the model's own masks, which a user may have changed.
-        self._whole = "it verifies chains, by its own masks"
-        if self._scope is not None:
-            self._whole = whole_pass(self._served, self._fused, self._linears, self._threads)
-        with patched_attribute("forward", [*self._fused.forwards, *self._linears.forwards()]), super()._patched():
+        self._parts = CpuParts.of(self._model, self._served, packs=self._packs, has_trees=self._scope is not None)
+        with patched_attribute("forward", self._parts.forwards), super()._patched():
             yield
 
     def _keeps(self, policy: BitPolicy) -> bool:
@@ -103,15 +131,15 @@ class CpuBackend(TorchBackend):
     def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
         if self._rows > 1 and policy is BitPolicy.ROUNDED:
             policy = BitPolicy.BATCH  # passes that `model.generate` would also run have its bits
-        linears = self._linears
+        linears, whole = self._parts.linears, self._parts.whole
         is_prompt = not tree_pass.trees
         by_kernels = not self._runs_own_code
         mode = CpuPass(policy, is_prompt, linears.packs and by_kernels, linears.fewest)
         layers = self._hidden_layers if self.keeps_hidden else ()
         with running(mode, fuses=by_kernels) as seen:
             given = None
-            if isinstance(self._whole, WholePass) and seen is not None and not is_prompt and by_kernels:
-                given = self._whole(tree_pass, self.cache, seen, layers)
+            if isinstance(whole, WholePass) and seen is not None and not is_prompt and by_kernels:
+                given = whole(tree_pass, self.cache, seen, layers)
             if not is_prompt:
                 self.is_ragged = given is not None
             if given is None:
@@ -122,14 +150,14 @@ class CpuBackend(TorchBackend):
         return logits
 
     def _paths(self) -> list[PathReport]:
-        fused, linears, apart = self._fused, self._linears, self._why_apart
+        fused, linears, whole, apart = *self._parts[:3], self._why_apart
         plain, layers = linears.counts
         packed = linears.reason or f"{plain} of {layers} linear layers"
-        one_call = "" if isinstance(self._whole, WholePass) else self._whole
+        one_call = "" if isinstance(whole, WholePass) else whole
         if self._rows > 1 and self._is_half:
             one_call = one_call or "passes over several rows are where each keeps the bits it has alone"
         quantized = kinds_in_words(self._model) if getattr(self._model, "is_quantized", False) else ""
-        threads = getattr(self._whole, "thread_count", 1)
+        threads = getattr(whole, "thread_count", 1)
         shared = f"on {threads} threads" if threads > 1 else ""
         share = f"{len(fused.layers)} of {fused.total} layers"
         return [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -88,13 +88,12 @@ def _products(
     biases: Sequence[Tensor | None],
     outs: Sequence[Tensor],
     prepared: Tensor | None,
-) -> Iterator[Job]:
+) -> list[Job]:
     """Jobs that multiply rows by several weights; consecutive weights of one type share a job."""
-    first = 0
-    for _, group in groupby(weights, lambda each: (each.packed.dtype, each.kernel)):
-        end = first + len(list(group))
-        yield from product(weights[first:end], x, biases[first:end], outs[first:end], prepared)
-        first = end
+    kinds = [(each.packed.dtype, each.kernel) for each in weights]
+    ends = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
+    parts = [slice(*pair) for pair in pairwise((0, *ends, len(kinds)))]
+    return [job for part in parts for job in product(weights[part], x, biases[part], outs[part], prepared)]
 
 
 def jobs_before(

@@ -55,6 +55,8 @@ class PackedLinear:
         self._version = 0
         self._digest: int | None = None  # of the weight, by the model's stamp
         self._packed: dict[BitPolicy, Packed | None] = {}
+        # By pass, threads and rows, the weight with its version and what `_find` found for them.
+        self.found: dict[tuple[CpuPass, int, int], tuple[Tensor, int, Packed | None]] = {}
 
     def __reduce__(self) -> Any:
         return PackedLinear, ()
@@ -74,6 +76,7 @@ class PackedLinear:
 
     def check(self, digest: int | None) -> None:
         """Drop packed weights if the weight has another digest: writes through `.data` do not increment its version."""
+        self.found.clear()  # torch's settings may have changed too
         if digest != self._digest:
             self._own, self._digest = None, digest
 
@@ -196,10 +199,19 @@ def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: CpuPass) -> tuple
 def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tensor:
     """The forward of a linear layer, by packed weights on a thread that runs a pass."""
     mode, rows = running_pass(), x.numel() // x.shape[-1]
-    own, bias = matrix_of(layer), layer._parameters["bias"]
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
+    own = weight if type(layer) is nn.Linear else weight.T
     if mode is None or x.dtype != own.dtype or rows == 0:
         return by_torch(x, own, bias)
-    found = _find(layer, packed, rows, mode)
+    # All larger numbers of rows are alike.
+    key, version = (mode, torch.get_num_threads(), min(rows, _MAX_PACKED_ROWS + 1)), -1
+    if not weight.is_inference():
+        version = weight._version
+    held = packed.found.get(key)
+    if held is None or version < 0 or held[0] is not weight or held[1] != version:
+        held = packed.found[key] = weight, version, _find(layer, packed, rows, mode)
+    found = held[2]
     if found is not None and rows <= found.most:
         return found.product(x, bias)
     if own.dtype == torch.float32:

@@ -10,6 +10,7 @@ from functools import partial
 from operator import is_
 from time import perf_counter
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -66,7 +67,8 @@ class WholePass:
     """
 
     def __init__(self, model: Any, parts: PassParts, threads: dict[int, int]) -> None:
-        self._model, self._decoder, self._parts = model, model.model, parts
+        # The model's plan holds this, and must not keep the model alive.
+        self._model, self._decoder, self._parts = ref(model), model.model, parts
         self._linears = [each for of_layer in parts.layers for each in of_layer.linears]
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
@@ -79,7 +81,7 @@ class WholePass:
         self._has_bits = is_half and all(has_bits(each, heads, kv_heads, layers[0].head_dim) for each in own)
         # A streamer or a stopping criterion may change these between two passes of a call.
         self._layers = [each.layer for each in parts.layers]
-        self._inner = [model, self._decoder, parts.norm, *([parts.head] if parts.head else []), *self._layers]
+        self._inner = [self._decoder, parts.norm, *([parts.head] if parts.head else []), *self._layers]
         self._forwards: list[Any] = []  # their `forward`s as of the first pass
         self._newest_hook = RemovableHandle.next_id
 
@@ -91,7 +93,8 @@ class WholePass:
         Must run within `cpu_pass.running`. The hidden states `[rows, width, size]` are keyed by `layers`, numbered as
         in `output_hidden_states`. Padding is left unwritten.
         """
-        if not self._takes(tree_pass, cache):
+        model: Any = self._model()
+        if not self._takes(model, tree_pass, cache):
             return None
         last = len(self._parts.layers)
         places = tuple(layer if layer >= 0 else layer + last + 1 for layer in layers)
@@ -137,7 +140,7 @@ class WholePass:
         if places:
             by_place = table.kept(hidden) if of_head else table.kept(hidden) | {last: written}
             states = {layer: by_place[place] for layer, place in zip(layers, places, strict=True)}
-        logits = written if of_head else self._model.lm_head(written)
+        logits = written if of_head else model.lm_head(written)
         if kept is None:
             return logits, states
         return _padded(logits, kept, rows, width), {at: _padded(each, kept, rows, width) for at, each in states.items()}
@@ -148,7 +151,7 @@ class WholePass:
         most = torch.get_num_threads()
         return self._threads.get(most, most)
 
-    def _takes(self, tree_pass: TreePass, cache: TreeCache) -> bool:
+    def _takes(self, model: Any, tree_pass: TreePass, cache: TreeCache) -> bool:
         """Whether this is a small pass over trees, and the modules that are not called are unchanged."""
         parts, slots, decoder, trees = self._parts, cache.slots, self._decoder, tree_pass.trees
         if not trees or max(map(len, trees)) > MAX_TABLE_NODES or sum(map(len, trees)) > MAX_BATCH_NODES:
@@ -156,7 +159,7 @@ class WholePass:
         # In half precision the nodes of several rows have the bits of each row alone, or of one batch.
         if len(trees) > 1 and parts.norm.weight.dtype != torch.float32 and not tree_pass.attends_per_node:
             return False
-        forwards = [vars(each).get("forward") for each in self._inner]
+        forwards = [vars(each).get("forward") for each in (model, *self._inner)]
         self._forwards = self._forwards or forwards
         return (
             slots.capacity >= _FEWEST_SLOTS
@@ -164,15 +167,15 @@ class WholePass:
             and cache.is_ready(0)
             and all(map(is_, decoder.layers._modules.values(), self._layers))
             and decoder.norm is parts.norm
-            and (parts.head is None or self._model.lm_head is parts.head)
+            and (parts.head is None or model.lm_head is parts.head)
             and all(map(is_, forwards, self._forwards))
-            and (self._newest_hook == RemovableHandle.next_id or self._is_unhooked())
+            and (self._newest_hook == RemovableHandle.next_id or self._is_unhooked(model))
         )
 
-    def _is_unhooked(self) -> bool:
+    def _is_unhooked(self, model: Any) -> bool:
         """Whether no module that is not called has a hook; checked again after any hook was set anywhere."""
-        called = self._decoder.embed_tokens, self._decoder.rotary_emb, None if self._parts.head else self._model.lm_head
-        if global_hooks() or any(working_hooks_of(each) for each in self._model.modules() if each not in called):
+        called = self._decoder.embed_tokens, self._decoder.rotary_emb, None if self._parts.head else model.lm_head
+        if global_hooks() or any(working_hooks_of(each) for each in model.modules() if each not in called):
             return False
         self._newest_hook = RemovableHandle.next_id
         return True
